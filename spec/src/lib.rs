@@ -1,0 +1,2 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! virtio-rdma-spec.
