@@ -1,0 +1,463 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Control commands (specification: "Control commands").
+//!
+//! A command is a device-readable buffer that starts with a [`CommandHeader`], followed by the body of its opcode; the
+//! response is a device-writable buffer that gets a [`ResponseHeader`] and the body of the opcode. Both may grow: a command
+//! longer than the device knows is accepted if the rest is zero, a response is cut to the buffer.
+use crate::layout::{constants, layouts};
+
+constants! {
+    /// Opcode of a control command.
+    pub mod opcode: u16 {
+        /// Device attributes and limits.
+        QUERY_DEVICE = 0x01,
+        /// Port attributes.
+        QUERY_PORT = 0x02,
+        /// Sets or clears an entry of the GID table.
+        SET_GID = 0x03,
+        /// Tells the device where the status page is.
+        SET_STATUS_PAGE = 0x04,
+        /// Creates a context: doorbell memory.
+        CREATE_CONTEXT = 0x10,
+        /// Destroys a context.
+        DESTROY_CONTEXT = 0x11,
+        /// Creates a protection domain.
+        CREATE_PD = 0x20,
+        /// Destroys a protection domain.
+        DESTROY_PD = 0x21,
+        /// Registers a memory region.
+        REG_MR = 0x30,
+        /// Deregisters a memory region.
+        DEREG_MR = 0x31,
+        /// Creates a completion queue.
+        CREATE_CQ = 0x40,
+        /// Destroys a completion queue.
+        DESTROY_CQ = 0x41,
+        /// Creates a queue pair.
+        CREATE_QP = 0x50,
+        /// Modifies a queue pair.
+        MODIFY_QP = 0x51,
+        /// Queries a queue pair.
+        QUERY_QP = 0x52,
+        /// Destroys a queue pair.
+        DESTROY_QP = 0x53,
+    }
+}
+
+constants! {
+    /// Status of a response; the numbers are those of Linux errno.
+    pub mod status: u16 {
+        /// Success.
+        OK = 0,
+        /// Not allowed.
+        EPERM = 1,
+        /// No object has this handle.
+        ENOENT = 2,
+        /// A limit or the memory of the device is exhausted.
+        ENOMEM = 12,
+        /// An address is not (any longer) guest memory.
+        EFAULT = 14,
+        /// The object is in use by another.
+        EBUSY = 16,
+        /// A value is not valid.
+        EINVAL = 22,
+        /// The command, or what it asks for, is not supported.
+        EOPNOTSUPP = 95,
+    }
+}
+
+layouts! {
+    /// Starts every command.
+    pub struct CommandHeader(8) {
+        /// `opcode`.
+        0 => opcode: u16,
+        /// Reserved, zero.
+        2 => reserved: u16,
+        /// Length of the command with this header, bytes.
+        4 => length: u32,
+    }
+
+    /// Starts every response.
+    pub struct ResponseHeader(8) {
+        /// `status`.
+        0 => status: u16,
+        /// Reserved, zero.
+        2 => reserved: u16,
+        /// Length of the response with this header, bytes. On an error only the header is written.
+        4 => length: u32,
+    }
+
+    /// A list of guest pages, as a tree of 4 KiB tables of 512 guest-physical addresses each.
+    pub struct PageList(16) {
+        /// With `levels` 0: the address of the one page itself. Otherwise the address of the topmost table (4 KiB aligned).
+        0 => addr: u64,
+        /// Number of pages.
+        8 => count: u32,
+        /// 0 to 3: tables between `addr` and the pages. `count` must not exceed 512 to the power of `levels`.
+        12 => levels: u8,
+        /// log2 of the size of a page: 12 to 31. Pages are aligned to their size. Rings and doorbell memory use 12.
+        13 => page_shift: u8,
+        /// Reserved, zero.
+        14 => reserved: u16,
+    }
+
+    /// A destination and how to get there.
+    pub struct AddressVector(40) {
+        /// Destination GID.
+        0 => dgid: [u8; 16],
+        /// Index of the source GID.
+        16 => sgid_index: u16,
+        /// Hop limit.
+        18 => hop_limit: u8,
+        /// Traffic class.
+        19 => traffic_class: u8,
+        /// Flow label, 20 bits.
+        20 => flow_label: u32,
+        /// Destination MAC address.
+        24 => dmac: [u8; 6],
+        /// Service level, 0 to 15.
+        30 => sl: u8,
+        /// Port, 1.
+        31 => port_num: u8,
+        /// Static rate, as in verbs.
+        32 => static_rate: u8,
+        /// Reserved, zero.
+        33 => reserved: [u8; 7],
+    }
+
+    /// Attributes of a queue pair, for MODIFY_QP and QUERY_QP.
+    pub struct QpAttr(96) {
+        /// `qp_state`.
+        0 => qp_state: u8,
+        /// Current state that the driver assumes (modify); the state (query).
+        1 => cur_qp_state: u8,
+        /// `mtu`.
+        2 => path_mtu: u8,
+        /// Port, 1.
+        3 => port_num: u8,
+        /// Remote access that the queue pair grants: `access`.
+        4 => access_flags: u32,
+        /// Q_Key.
+        8 => qkey: u32,
+        /// Receive PSN, 24 bits.
+        12 => rq_psn: u32,
+        /// Send PSN, 24 bits.
+        16 => sq_psn: u32,
+        /// Destination queue pair, 24 bits.
+        20 => dest_qp_num: u32,
+        /// Index into the P_Key table.
+        24 => pkey_index: u16,
+        /// RDMA READ and atomic operations outstanding as requester.
+        26 => max_rd_atomic: u8,
+        /// RDMA READ and atomic operations outstanding as responder.
+        27 => max_dest_rd_atomic: u8,
+        /// RNR NAK timer code, 0 to 31.
+        28 => min_rnr_timer: u8,
+        /// Local ACK time-out code: 4.096 us times two to its power; 0: none.
+        29 => timeout: u8,
+        /// Transport retries, 0 to 7.
+        30 => retry_cnt: u8,
+        /// RNR retries, 0 to 6; 7: without limit.
+        31 => rnr_retry: u8,
+        /// Raise SQ_DRAINED when the send queue is drained.
+        32 => en_sqd_async_notify: u8,
+        /// Query: the send queue is draining.
+        33 => sq_draining: u8,
+        /// Reserved, zero.
+        34 => reserved0: [u8; 6],
+        /// Primary path.
+        40 => av: AddressVector,
+        /// Reserved, zero.
+        80 => reserved1: [u8; 16],
+    }
+
+    /// Response of QUERY_DEVICE.
+    pub struct QueryDeviceResponse(128) {
+        /// Node GUID, as in the configuration space.
+        0 => node_guid: u64,
+        /// Firmware version: major in bits 32 to 47, minor 16 to 31, patch 0 to 15.
+        8 => fw_ver: u64,
+        /// Longest region, bytes.
+        16 => max_mr_size: u64,
+        /// Page sizes of regions: bit n set: 2^n bytes.
+        24 => page_size_cap: u64,
+        /// Contexts.
+        32 => max_context: u32,
+        /// Queue pairs.
+        36 => max_qp: u32,
+        /// Entries of a work queue.
+        40 => max_qp_wr: u32,
+        /// Scatter/gather entries of a send or receive work request.
+        44 => max_sge: u32,
+        /// Scatter/gather entries of an RDMA READ.
+        48 => max_sge_rd: u32,
+        /// Inline bytes.
+        52 => max_inline: u32,
+        /// Completion queues.
+        56 => max_cq: u32,
+        /// Entries of a completion queue.
+        60 => max_cqe: u32,
+        /// Memory regions.
+        64 => max_mr: u32,
+        /// Protection domains.
+        68 => max_pd: u32,
+        /// RDMA READ and atomic operations outstanding at a responder, per queue pair.
+        72 => max_qp_rd_atom: u32,
+        /// The same, as requester.
+        76 => max_qp_init_rd_atom: u32,
+        /// RDMA READ and atomic operations outstanding at a responder, in all.
+        80 => max_res_rd_atom: u32,
+        /// Size of the GID table.
+        84 => gid_table_len: u32,
+        /// Size of the P_Key table.
+        88 => pkey_table_len: u32,
+        /// Local ACK delay, code as for time-outs.
+        92 => local_ca_ack_delay: u32,
+        /// Shared receive queues.
+        96 => max_srq: u32,
+        /// Entries of a shared receive queue.
+        100 => max_srq_wr: u32,
+        /// Scatter/gather entries of a receive work request of an SRQ.
+        104 => max_srq_sge: u32,
+        /// Address handles.
+        108 => max_ah: u32,
+        /// Memory windows.
+        112 => max_mw: u32,
+        /// Pages of a fast registration.
+        116 => max_fast_reg_pages: u32,
+        /// Reserved, zero.
+        120 => reserved: [u8; 8],
+    }
+
+    /// Body of QUERY_PORT.
+    pub struct QueryPort(8) {
+        /// Port, 1.
+        0 => port_num: u8,
+        /// Reserved, zero.
+        1 => reserved: [u8; 7],
+    }
+
+    /// Response of QUERY_PORT.
+    pub struct QueryPortResponse(96) {
+        /// Port state, as in verbs: 1 down, 4 active.
+        0 => state: u8,
+        /// Physical state, as in verbs: 3 disabled, 5 link up.
+        1 => phys_state: u8,
+        /// Largest `mtu`.
+        2 => max_mtu: u8,
+        /// `mtu` in force.
+        3 => active_mtu: u8,
+        /// Link width, as in verbs: 1 is 1X, 2 is 4X.
+        4 => active_width: u8,
+        /// Reserved, zero.
+        5 => reserved0: u8,
+        /// Link speed per lane, as in verbs.
+        6 => active_speed: u16,
+        /// Longest message, bytes.
+        8 => max_msg_sz: u32,
+        /// Bad P_Keys seen.
+        12 => bad_pkey_cntr: u32,
+        /// Bad Q_Keys seen.
+        16 => qkey_viol_cntr: u32,
+        /// Reserved, zero.
+        20 => reserved1: u32,
+        /// Bytes of messages sent.
+        24 => tx_bytes: u64,
+        /// Messages sent.
+        32 => tx_messages: u64,
+        /// Bytes of messages received.
+        40 => rx_bytes: u64,
+        /// Messages received.
+        48 => rx_messages: u64,
+        /// Messages that met a responder without receive work request.
+        56 => rnr_naks: u64,
+        /// Messages sent again because nobody answered.
+        64 => retries: u64,
+        /// Work requests completed in error.
+        72 => errors: u64,
+        /// Reserved, zero.
+        80 => reserved2: [u8; 16],
+    }
+
+    /// Body of SET_GID.
+    pub struct SetGid(40) {
+        /// The GID; all zero clears the entry.
+        0 => gid: [u8; 16],
+        /// Index in the table.
+        16 => index: u16,
+        /// 0: RoCE v1, 1: RoCE v2.
+        18 => gid_type: u8,
+        /// Port, 1.
+        19 => port_num: u8,
+        /// VLAN id, or 0xffff for none.
+        20 => vlan: u16,
+        /// Source MAC address.
+        22 => mac: [u8; 6],
+        /// Reserved, zero.
+        28 => reserved: [u8; 12],
+    }
+
+    /// Body of SET_STATUS_PAGE.
+    pub struct SetStatusPage(8) {
+        /// Guest-physical address of the page, 4 KiB aligned; zero: none any longer.
+        0 => addr: u64,
+    }
+
+    /// Body of CREATE_CONTEXT.
+    pub struct CreateContext(24) {
+        /// Doorbell memory: `doorbell::BLOCK_PAGES` pages per doorbell queue, in their order, zeroed.
+        0 => doorbell: PageList,
+        /// Reserved, zero.
+        16 => reserved: u64,
+    }
+
+    /// Response of CREATE_CONTEXT, CREATE_PD.
+    pub struct HandleResponse(8) {
+        /// Handle of the new object.
+        0 => handle: u32,
+        /// Reserved, zero.
+        4 => reserved: u32,
+    }
+
+    /// Body of DESTROY_CONTEXT, DESTROY_PD, DEREG_MR, DESTROY_CQ, QUERY_QP, DESTROY_QP.
+    pub struct Handle(8) {
+        /// Handle of the object (of a region: its lkey).
+        0 => handle: u32,
+        /// Reserved, zero.
+        4 => reserved: u32,
+    }
+
+    /// Body of REG_MR.
+    pub struct RegMr(56) {
+        /// Protection domain.
+        0 => pd: u32,
+        /// `access`.
+        4 => access: u32,
+        /// Address of the first byte, as work requests name it.
+        8 => iova: u64,
+        /// Length, bytes; not zero.
+        16 => length: u64,
+        /// Offset of the first byte in the first page.
+        24 => offset: u64,
+        /// The pages.
+        32 => pages: PageList,
+        /// The 8-bit consumer part of the keys.
+        48 => key: u8,
+        /// Reserved, zero.
+        49 => reserved: [u8; 7],
+    }
+
+    /// Response of REG_MR.
+    pub struct RegMrResponse(8) {
+        /// Local key; also the handle.
+        0 => lkey: u32,
+        /// Remote key.
+        4 => rkey: u32,
+    }
+
+    /// Body of CREATE_CQ.
+    pub struct CreateCq(40) {
+        /// Entries, a power of two.
+        0 => entries: u32,
+        /// Completion-event queue for its events, 0 to C - 1.
+        4 => comp_vector: u16,
+        /// Stride of the entries, bytes: 32.
+        6 => stride: u16,
+        /// Offset of the ring in the buffer, a multiple of the stride, at least 64.
+        8 => ring_offset: u32,
+        /// Reserved, zero.
+        12 => flags: u32,
+        /// The buffer: a `CqRecord` at its start, and the ring.
+        16 => buffer: PageList,
+        /// Reserved, zero.
+        32 => reserved: u64,
+    }
+
+    /// Body of CREATE_QP.
+    pub struct CreateQp(88) {
+        /// Protection domain.
+        0 => pd: u32,
+        /// Context: whose doorbell memory is used.
+        4 => context: u32,
+        /// Completion queue of the send queue.
+        8 => send_cq: u32,
+        /// Completion queue of the receive queue.
+        12 => recv_cq: u32,
+        /// `verbs::qp_type`.
+        16 => qp_type: u8,
+        /// `create_qp_flag`.
+        17 => flags: u8,
+        /// Reserved, zero.
+        18 => reserved0: u16,
+        /// Entries of the send queue, a power of two, or zero.
+        20 => sq_entries: u32,
+        /// Stride of the send queue, bytes.
+        24 => sq_stride: u32,
+        /// Offset of the send queue in the buffer, a multiple of its stride.
+        28 => sq_offset: u32,
+        /// Entries of the receive queue, a power of two, or zero.
+        32 => rq_entries: u32,
+        /// Stride of the receive queue, bytes.
+        36 => rq_stride: u32,
+        /// Offset of the receive queue in the buffer, a multiple of its stride.
+        40 => rq_offset: u32,
+        /// Scatter/gather entries per send work request.
+        44 => max_send_sge: u16,
+        /// Scatter/gather entries per receive work request.
+        46 => max_recv_sge: u16,
+        /// Inline bytes per send work request.
+        48 => max_inline: u32,
+        /// Shared receive queue. Zero: none.
+        52 => srq: u32,
+        /// The buffer: a `QpRecord` at its start, and the rings.
+        56 => buffer: PageList,
+        /// Reserved, zero.
+        72 => reserved1: [u8; 16],
+    }
+
+    /// Response of CREATE_QP.
+    pub struct CreateQpResponse(16) {
+        /// Queue pair number; also the handle.
+        0 => qpn: u32,
+        /// Doorbell queue, 0 to D - 1, of its worker.
+        4 => doorbell_queue: u32,
+        /// Slot in that worker's doorbell block of the context.
+        8 => slot: u32,
+        /// Reserved, zero.
+        12 => reserved: u32,
+    }
+
+    /// Body of MODIFY_QP.
+    pub struct ModifyQp(104) {
+        /// Queue pair.
+        0 => qpn: u32,
+        /// Attributes to change: `verbs::qp_attr`.
+        4 => attr_mask: u32,
+        /// Their values.
+        8 => attr: QpAttr,
+    }
+
+    /// Response of QUERY_QP.
+    pub struct QueryQpResponse(96) {
+        /// The attributes.
+        0 => attr: QpAttr,
+    }
+}
+
+constants! {
+    /// Flags of CREATE_QP.
+    pub mod create_qp_flag: u8 {
+        /// Every send work request produces a completion.
+        SIGNAL_ALL = 1,
+    }
+}
+
+constants! {
+    /// Types of GIDs.
+    pub mod gid_type: u8 {
+        /// RoCE v1.
+        ROCE_V1 = 0,
+        /// RoCE v2.
+        ROCE_V2 = 1,
+    }
+}

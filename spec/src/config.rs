@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Configuration space, virtqueues and feature bits (specification: "Virtqueues", "Feature bits", "Configuration").
+use crate::layout::{constants, layouts};
+
+layouts! {
+    /// The device configuration space.
+    pub struct Config(64) {
+        /// MAC address of the network interface this RNIC is paired with; all zero: none is named.
+        0 => mac: [u8; 6],
+        /// Completion-event queues (C), at least 1.
+        6 => num_completion_queues: u16,
+        /// Doorbell queues (D), one per worker, at least 1.
+        8 => num_doorbell_queues: u16,
+        /// Link: 1 up, 0 down. A change raises a configuration change interrupt.
+        10 => link_up: u8,
+        /// Reserved, zero.
+        11 => reserved0: [u8; 5],
+        /// Node GUID, as a number (the most significant byte is the first on the wire).
+        16 => node_guid: u64,
+        /// Reserved, zero.
+        24 => reserved1: [u8; 40],
+    }
+}
+
+/// Virtqueue 0 carries control commands.
+pub const CONTROL_QUEUE: u16 = 0;
+/// Virtqueue 1 carries asynchronous events.
+pub const EVENT_QUEUE: u16 = 1;
+/// First completion-event queue.
+pub const FIRST_COMPLETION_QUEUE: u16 = 2;
+/// Queues in all that a device may have.
+pub const MAX_QUEUES: u16 = 64;
+
+/// First doorbell queue of a device with `completion_queues` completion-event queues.
+#[must_use]
+pub const fn first_doorbell_queue(completion_queues: u16) -> u16 {
+    FIRST_COMPLETION_QUEUE.saturating_add(completion_queues)
+}
+
+constants! {
+    /// Device-specific feature bits (bit numbers).
+    pub mod feature: u32 {
+        /// RC queue pairs with SEND, RDMA WRITE, RDMA READ and their immediate forms. Always offered; a driver that
+        /// does not accept it has no queue pairs.
+        RC = 0,
+    }
+}
