@@ -4,7 +4,7 @@
 //! A command is a device-readable buffer that starts with a [`CommandHeader`], followed by the body of its opcode; the
 //! response is a device-writable buffer that gets a [`ResponseHeader`] and the body of the opcode. Both may grow: a command
 //! longer than the device knows is accepted if the rest is zero, a response is cut to the buffer.
-use crate::layout::{constants, layouts};
+use crate::{constants, layouts};
 
 constants! {
     /// Opcode of a control command.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Configuration space, virtqueues and feature bits (specification: "Virtqueues", "Feature bits", "Configuration").
-use crate::layout::{constants, layouts};
+use crate::{constants, layouts};
 
 layouts! {
     /// The device configuration space.

@@ -9,7 +9,7 @@
 //! load the worker's status word, and if it says SLEEPING, write the doorbell queue's index to its notify address.
 //! The device clears in the other direction (root, summary, leaf), by atomic exchange with zero, and looks at the rings only
 //! after the exchange.
-use crate::layout::constants;
+use crate::constants;
 
 /// Slots per doorbell block.
 pub const SLOTS: u32 = 65536;

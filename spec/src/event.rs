@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What the device writes to the event queues (specification: "Completion events", "Asynchronous events").
-use crate::layout::{constants, layouts};
+use crate::{constants, layouts};
 
 layouts! {
     /// A completion event: an armed completion queue has a completion.

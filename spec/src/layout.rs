@@ -85,6 +85,7 @@ impl<const N: usize> Layout for [u8; N] {
 
 /// Declares structures with explicit offsets: `OFFSET => name: type`. The offsets are checked at compile time:
 /// fields follow each other without holes or overlaps and end at the declared size.
+#[macro_export]
 macro_rules! layouts {
     ($(
         $(#[$doc:meta])*
@@ -168,9 +169,9 @@ macro_rules! layouts {
             &[ $( ($name::NAME, $name::SIZE, $name::FIELDS), )* ];
     };
 }
-pub(crate) use layouts;
 
 /// Declares named constants and, for the test that compares them with the text, the table of them.
+#[macro_export]
 macro_rules! constants {
     (
         $(#[$doc:meta])*
@@ -193,4 +194,3 @@ macro_rules! constants {
         }
     };
 }
-pub(crate) use constants;

@@ -5,7 +5,7 @@
 //! first lap, and flips with every lap; the ring starts zeroed. The writer of an entry writes everything else first and
 //! then, with release order, the 8 aligned bytes that hold the phase; the reader reads these 8 bytes first, with acquire
 //! order. There is no producer index, hence none that could be wrong.
-use crate::layout::layouts;
+use crate::layouts;
 
 layouts! {
     /// A scatter/gather entry.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The numbers of verbs: opcodes, statuses, states, access flags. Where the InfiniBand verbs of Linux have a number for
 //! something, it is the same here (specification: "Verbs numbers").
-use crate::layout::constants;
+use crate::constants;
 
 constants! {
     /// Opcode of a send work request.
