@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Where things are in the buffer of a queue: record, rings, strides (specification: "Rings").
+use virtio_rdma_spec::ring::{
+    recv_stride, send_stride, CqRecord, Cqe, QpRecord, MAX_CQ_ENTRIES, MAX_WQ_ENTRIES,
+};
+use virtio_rdma_spec::PAGE_SIZE;
+
+/// A ring in a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RingLayout {
+    /// Entries, a power of two; zero where there is no such queue.
+    pub entries: u32,
+    /// Stride of the entries, bytes, a power of two.
+    pub stride: u32,
+    /// Offset of the first entry in the buffer, bytes, a multiple of the stride.
+    pub offset: u32,
+}
+
+impl RingLayout {
+    /// A ring behind the first `end` bytes of a buffer.
+    fn behind(end: u32, entries: u32, stride: u32) -> Option<Self> {
+        Some(Self {
+            entries,
+            stride,
+            offset: end.checked_next_multiple_of(stride)?,
+        })
+    }
+
+    /// Offset of the first byte behind the ring.
+    fn end(&self) -> Option<u32> {
+        self.entries
+            .checked_mul(self.stride)?
+            .checked_add(self.offset)
+    }
+}
+
+/// What a queue pair is asked to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct QpCaps {
+    /// Send work requests.
+    pub max_send_wr: u32,
+    /// Receive work requests.
+    pub max_recv_wr: u32,
+    /// Scatter/gather entries of a send work request.
+    pub max_send_sge: u32,
+    /// Scatter/gather entries of a receive work request.
+    pub max_recv_sge: u32,
+    /// Inline bytes of a send work request.
+    pub max_inline: u32,
+}
+
+/// The buffer of a queue pair: a `QpRecord`, the send queue, the receive queue. Small queues share one page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QpLayout {
+    /// Send queue.
+    pub sq: RingLayout,
+    /// Receive queue.
+    pub rq: RingLayout,
+    /// Size of the buffer, bytes, a multiple of the page size.
+    pub size: usize,
+}
+
+impl QpLayout {
+    /// The layout for these capabilities; `None` where they are more than the interface can express (EINVAL).
+    #[must_use]
+    pub fn new(caps: &QpCaps) -> Option<Self> {
+        let sq = RingLayout::behind(
+            QpRecord::SIZE as u32,
+            wq_entries(caps.max_send_wr)?,
+            send_stride(caps.max_send_sge, caps.max_inline)?,
+        )?;
+        let rq = RingLayout::behind(
+            sq.end()?,
+            wq_entries(caps.max_recv_wr)?,
+            recv_stride(caps.max_recv_sge)?,
+        )?;
+        Some(Self {
+            sq,
+            rq,
+            size: pages(rq.end()?),
+        })
+    }
+}
+
+/// The buffer of a completion queue: a `CqRecord` and the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CqLayout {
+    /// The ring.
+    pub ring: RingLayout,
+    /// Size of the buffer, bytes, a multiple of the page size.
+    pub size: usize,
+}
+
+impl CqLayout {
+    /// The layout for at least `cqe` entries; `None` where there are none or too many (EINVAL).
+    #[must_use]
+    pub fn new(cqe: u32) -> Option<Self> {
+        if cqe == 0 || cqe > MAX_CQ_ENTRIES {
+            return None;
+        }
+        let ring = RingLayout::behind(
+            CqRecord::SIZE as u32,
+            cqe.next_power_of_two(),
+            Cqe::SIZE as u32,
+        )?;
+        Some(Self {
+            ring,
+            size: pages(ring.end()?),
+        })
+    }
+}
+
+fn wq_entries(wr: u32) -> Option<u32> {
+    match wr {
+        0 => Some(0),
+        1..=MAX_WQ_ENTRIES => Some(wr.next_power_of_two()),
+        _ => None,
+    }
+}
+
+fn pages(end: u32) -> usize {
+    (end as usize).next_multiple_of(PAGE_SIZE as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn small_queues_share_a_page() {
+        let layout = QpLayout::new(&QpCaps {
+            max_send_wr: 16,
+            max_recv_wr: 16,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        })
+        .unwrap();
+        assert_eq!(layout.size, 4096);
+        assert_eq!(
+            layout.sq,
+            RingLayout {
+                entries: 16,
+                stride: 64,
+                offset: 64
+            }
+        );
+        assert_eq!(
+            layout.rq,
+            RingLayout {
+                entries: 16,
+                stride: 32,
+                offset: 1088
+            }
+        );
+    }
+
+    #[test]
+    fn too_much_is_refused() {
+        let caps = QpCaps {
+            max_send_wr: 1,
+            max_recv_wr: 1,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        };
+        assert!(QpLayout::new(&caps).is_some());
+        assert!(QpLayout::new(&QpCaps {
+            max_send_wr: u32::MAX,
+            ..caps
+        })
+        .is_none());
+        assert!(QpLayout::new(&QpCaps {
+            max_recv_wr: 32769,
+            ..caps
+        })
+        .is_none());
+        assert!(QpLayout::new(&QpCaps {
+            max_send_sge: 33,
+            ..caps
+        })
+        .is_none());
+        assert!(QpLayout::new(&QpCaps {
+            max_recv_sge: u32::MAX,
+            ..caps
+        })
+        .is_none());
+        assert!(QpLayout::new(&QpCaps {
+            max_inline: 977,
+            ..caps
+        })
+        .is_none());
+        assert!(CqLayout::new(0).is_none());
+        assert!(CqLayout::new(u32::MAX).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn queues_do_not_overlap_and_entries_do_not_straddle_pages(
+            max_send_wr in 0u32..=32768,
+            max_recv_wr in 0u32..=32768,
+            max_send_sge in 0u32..=32,
+            max_recv_sge in 0u32..=32,
+            max_inline in 0u32..=976,
+        ) {
+            let layout =
+                QpLayout::new(&QpCaps { max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline }).unwrap();
+            let (sq, rq) = (layout.sq, layout.rq);
+            prop_assert!(sq.offset >= 64);
+            prop_assert!(rq.offset >= sq.offset + sq.entries * sq.stride);
+            prop_assert!((rq.offset + rq.entries * rq.stride) as usize <= layout.size);
+            prop_assert_eq!(layout.size % 4096, 0);
+            for ring in [sq, rq] {
+                prop_assert_eq!(ring.offset % ring.stride, 0);
+                prop_assert_eq!(4096 % ring.stride, 0);
+                prop_assert!(ring.entries == 0 || ring.entries.is_power_of_two());
+            }
+            prop_assert!(sq.entries >= max_send_wr && rq.entries >= max_recv_wr);
+            prop_assert!(sq.stride >= 48 + (16 * max_send_sge).max(max_inline));
+            prop_assert!(rq.stride >= 16 + 16 * max_recv_sge);
+        }
+    }
+}

@@ -1,0 +1,500 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Send and receive queues: posting and freeing entries (specification: "Rings").
+//!
+//! A queue is posted to by one thread at a time; whoever shares it brings the lock. (Posting from two threads at once is
+//! no memory error, but mixes up their work requests.) Entries are freed by any thread, without a lock against posting:
+//! but by one at a time, under the lock of the completion queue they complete to.
+use virtio_rdma_spec::ring::{
+    RecvWqe, SendWqe, Sge, MAX_SGE, MAX_WQ_ENTRIES, PHASE, RECV_DATA_OFFSET, SEND_DATA_OFFSET,
+};
+use virtio_rdma_spec::verbs::send_flag;
+
+use crate::buffer::RingLayout;
+use crate::ring::{word, BadLayout, Memory, PostError, Ring};
+use crate::sync::{store_load_order, AtomicU32, AtomicU64, Ordering};
+
+/// Words of the fixed part of a send entry.
+const SEND_WORDS: usize = SEND_DATA_OFFSET / 8;
+/// Words of the fixed part of a receive entry.
+const RECV_WORDS: usize = RECV_DATA_OFFSET / 8;
+/// The phase in the first word of an entry.
+const PHASE_BIT: u64 = u64::from_le((PHASE as u64) << 8);
+
+/// What send and receive queues share: a ring, what is posted and what is completed.
+#[derive(Debug)]
+struct WorkQueue<M> {
+    ring: Ring<M>,
+    posted: AtomicU32,
+    completed: AtomicU32,
+    max_sge: u32,
+}
+
+impl<M: Memory> WorkQueue<M> {
+    fn new(
+        memory: M,
+        layout: &RingLayout,
+        max_sge: u32,
+        data_offset: u32,
+    ) -> Result<Self, BadLayout> {
+        let fits = max_sge <= MAX_SGE && layout.stride >= data_offset + max_sge * Sge::SIZE as u32;
+        if !fits || layout.entries > MAX_WQ_ENTRIES {
+            return Err(BadLayout);
+        }
+        Ok(Self {
+            ring: Ring::new(memory, layout)?,
+            posted: AtomicU32::new(0),
+            completed: AtomicU32::new(0),
+            max_sge,
+        })
+    }
+
+    #[inline(always)]
+    fn room(&self, posted: u32) -> u32 {
+        // Acquire: what the completion says about the entry happened before it is written again.
+        let used = posted.wrapping_sub(self.completed.load(Ordering::Acquire));
+        self.ring.entries().wrapping_sub(used)
+    }
+
+    #[inline(always)]
+    fn batch(&self) -> Batch<'_, M> {
+        let start = self.posted.load(Ordering::Relaxed);
+        Batch {
+            queue: self,
+            position: start,
+            room: self.room(start),
+            first: None,
+        }
+    }
+
+    #[inline(always)]
+    fn complete(&self, index: u16) {
+        let completed = self.completed.load(Ordering::Relaxed);
+        let posted = self.posted.load(Ordering::Relaxed);
+        // An index that is not outstanding frees nothing: the device may write what it likes.
+        if let Some(completed) = self.ring.completed_up_to(index, completed, posted) {
+            self.completed.store(completed, Ordering::Release);
+        }
+    }
+
+    fn reset(&self) {
+        self.ring.zero();
+        self.posted.store(0, Ordering::Relaxed);
+        self.completed.store(0, Ordering::Release);
+    }
+}
+
+/// Entries that are written, of which the first is not published yet; so the device sees none of them.
+#[derive(Debug)]
+struct Batch<'q, M: Memory> {
+    queue: &'q WorkQueue<M>,
+    position: u32,
+    room: u32,
+    /// The first entry's word 0, and what goes there.
+    first: Option<(&'q AtomicU64, u64)>,
+}
+
+impl<'q, M: Memory> Batch<'q, M> {
+    /// The entry to write next.
+    #[inline(always)]
+    fn entry(&self) -> Result<&'q [AtomicU64], PostError> {
+        if self.room == 0 {
+            return Err(PostError::Full);
+        }
+        Ok(self.queue.ring.entry(self.position))
+    }
+
+    /// Adds the entry whose other words are written.
+    #[inline(always)]
+    fn push(&mut self, entry: &'q [AtomicU64], mut word0: u64) {
+        if self.queue.ring.phase(self.position) {
+            word0 |= PHASE_BIT;
+        }
+        if let Some(at) = entry.first() {
+            if self.first.is_none() {
+                self.first = Some((at, word0));
+            } else {
+                at.store(word0, Ordering::Release);
+            }
+        }
+        self.position = self.position.wrapping_add(1);
+        self.room -= 1;
+    }
+
+    /// Publishes the entries with one store, of this order.
+    #[inline(always)]
+    fn commit(&mut self, order: Ordering) -> bool {
+        let Some((at, word0)) = self.first.take() else {
+            return false;
+        };
+        // Before the entry can be seen, so that its completion finds it outstanding.
+        self.queue.posted.store(self.position, Ordering::Relaxed);
+        at.store(word0, order);
+        true
+    }
+}
+
+impl<M: Memory> Drop for Batch<'_, M> {
+    /// Takes back what is not committed: the entries behind the first got the phase already.
+    #[inline(always)]
+    fn drop(&mut self) {
+        if self.first.take().is_some() {
+            self.roll_back();
+        }
+    }
+}
+
+impl<M: Memory> Batch<'_, M> {
+    #[cold]
+    fn roll_back(&mut self) {
+        let start = self.queue.posted.load(Ordering::Relaxed);
+        let mut position = start.wrapping_add(1);
+        while position != self.position {
+            if let Some(at) = self.queue.ring.entry(position).first() {
+                let stale = if self.queue.ring.phase(position) {
+                    0
+                } else {
+                    PHASE_BIT
+                };
+                at.store(stale, Ordering::Relaxed);
+            }
+            position = position.wrapping_add(1);
+        }
+    }
+}
+
+/// Writes scatter/gather entries behind the fixed part of an entry; returns how many.
+#[inline(always)]
+fn put_sges(
+    data: &[AtomicU64],
+    max_sge: u32,
+    sges: impl IntoIterator<Item = Sge>,
+) -> Result<u16, PostError> {
+    let mut sges = sges.into_iter();
+    let mut count = 0;
+    for at in data.chunks_exact(2).take(max_sge as usize) {
+        let Some(sge) = sges.next() else {
+            return Ok(count);
+        };
+        if let [addr, length_lkey] = at {
+            let bytes = sge.to_bytes();
+            addr.store(word(&bytes, 0), Ordering::Relaxed);
+            length_lkey.store(word(&bytes, 1), Ordering::Relaxed);
+        }
+        count += 1;
+    }
+    match sges.next() {
+        None => Ok(count),
+        Some(_) => Err(PostError::TooManySges),
+    }
+}
+
+/// Writes inline data behind the fixed part of an entry; returns how many bytes.
+#[inline(always)]
+fn put_inline<'d>(
+    data: &[AtomicU64],
+    max_inline: u32,
+    parts: impl IntoIterator<Item = &'d [u8]>,
+) -> Result<u16, PostError> {
+    let max_inline = max_inline as usize;
+    let mut words = data.iter();
+    let mut length = 0;
+    let mut pending = 0;
+    let mut pending_bits = 0;
+    let mut put = |value: u64| {
+        if let Some(at) = words.next() {
+            at.store(value.to_le(), Ordering::Relaxed);
+        }
+    };
+    for part in parts {
+        length += part.len();
+        if length > max_inline {
+            return Err(PostError::InlineTooLong);
+        }
+        for chunk in part.chunks(8) {
+            let mut bytes = [0; 8];
+            for (to, from) in bytes.iter_mut().zip(chunk) {
+                *to = *from;
+            }
+            let value = u64::from_le_bytes(bytes);
+            let bits = 8 * chunk.len() as u32;
+            pending |= value << pending_bits;
+            if pending_bits + bits >= 64 {
+                put(pending);
+                // The part of the value that did not fit; shifting by 64 would be all of it.
+                pending = value.checked_shr(64 - pending_bits).unwrap_or(0);
+                pending_bits = pending_bits + bits - 64;
+            } else {
+                pending_bits += bits;
+            }
+        }
+    }
+    if pending_bits > 0 {
+        put(pending);
+    }
+    Ok(length as u16)
+}
+
+/// A send queue.
+#[derive(Debug)]
+pub struct SendQueue<M> {
+    queue: WorkQueue<M>,
+    max_inline: u32,
+}
+
+impl<M: Memory> SendQueue<M> {
+    /// A send queue in a zeroed ring; `memory` is the whole buffer that `layout` is about.
+    ///
+    /// # Errors
+    /// The layout is not valid, does not fit the memory, or its stride is too small for the other two.
+    pub fn new(
+        memory: M,
+        layout: &RingLayout,
+        max_sge: u32,
+        max_inline: u32,
+    ) -> Result<Self, BadLayout> {
+        if u64::from(max_inline) + SEND_DATA_OFFSET as u64 > u64::from(layout.stride) {
+            return Err(BadLayout);
+        }
+        Ok(Self {
+            queue: WorkQueue::new(memory, layout, max_sge, SEND_DATA_OFFSET as u32)?,
+            max_inline,
+        })
+    }
+
+    /// Starts a batch of work requests.
+    #[inline(always)]
+    pub fn batch(&self) -> SendBatch<'_, M> {
+        SendBatch {
+            batch: self.queue.batch(),
+            max_inline: self.max_inline,
+        }
+    }
+
+    /// Posts one work request, as [`SendBatch::push`] and [`SendBatch::commit`]. Ring the doorbell afterwards.
+    ///
+    /// # Errors
+    /// As [`SendBatch::push`].
+    #[inline(always)]
+    pub fn post(
+        &self,
+        wqe: &SendWqe,
+        sges: impl IntoIterator<Item = Sge>,
+    ) -> Result<(), PostError> {
+        let mut batch = self.batch();
+        batch.push(wqe, sges)?;
+        batch.commit();
+        Ok(())
+    }
+
+    /// Frees the entry with this index and all posted before it: what a completion reports.
+    #[inline(always)]
+    pub fn complete(&self, wqe_index: u16) {
+        self.queue.complete(wqe_index);
+    }
+
+    /// Work requests that fit now.
+    #[must_use]
+    pub fn room(&self) -> u32 {
+        self.queue.room(self.queue.posted.load(Ordering::Relaxed))
+    }
+
+    /// Entries of the queue.
+    #[must_use]
+    pub fn entries(&self) -> u32 {
+        self.queue.ring.entries()
+    }
+
+    /// Starts over, as after a change to RESET: the ring zeroed, nothing posted. Neither thread nor device may use the
+    /// queue meanwhile.
+    pub fn reset(&self) {
+        self.queue.reset();
+    }
+}
+
+/// Send work requests that become visible to the device together. Dropping it uncommitted takes them back.
+#[derive(Debug)]
+#[must_use]
+pub struct SendBatch<'q, M: Memory> {
+    batch: Batch<'q, M>,
+    max_inline: u32,
+}
+
+impl<M: Memory> SendBatch<'_, M> {
+    /// Adds a work request. The number of its scatter/gather entries and the phase are filled in; the flag INLINE must
+    /// not be set.
+    ///
+    /// # Errors
+    /// The queue is full or there are too many scatter/gather entries; the batch is as before.
+    #[inline(always)]
+    pub fn push(
+        &mut self,
+        wqe: &SendWqe,
+        sges: impl IntoIterator<Item = Sge>,
+    ) -> Result<(), PostError> {
+        let entry = self.batch.entry()?;
+        let data = entry.get(SEND_WORDS..).unwrap_or(&[]);
+        let count = put_sges(data, self.batch.queue.max_sge, sges)?;
+        self.finish(entry, wqe, count, wqe.flags & !(PHASE | send_flag::INLINE));
+        Ok(())
+    }
+
+    /// Adds a work request with inline data, gathered from `parts`. Its length, the flag INLINE and the phase are filled
+    /// in.
+    ///
+    /// # Errors
+    /// The queue is full or the data too long; the batch is as before.
+    #[inline(always)]
+    pub fn push_inline<'d>(
+        &mut self,
+        wqe: &SendWqe,
+        parts: impl IntoIterator<Item = &'d [u8]>,
+    ) -> Result<(), PostError> {
+        let entry = self.batch.entry()?;
+        let data = entry.get(SEND_WORDS..).unwrap_or(&[]);
+        let count = put_inline(data, self.max_inline, parts)?;
+        self.finish(entry, wqe, count, (wqe.flags & !PHASE) | send_flag::INLINE);
+        Ok(())
+    }
+
+    /// Publishes the work requests. Returns whether there are any: then ring the doorbell.
+    #[inline(always)]
+    pub fn commit(mut self) -> bool {
+        // Release is enough: ringing the doorbell brings the full barrier.
+        self.batch.commit(Ordering::Release)
+    }
+}
+
+impl<'q, M: Memory> SendBatch<'q, M> {
+    #[inline(always)]
+    fn finish(&mut self, entry: &'q [AtomicU64], wqe: &SendWqe, count: u16, flags: u8) {
+        let bytes = SendWqe {
+            count,
+            flags,
+            ..*wqe
+        }
+        .to_bytes();
+        if let Some(words) = entry.first_chunk::<SEND_WORDS>() {
+            for (i, at) in words.iter().enumerate().skip(1) {
+                at.store(word(&bytes, i), Ordering::Relaxed);
+            }
+        }
+        self.batch.push(entry, word(&bytes, 0));
+    }
+}
+
+/// A receive queue. Its buffer starts with the `QpRecord`.
+#[derive(Debug)]
+pub struct RecvQueue<M> {
+    queue: WorkQueue<M>,
+}
+
+impl<M: Memory> RecvQueue<M> {
+    /// A receive queue in a zeroed ring; `memory` is the whole buffer that `layout` is about.
+    ///
+    /// # Errors
+    /// The layout is not valid, does not fit the memory, or its stride is too small for the entries.
+    pub fn new(memory: M, layout: &RingLayout, max_sge: u32) -> Result<Self, BadLayout> {
+        Ok(Self {
+            queue: WorkQueue::new(memory, layout, max_sge, RECV_DATA_OFFSET as u32)?,
+        })
+    }
+
+    /// Starts a batch of work requests.
+    #[inline(always)]
+    pub fn batch(&self) -> RecvBatch<'_, M> {
+        RecvBatch {
+            batch: self.queue.batch(),
+        }
+    }
+
+    /// Posts one work request, as [`RecvBatch::push`] and [`RecvBatch::commit`]. Returns whether to ring the doorbell.
+    ///
+    /// # Errors
+    /// As [`RecvBatch::push`].
+    #[inline(always)]
+    pub fn post(&self, wr_id: u64, sges: impl IntoIterator<Item = Sge>) -> Result<bool, PostError> {
+        let mut batch = self.batch();
+        batch.push(wr_id, sges)?;
+        Ok(batch.commit())
+    }
+
+    /// Frees the entry with this index and all posted before it: what a completion reports.
+    #[inline(always)]
+    pub fn complete(&self, wqe_index: u16) {
+        self.queue.complete(wqe_index);
+    }
+
+    /// Work requests that fit now.
+    #[must_use]
+    pub fn room(&self) -> u32 {
+        self.queue.room(self.queue.posted.load(Ordering::Relaxed))
+    }
+
+    /// Entries of the queue.
+    #[must_use]
+    pub fn entries(&self) -> u32 {
+        self.queue.ring.entries()
+    }
+
+    /// Starts over, as after a change to RESET: the ring zeroed, nothing posted. Neither thread nor device may use the
+    /// queue meanwhile.
+    pub fn reset(&self) {
+        self.queue.reset();
+    }
+}
+
+/// Receive work requests that become visible to the device together. Dropping it uncommitted takes them back.
+#[derive(Debug)]
+#[must_use]
+pub struct RecvBatch<'q, M: Memory> {
+    batch: Batch<'q, M>,
+}
+
+impl<M: Memory> RecvBatch<'_, M> {
+    /// Adds a work request.
+    ///
+    /// # Errors
+    /// The queue is full or there are too many scatter/gather entries; the batch is as before.
+    #[inline(always)]
+    pub fn push(
+        &mut self,
+        wr_id: u64,
+        sges: impl IntoIterator<Item = Sge>,
+    ) -> Result<(), PostError> {
+        let entry = self.batch.entry()?;
+        let data = entry.get(RECV_WORDS..).unwrap_or(&[]);
+        let count = put_sges(data, self.batch.queue.max_sge, sges)?;
+        let wqe = RecvWqe {
+            count,
+            wr_id,
+            ..RecvWqe::default()
+        };
+        let bytes = wqe.to_bytes();
+        if let Some(at) = entry.get(1) {
+            at.store(word(&bytes, 1), Ordering::Relaxed);
+        }
+        self.batch.push(entry, word(&bytes, 0));
+        Ok(())
+    }
+
+    /// Publishes the work requests. Returns whether the device waits for them: then ring the doorbell of the queue pair.
+    ///
+    /// # Ordering
+    ///
+    /// The device that finds no receive for a message stores `rq_waited`, looks at the ring once more behind a full
+    /// fence, and only then leaves the message waiting. Here the ring is stored to, then `rq_waited` is loaded. All of
+    /// it is sequentially consistent, so one of the two comes first in the one total order: if the store to the ring
+    /// is before the device's second look, the device sees the entry; if it is after, the load of `rq_waited` is after
+    /// the device's store to it, and the doorbell is rung.
+    #[inline(always)]
+    pub fn commit(mut self) -> bool {
+        if !self.batch.commit(Ordering::SeqCst) {
+            return false;
+        }
+        store_load_order();
+        match self.batch.queue.ring.memory().first() {
+            Some(record) => u64::from_le(record.load(Ordering::SeqCst)) as u32 != 0,
+            None => false,
+        }
+    }
+}
