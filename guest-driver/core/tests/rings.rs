@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Work and completion queues against a model of the device, over many laps.
+#![cfg(not(loom))]
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use proptest::prelude::*;
+use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
+use virtio_rdma_driver_core::{
+    ArmMode, CompletionQueue, Doorbell, PostError, RecvQueue, SendQueue,
+};
+use virtio_rdma_spec::doorbell::{bit, Bit, BLOCK_SIZE, SLOTS};
+use virtio_rdma_spec::layout::Layout;
+use virtio_rdma_spec::ring::{CqRecord, Cqe, RecvWqe, SendWqe, Sge, PHASE};
+use virtio_rdma_spec::verbs::send_flag;
+
+fn zeroed(bytes: usize) -> Vec<AtomicU64> {
+    (0..bytes / 8).map(|_| AtomicU64::new(0)).collect()
+}
+
+fn read(memory: &[AtomicU64], offset: u32, bytes: usize) -> Vec<u8> {
+    memory[offset as usize / 8..][..bytes.div_ceil(8)]
+        .iter()
+        .flat_map(|word| word.load(Relaxed).to_ne_bytes())
+        .take(bytes)
+        .collect()
+}
+
+fn write(memory: &[AtomicU64], offset: u32, bytes: &[u8]) {
+    for (at, word) in memory[offset as usize / 8..]
+        .iter()
+        .zip(bytes.chunks_exact(8))
+    {
+        at.store(u64::from_ne_bytes(word.try_into().unwrap()), Relaxed);
+    }
+}
+
+/// The device's side of a work queue: takes entries while their phase is right.
+struct Reader<'m> {
+    memory: &'m [AtomicU64],
+    layout: RingLayout,
+    position: u32,
+}
+
+impl Reader<'_> {
+    /// The next entry and its index.
+    fn next(&mut self) -> Option<(Vec<u8>, u16)> {
+        let index = self.position % self.layout.entries;
+        let offset = self.layout.offset + index * self.layout.stride;
+        let entry = read(self.memory, offset, self.layout.stride as usize);
+        let phase = (self.position / self.layout.entries) % 2 == 0;
+        if (entry[1] & PHASE != 0) != phase {
+            return None;
+        }
+        self.position = self.position.wrapping_add(1);
+        Some((entry, index as u16))
+    }
+}
+
+fn sge(seed: u64) -> Sge {
+    Sge {
+        addr: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+        length: seed as u32 ^ 0x55,
+        lkey: !(seed as u32),
+    }
+}
+
+fn sges(entry: &[u8], offset: usize, count: u16) -> Vec<Sge> {
+    entry[offset..]
+        .chunks_exact(16)
+        .take(count.into())
+        .map(Sge::get)
+        .collect()
+}
+
+const CAPS: QpCaps = QpCaps {
+    max_send_wr: 8,
+    max_recv_wr: 4,
+    max_send_sge: 3,
+    max_recv_sge: 2,
+    max_inline: 60,
+};
+
+/// One batch of work requests, and what the device does after it.
+#[derive(Debug, Clone)]
+struct Step {
+    pushes: usize,
+    commit: bool,
+    sges: usize,
+    inline: usize,
+    takes: usize,
+    completes: bool,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    (
+        0usize..12,
+        any::<bool>(),
+        0usize..5,
+        0usize..70,
+        0usize..9,
+        any::<bool>(),
+    )
+        .prop_map(|(pushes, commit, sges, inline, takes, completes)| Step {
+            pushes,
+            commit,
+            sges,
+            inline,
+            takes,
+            completes,
+        })
+}
+
+proptest! {
+    /// Whatever is committed, in batches or not, arrives in order and unchanged; a full queue says so.
+    #[test]
+    fn sends_arrive(steps in prop::collection::vec(step(), 1..200)) {
+        let layout = QpLayout::new(&CAPS).unwrap();
+        let memory = zeroed(layout.size);
+        let sq = SendQueue::new(&memory[..], &layout.sq, CAPS.max_send_sge, CAPS.max_inline).unwrap();
+        let mut device = Reader { memory: &memory, layout: layout.sq, position: 0 };
+        let mut posted = VecDeque::new();
+        let mut taken = Vec::new();
+        let mut id = 0u64;
+        for step in steps {
+            let mut batch = sq.batch();
+            let mut pushed = Vec::new();
+            for _ in 0..step.pushes {
+                id += 1;
+                let wqe = SendWqe {
+                    opcode: 2, flags: send_flag::SIGNALED, imm: id as u32 ^ 77, wr_id: id, remote_addr: id << 20,
+                    rkey: 9, srqn: 1, operand0: 2, operand1: id ^ 3, count: 999,
+                };
+                let list: Vec<Sge> = (0..step.sges as u64).map(|i| sge(id + i)).collect();
+                let data: Vec<u8> = (0..step.inline as u8).collect();
+                let (result, error) = if id % 2 == 0 {
+                    let (a, b) = data.split_at(step.inline / 3);
+                    (batch.push_inline(&wqe, [a, &[], b]), (step.inline > 60).then_some(PostError::InlineTooLong))
+                } else {
+                    (batch.push(&wqe, list.iter().copied()), (step.sges > 3).then_some(PostError::TooManySges))
+                };
+                let full = posted.len() + taken.len() + pushed.len() == 8;
+                let error = if full { Some(PostError::Full) } else { error };
+                prop_assert_eq!(result.err(), error);
+                if error.is_none() {
+                    pushed.push((wqe, list, data));
+                }
+            }
+            // Nothing is visible before the commit.
+            let mut peek = Reader { memory: &memory, layout: layout.sq, position: device.position };
+            prop_assert_eq!(std::iter::from_fn(|| peek.next()).take(9).count(), posted.len());
+            if step.commit {
+                prop_assert_eq!(batch.commit(), !pushed.is_empty());
+                posted.extend(pushed);
+            } else {
+                drop(batch);
+            }
+            prop_assert_eq!(sq.room() as usize, 8 - posted.len() - taken.len());
+            for _ in 0..step.takes {
+                let Some((entry, index)) = device.next() else {
+                    prop_assert!(posted.is_empty());
+                    break;
+                };
+                let (wqe, list, data) = posted.pop_front().expect("the device sees what was not posted");
+                let got = SendWqe::get(&entry);
+                prop_assert_eq!(SendWqe { flags: wqe.flags, count: wqe.count, ..got }, wqe);
+                if wqe.wr_id % 2 == 0 {
+                    prop_assert_eq!(got.flags & !PHASE, wqe.flags | send_flag::INLINE);
+                    prop_assert_eq!(&entry[48..48 + usize::from(got.count)], &data[..]);
+                } else {
+                    prop_assert_eq!(got.flags & !PHASE, wqe.flags);
+                    prop_assert_eq!(sges(&entry, 48, got.count), list);
+                }
+                taken.push(index);
+            }
+            if let (true, Some(last)) = (step.completes, taken.last()) {
+                // One completion stands for all before it; an index that is not outstanding frees nothing.
+                sq.complete(*last);
+                if posted.is_empty() {
+                    sq.complete(*last);
+                }
+                sq.complete(u16::MAX);
+                taken.clear();
+            }
+        }
+    }
+
+    /// The same for receives.
+    #[test]
+    fn receives_arrive(steps in prop::collection::vec((0u64..7, 0usize..4, 0usize..6), 1..200), waited: bool) {
+        let layout = QpLayout::new(&CAPS).unwrap();
+        let memory = zeroed(layout.size);
+        memory[0].store(u64::from(waited).to_le(), Relaxed);
+        let rq = RecvQueue::new(&memory[..], &layout.rq, CAPS.max_recv_sge).unwrap();
+        let mut device = Reader { memory: &memory, layout: layout.rq, position: 0 };
+        let mut posted = VecDeque::new();
+        let mut id = 0;
+        for (posts, sge_count, complete) in steps {
+            for _ in 0..posts {
+                id += 1;
+                let list: Vec<Sge> = (0..sge_count as u64).map(|i| sge(id + i)).collect();
+                let expected = if posted.len() == 4 {
+                    Err(PostError::Full)
+                } else if sge_count > 2 {
+                    Err(PostError::TooManySges)
+                } else {
+                    Ok(waited)
+                };
+                prop_assert_eq!(rq.post(id, list.iter().copied()), expected);
+                if expected.is_ok() {
+                    posted.push_back((id, list));
+                }
+            }
+            for _ in 0..complete {
+                let Some((entry, index)) = device.next() else {
+                    prop_assert!(posted.is_empty());
+                    break;
+                };
+                let (id, list) = posted.pop_front().expect("the device sees what was not posted");
+                let got = RecvWqe::get(&entry);
+                prop_assert_eq!(got.wr_id, id);
+                prop_assert_eq!((got.reserved0, got.flags & !PHASE, got.reserved1), (0, 0, 0));
+                prop_assert_eq!(sges(&entry, 16, got.count), list);
+                rq.complete(index);
+            }
+        }
+    }
+
+    /// Completions are returned once, in order, and not those of a forgotten queue pair.
+    #[test]
+    fn completions_arrive(steps in prop::collection::vec((0u32..20, 0u32..20, any::<bool>()), 1..100)) {
+        let layout = CqLayout::new(13).unwrap();
+        prop_assert_eq!(layout.ring.entries, 16);
+        let memory = zeroed(layout.size);
+        let cq = CompletionQueue::new(&memory[..], &layout.ring).unwrap();
+        let mut produced = 0u32;
+        let mut pending = VecDeque::new();
+        for (produce, consume, forget) in steps {
+            let consumer = CqRecord::get(&read(&memory, 0, CqRecord::SIZE)).consumer;
+            for _ in 0..produce.min(16 - produced.wrapping_sub(consumer)) {
+                let cqe = Cqe {
+                    wr_id: produced.into(), byte_len: 1, imm: 2, qp_num: produced % 3, src_qp: 4, wqe_index: 5,
+                    vendor_err: 6, sl: 7, status: 8, opcode: 9, wc_flags: 10,
+                    phase: u8::from((produced / 16) % 2 == 0),
+                };
+                write(&memory, layout.ring.offset + (produced % 16) * 32, &cqe.to_bytes());
+                pending.push_back(cqe);
+                produced += 1;
+            }
+            if forget {
+                cq.forget(1);
+                pending.retain(|cqe| cqe.qp_num != 1);
+            }
+            for _ in 0..consume {
+                prop_assert_eq!(cq.poll(), pending.pop_front());
+            }
+            cq.publish();
+        }
+    }
+
+    /// The bit of every slot is where the specification says, and announced.
+    #[test]
+    fn doorbells_set_their_bits(queue in 0u32..3, slot in 0..SLOTS, sleeping: bool) {
+        let blocks = zeroed(3 * BLOCK_SIZE);
+        let status = zeroed(4096);
+        status[8 * queue as usize].store(u64::from(sleeping).to_le(), Relaxed);
+        let doorbell = Doorbell::new(&blocks[..], &status[..], queue, slot).unwrap();
+        prop_assert_eq!(doorbell.ring(), sleeping);
+        prop_assert_eq!(doorbell.ring(), sleeping);
+        let word = |offset: usize| blocks[(queue as usize * BLOCK_SIZE + offset) / 8].load(Relaxed);
+        let set: u32 = blocks.iter().map(|word| word.load(Relaxed).count_ones()).sum();
+        match bit(slot).unwrap() {
+            Bit::Direct { root } => {
+                prop_assert_eq!(word(0), root.to_le());
+                prop_assert_eq!(set, 1);
+            }
+            Bit::Leaf { leaf_offset, leaf, summary_offset, summary, root } => {
+                prop_assert_eq!(word(leaf_offset), leaf.to_le());
+                prop_assert_eq!(word(summary_offset), summary.to_le());
+                prop_assert_eq!(word(0), root.to_le());
+                prop_assert_eq!(set, 3);
+            }
+        }
+    }
+}
+
+#[test]
+fn bad_layouts_are_refused() {
+    let memory = zeroed(4096);
+    let ok = RingLayout {
+        entries: 8,
+        stride: 64,
+        offset: 64,
+    };
+    let sq = |layout, sge, inline| SendQueue::new(&memory[..], &layout, sge, inline).is_ok();
+    assert!(sq(ok, 1, 16));
+    assert!(!sq(ok, 2, 0));
+    assert!(!sq(ok, 0, 17));
+    assert!(!sq(ok, u32::MAX, 0));
+    assert!(!sq(ok, 0, u32::MAX));
+    assert!(!sq(RingLayout { entries: 7, ..ok }, 1, 0));
+    assert!(!sq(RingLayout { entries: 64, ..ok }, 1, 0));
+    assert!(!sq(RingLayout { entries: 0, ..ok }, 1, 0));
+    assert!(!sq(RingLayout { stride: 96, ..ok }, 1, 0));
+    assert!(!sq(RingLayout { offset: 32, ..ok }, 1, 0));
+    assert!(!sq(
+        RingLayout {
+            offset: u32::MAX - 63,
+            ..ok
+        },
+        1,
+        0
+    ));
+    assert!(Doorbell::new(&memory[..], &memory[..], 0, 0).is_err());
+    let blocks = zeroed(BLOCK_SIZE);
+    assert!(Doorbell::new(&blocks[..], &memory[..], 0, SLOTS).is_err());
+    assert!(Doorbell::new(&blocks[..], &memory[..], 1, 0).is_err());
+    assert!(Doorbell::new(&blocks[..], &memory[..], u32::MAX, 0).is_err());
+}
+
+#[test]
+fn arming_counts_and_does_not_downgrade() {
+    let layout = CqLayout::new(1).unwrap();
+    let memory = zeroed(layout.size);
+    let cq = CompletionQueue::new(&memory[..], &layout.ring).unwrap();
+    let arm = || CqRecord::get(&read(&memory, 0, CqRecord::SIZE)).arm;
+    assert_eq!(arm(), 0);
+    cq.arm(ArmMode::Solicited);
+    assert_eq!(arm(), 4 | 2);
+    cq.arm(ArmMode::Any);
+    assert_eq!(arm(), 8 | 1);
+    cq.arm(ArmMode::Solicited);
+    assert_eq!(
+        arm(),
+        12 | 1,
+        "any completion was asked for, and no event has come"
+    );
+    cq.event_received();
+    cq.arm(ArmMode::Solicited);
+    assert_eq!(arm(), 16 | 2);
+}
+
+#[test]
+fn a_reset_queue_starts_over() {
+    let layout = QpLayout::new(&CAPS).unwrap();
+    let memory = zeroed(layout.size);
+    let sq = SendQueue::new(&memory[..], &layout.sq, 1, 0).unwrap();
+    let rq = RecvQueue::new(&memory[..], &layout.rq, 1).unwrap();
+    for _ in 0..4 {
+        sq.post(&SendWqe::default(), []).unwrap();
+        rq.post(0, []).unwrap();
+    }
+    sq.reset();
+    rq.reset();
+    assert!(memory.iter().all(|word| word.load(Relaxed) == 0));
+    assert_eq!((sq.room(), rq.room()), (8, 4));
+}
