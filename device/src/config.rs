@@ -1,0 +1,438 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The command line and the configuration file, and what follows from both.
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand};
+use serde::Deserialize;
+use virtio_rdma_spec::config::{FIRST_COMPLETION_QUEUE, MAX_QUEUES};
+
+use crate::rnic::{AdapterSettings, Limits, RnicSettings};
+
+/// Completion-event queues of a device, where nothing else is asked for.
+const DEFAULT_COMPLETION_QUEUES: u16 = 8;
+/// Worker threads, at most.
+const MAX_WORKERS: u16 = 8;
+/// Worker threads where nothing else is asked for, at most.
+const MAX_DEFAULT_WORKERS: usize = 4;
+/// Longest time for which a worker may poll before it sleeps.
+const MAX_POLL: Duration = Duration::from_secs(10);
+
+/// Why the configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file cannot be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The file is not a configuration.
+    #[error("{path} is not a valid configuration")]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        #[source]
+        source: Box<toml::de::Error>,
+    },
+    /// There is nothing to serve.
+    #[error("no socket to serve: give --socket-path, or a [[device]] in the file of --config")]
+    NoDevice,
+    /// A socket is named twice.
+    #[error("socket {0} is given twice")]
+    Twice(PathBuf),
+    /// The number of workers is out of range.
+    #[error("{0} workers: there must be 1 to {MAX_WORKERS}")]
+    Workers(u16),
+    /// The number of completion-event queues is out of range.
+    #[error(
+        "{queues} completion queues for {socket}: with {workers} workers there must be 1 to {max}"
+    )]
+    CompletionQueues {
+        /// The socket.
+        socket: PathBuf,
+        /// Asked for.
+        queues: u16,
+        /// Workers.
+        workers: u16,
+        /// Possible.
+        max: u16,
+    },
+    /// The polling time is too long.
+    #[error("polling for {0:?}: at most {MAX_POLL:?} are sensible")]
+    Poll(Duration),
+    /// A MAC address is not one.
+    #[error("'{0}' is not the MAC address of a network interface (six octets such as 52:54:00:12:34:56)")]
+    Mac(String),
+    /// A part of `--socket-path` is not understood.
+    #[error("'{0}' is not an option of a socket (mac=, network= or completion-queues=)")]
+    SocketOption(String),
+    /// A number in `--socket-path` is not one.
+    #[error("'{0}' is not a number of completion queues")]
+    Number(String),
+    /// `--socket-path` names no path.
+    #[error("a socket needs a path")]
+    NoPath,
+}
+
+/// An RDMA NIC for virtual machines, on the host side of vhost-user.
+///
+/// One process serves any number of VMs, each on a socket of its own. VMs on the same network reach each other.
+#[derive(Debug, Parser)]
+#[command(
+    name = "vhost-device-rdma",
+    version,
+    args_conflicts_with_subcommands = true
+)]
+#[command(after_help = "The log goes to standard error; RUST_LOG=debug shows more of it.")]
+pub struct Args {
+    /// What to do instead of serving.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    /// What to serve.
+    #[command(flatten)]
+    pub serve: ServeArgs,
+}
+
+/// What to do instead of serving.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Print the objects, counters and state of all VMs of a running process, as JSON.
+    Status {
+        /// The socket that the process was given as --status-socket.
+        path: PathBuf,
+        /// Print it for people: indented.
+        #[arg(long)]
+        pretty: bool,
+    },
+}
+
+/// What to serve.
+#[derive(Debug, Default, clap::Args)]
+pub struct ServeArgs {
+    /// Serve a VM on this socket; may be repeated.
+    ///
+    /// mac: address of the VM's network interface that belongs to the RNIC (GIDs and rdma_cm need it).
+    /// network: VMs on the same network reach each other [default: default].
+    /// completion-queues: interrupts for completions; one for each vCPU is best [default: 8].
+    #[arg(
+        long,
+        value_name = "PATH[,mac=MAC][,network=NAME][,completion-queues=N]",
+        verbatim_doc_comment
+    )]
+    pub socket_path: Vec<Device>,
+    /// Read settings and devices from this TOML file; the command line has priority.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Worker threads that move data, 1 to 8 [default: half of the CPUs, at most 4].
+    #[arg(long, value_name = "N")]
+    pub workers: Option<u16>,
+    /// How long an idle worker polls before it sleeps, microseconds.
+    #[arg(long, value_name = "N")]
+    pub poll_us: Option<u64>,
+    /// Give the status as JSON to everyone who connects to this socket.
+    #[arg(long, value_name = "PATH")]
+    pub status_socket: Option<PathBuf>,
+}
+
+/// One VM to serve.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Device {
+    /// Its socket.
+    pub socket: PathBuf,
+    /// MAC address of the network interface that is paired with the RNIC.
+    pub mac: Option<Mac>,
+    /// The network it is on.
+    pub network: Option<String>,
+    /// Completion-event queues.
+    #[serde(alias = "completion_queues")]
+    pub completion_queues: Option<u16>,
+}
+
+impl FromStr for Device {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let mut parts = text.split(',');
+        let socket = parts
+            .next()
+            .filter(|path| !path.is_empty())
+            .ok_or(Error::NoPath)?;
+        let mut device = Self {
+            socket: socket.into(),
+            mac: None,
+            network: None,
+            completion_queues: None,
+        };
+        for part in parts {
+            match part.split_once('=') {
+                Some(("mac", mac)) => device.mac = Some(mac.parse()?),
+                Some(("network", name)) => device.network = Some(name.to_owned()),
+                Some(("completion-queues", n)) => {
+                    device.completion_queues =
+                        Some(n.parse().map_err(|_| Error::Number(n.to_owned()))?);
+                }
+                _ => return Err(Error::SocketOption(part.to_owned())),
+            }
+        }
+        Ok(device)
+    }
+}
+
+/// The MAC address of a network interface.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Mac(pub [u8; 6]);
+
+impl FromStr for Mac {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let bad = || Error::Mac(text.to_owned());
+        let mut mac = [0; 6];
+        let mut octets = text.split(':');
+        for octet in &mut mac {
+            let digits = octets
+                .next()
+                .filter(|d| d.len() == 2 && d.bytes().all(|b| b.is_ascii_hexdigit()));
+            *octet = u8::from_str_radix(digits.ok_or_else(bad)?, 16).map_err(|_| bad())?;
+        }
+        // A multicast address belongs to no interface, and all zero means that none is named.
+        if octets.next().is_some() || mac[0] & 1 != 0 || mac == [0; 6] {
+            return Err(bad());
+        }
+        Ok(Self(mac))
+    }
+}
+
+impl TryFrom<String> for Mac {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        text.parse()
+    }
+}
+
+/// The configuration file.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+struct File {
+    workers: Option<u16>,
+    #[serde(alias = "poll_us")]
+    poll_us: Option<u64>,
+    cpus: Vec<usize>,
+    #[serde(alias = "status_socket")]
+    status_socket: Option<PathBuf>,
+    limits: Limits,
+    device: Vec<Device>,
+}
+
+/// A configuration that makes sense.
+#[derive(Debug)]
+pub struct Config {
+    /// Of the process.
+    pub adapter: AdapterSettings,
+    /// Of each VM, and its socket.
+    pub devices: Vec<(PathBuf, RnicSettings)>,
+    /// Where the status is given.
+    pub status_socket: Option<PathBuf>,
+}
+
+impl Config {
+    /// What command line and configuration file ask for together.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or something in either makes no sense.
+    pub fn new(args: ServeArgs) -> Result<Self, Error> {
+        let file = args
+            .config
+            .as_deref()
+            .map(read)
+            .transpose()?
+            .unwrap_or_default();
+        Self::merge(args, file)
+    }
+
+    fn merge(args: ServeArgs, file: File) -> Result<Self, Error> {
+        let mut adapter = AdapterSettings {
+            cpus: file.cpus,
+            ..AdapterSettings::default()
+        };
+        adapter.workers = args
+            .workers
+            .or(file.workers)
+            .unwrap_or_else(default_workers);
+        if !(1..=MAX_WORKERS).contains(&adapter.workers) {
+            return Err(Error::Workers(adapter.workers));
+        }
+        if let Some(us) = args.poll_us.or(file.poll_us) {
+            adapter.poll_budget = Duration::from_micros(us);
+        }
+        if adapter.poll_budget > MAX_POLL {
+            return Err(Error::Poll(adapter.poll_budget));
+        }
+
+        let mut seen = HashSet::new();
+        let devices = file
+            .device
+            .into_iter()
+            .chain(args.socket_path)
+            .map(|device| {
+                if !seen.insert(device.socket.clone()) {
+                    return Err(Error::Twice(device.socket));
+                }
+                device.settings(adapter.workers, &file.limits)
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        if devices.is_empty() {
+            return Err(Error::NoDevice);
+        }
+        Ok(Self {
+            adapter,
+            devices,
+            status_socket: args.status_socket.or(file.status_socket),
+        })
+    }
+}
+
+impl Device {
+    fn settings(self, workers: u16, limits: &Limits) -> Result<(PathBuf, RnicSettings), Error> {
+        let max = MAX_QUEUES
+            .saturating_sub(FIRST_COMPLETION_QUEUE)
+            .saturating_sub(workers);
+        let queues = self.completion_queues.unwrap_or(DEFAULT_COMPLETION_QUEUES);
+        if !(1..=max).contains(&queues) {
+            return Err(Error::CompletionQueues {
+                socket: self.socket,
+                queues,
+                workers,
+                max,
+            });
+        }
+        let mut settings = RnicSettings {
+            name: self.socket.display().to_string(),
+            mac: self.mac.map_or([0; 6], |mac| mac.0),
+            completion_queues: queues,
+            limits: limits.clone(),
+            ..RnicSettings::default()
+        };
+        if let Some(network) = self.network {
+            settings.network = network;
+        }
+        Ok((self.socket, settings))
+    }
+}
+
+fn read(path: &Path) -> Result<File, Error> {
+    let text = std::fs::read_to_string(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    toml::from_str(&text).map_err(|source| Error::Parse {
+        path: path.to_owned(),
+        source: Box::new(source),
+    })
+}
+
+fn default_workers() -> u16 {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    // At most MAX_DEFAULT_WORKERS.
+    (cpus / 2).clamp(1, MAX_DEFAULT_WORKERS) as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(text: &str) -> Result<Device, String> {
+        text.parse().map_err(|e: Error| e.to_string())
+    }
+
+    fn config(cli: &[&str], file: &str) -> Result<Config, String> {
+        let args = Args::try_parse_from([&["vhost-device-rdma"], cli].concat())
+            .map_err(|e| e.to_string())?;
+        let file = toml::from_str(file).map_err(|e| e.to_string())?;
+        Config::merge(args.serve, file).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn sockets_are_parsed() {
+        let plain = device("/run/a.sock").unwrap();
+        assert_eq!(plain.socket, Path::new("/run/a.sock"));
+        assert_eq!(
+            (plain.mac, plain.network, plain.completion_queues),
+            (None, None, None)
+        );
+        let full = device("a,mac=52:54:00:aB:cd:EF,network=blue,completion-queues=3").unwrap();
+        assert_eq!(full.mac, Some(Mac([0x52, 0x54, 0, 0xab, 0xcd, 0xef])));
+        assert_eq!(full.network.as_deref(), Some("blue"));
+        assert_eq!(full.completion_queues, Some(3));
+        for bad in [
+            "",
+            ",mac=52:54:00:12:34:56",
+            "a,mac=52:54:00:12:34",
+            "a,mac=52:54:00:12:34:56:78",
+            "a,mac=53:54:00:12:34:56",
+            "a,mac=00:00:00:00:00:00",
+            "a,mac=+2:54:00:12:34:56",
+            "a,speed=9",
+            "a,completion-queues=x",
+            "a,",
+        ] {
+            assert!(device(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn command_line_and_file_come_together() {
+        let file = "workers = 3\npoll-us = 7\ncpus = [1, 2]\nstatus-socket = 's'\n[limits]\n[[device]]\nsocket = 'a'\n";
+        let both = config(&["--socket-path", "b,network=n", "--workers", "2"], file).unwrap();
+        assert_eq!(both.adapter.workers, 2);
+        assert_eq!(both.adapter.poll_budget, Duration::from_micros(7));
+        assert_eq!(both.adapter.cpus, [1, 2]);
+        assert_eq!(both.status_socket.as_deref(), Some(Path::new("s")));
+        let sockets: Vec<_> = both
+            .devices
+            .iter()
+            .map(|(path, _)| path.to_str().unwrap())
+            .collect();
+        assert_eq!(sockets, ["a", "b"]);
+        assert_eq!(both.devices[0].1.network, "default");
+        assert_eq!(both.devices[1].1.network, "n");
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        assert!(config(&[], "").is_err());
+        assert!(config(&["--socket-path", "a", "--socket-path", "a"], "").is_err());
+        assert!(config(&["--socket-path", "a", "--workers", "0"], "").is_err());
+        assert!(config(&["--socket-path", "a", "--workers", "9"], "").is_err());
+        assert!(config(&["--socket-path", "a,completion-queues=62"], "").is_err());
+        assert!(config(&["--socket-path", "a,completion-queues=0"], "").is_err());
+        assert!(config(&["--socket-path", "a", "--poll-us", "99999999999"], "").is_err());
+        assert!(config(&["--socket-path", "a"], "wrokers = 1").is_err());
+        assert!(config(
+            &["--socket-path", "a"],
+            "[[device]]\nsocket = 'b'\nmac = 'x'"
+        )
+        .is_err());
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Args::command().debug_assert();
+        let args = Args::try_parse_from(["vhost-device-rdma", "status", "p", "--pretty"]).unwrap();
+        assert!(matches!(
+            args.command,
+            Some(Command::Status { pretty: true, .. })
+        ));
+    }
+}

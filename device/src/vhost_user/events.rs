@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The event queues: completion events and asynchronous events on their way to the guest.
+//!
+//! Workers bring events at any time. An event for which the guest has no buffer waits: a completion event once per
+//! completion queue, however often it is raised.
+use std::collections::{HashSet, VecDeque};
+use std::hash::Hash;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use log::warn;
+use virtio_rdma_spec::config::{EVENT_QUEUE, FIRST_COMPLETION_QUEUE};
+use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
+
+use super::ring::Ring;
+use crate::rnic::EventSink;
+
+/// Events that wait for a buffer, at most, per queue. There are no more objects to raise events for.
+const MAX_WAITING: usize = 1 << 17;
+
+/// Events that wait for a buffer, in order, each once.
+#[derive(Debug)]
+struct Waiting<T> {
+    order: VecDeque<T>,
+    known: HashSet<T>,
+    dropped: u64,
+}
+
+impl<T: Copy + Eq + Hash> Waiting<T> {
+    fn new() -> Self {
+        Self {
+            order: VecDeque::new(),
+            known: HashSet::new(),
+            dropped: 0,
+        }
+    }
+
+    fn add(&mut self, event: T) {
+        if self.order.len() >= MAX_WAITING {
+            if self.dropped == 0 {
+                warn!("the guest does not take its events: the oldest are dropped");
+            }
+            self.dropped = self.dropped.saturating_add(1);
+            self.remove();
+        }
+        if self.known.insert(event) {
+            self.order.push_back(event);
+        }
+    }
+
+    fn first(&self) -> Option<T> {
+        self.order.front().copied()
+    }
+
+    fn remove(&mut self) {
+        if let Some(event) = self.order.pop_front() {
+            self.known.remove(&event);
+        }
+    }
+
+    fn clear(&mut self) {
+        self.order.clear();
+        self.known.clear();
+        self.dropped = 0;
+    }
+}
+
+/// A virtqueue of events, and the events that wait for its buffers.
+#[derive(Debug)]
+pub struct EventQueue<T> {
+    ring: Ring,
+    waiting: Waiting<T>,
+}
+
+impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
+    fn new(index: u16) -> Self {
+        Self {
+            ring: Ring::new(index),
+            waiting: Waiting::new(),
+        }
+    }
+
+    fn raise(&mut self, event: T) {
+        self.waiting.add(event);
+        self.deliver();
+    }
+
+    /// Gives the guest what waits, as far as it has buffers.
+    fn deliver(&mut self) {
+        let mut delivered = false;
+        while let Some(event) = self.waiting.first() {
+            match self.ring.push(event.as_ref()) {
+                Ok(true) => {
+                    self.waiting.remove();
+                    delivered = true;
+                }
+                Ok(false) => break,
+                Err(error) => {
+                    warn!("{error}: {}", super::source(&error));
+                    break;
+                }
+            }
+        }
+        if delivered {
+            self.ring.notify();
+        }
+    }
+}
+
+/// All event queues of a device.
+#[derive(Debug)]
+pub struct Events {
+    asynchronous: Mutex<EventQueue<[u8; AsyncEvent::SIZE]>>,
+    completion: Vec<Mutex<EventQueue<[u8; CompletionEvent::SIZE]>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Events {
+    /// The queues of a device with so many completion-event queues, stopped.
+    pub fn new(completion_queues: u16) -> Self {
+        Self {
+            asynchronous: Mutex::new(EventQueue::new(EVENT_QUEUE)),
+            completion: (0..completion_queues)
+                .map(|i| Mutex::new(EventQueue::new(FIRST_COMPLETION_QUEUE.saturating_add(i))))
+                .collect(),
+        }
+    }
+
+    /// Applies `f` to virtqueue `index`; `None` if it is not an event queue.
+    pub fn with_ring<R>(&self, index: u16, f: impl FnOnce(&mut Ring) -> R) -> Option<R> {
+        if index == EVENT_QUEUE {
+            return Some(f(&mut lock(&self.asynchronous).ring));
+        }
+        let queue = self
+            .completion
+            .get(usize::from(index.checked_sub(FIRST_COMPLETION_QUEUE)?))?;
+        let mut queue = lock(queue);
+        Some(f(&mut queue.ring))
+    }
+
+    /// Delivers what waits for virtqueue `index`.
+    pub fn deliver(&self, index: u16) {
+        if index == EVENT_QUEUE {
+            lock(&self.asynchronous).deliver();
+        } else if let Some(i) = index.checked_sub(FIRST_COMPLETION_QUEUE) {
+            if let Some(queue) = self.completion.get(usize::from(i)) {
+                lock(queue).deliver();
+            }
+        }
+    }
+
+    /// Forgets all events that wait.
+    pub fn clear(&self) {
+        lock(&self.asynchronous).waiting.clear();
+        for queue in &self.completion {
+            lock(queue).waiting.clear();
+        }
+    }
+}
+
+impl EventSink for Events {
+    fn completion(&self, vector: u16, event: CompletionEvent) {
+        if let Some(queue) = self.completion.get(usize::from(vector)) {
+            lock(queue).raise(event.to_bytes());
+        }
+    }
+
+    fn asynchronous(&self, event: AsyncEvent) {
+        lock(&self.asynchronous).raise(event.to_bytes());
+    }
+}

@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! One virtqueue: its life between the messages of the front end, its descriptor chains, its notifications.
+//!
+//! The rings are the guest's. `virtio-queue` checks indices and bounds every walk; what it finds wrong breaks the ring,
+//! which is then left alone until the front end sets it up anew.
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+
+use log::{debug, warn};
+use rustix::io::ioctl_fionbio;
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use crate::memory::GuestMemory;
+
+/// Largest virtqueue, descriptors.
+pub const MAX_RING_SIZE: u16 = 1024;
+/// Longest command, bytes.
+pub const MAX_COMMAND: usize = 4096;
+/// Bit of the available ring's flags: the driver wants no interrupt (without RING_EVENT_IDX).
+const NO_INTERRUPT: u16 = 1;
+
+type Chain<'a> = DescriptorChain<&'a GuestMemoryMmap>;
+
+/// Why a ring cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The size is not a power of two, or too large.
+    #[error("{0} is not a size of a virtqueue (a power of two up to {MAX_RING_SIZE})")]
+    Size(u32),
+    /// The front end set no event file descriptor, which asks for polling.
+    #[error("a virtqueue without a kick file descriptor is not supported")]
+    NoKick,
+    /// The event file descriptor cannot be used.
+    #[error("the event file descriptor cannot be used")]
+    EventFd(#[source] io::Error),
+    /// The driver broke the rules.
+    #[error("the driver broke virtqueue {index}")]
+    Broken {
+        /// The virtqueue.
+        index: u16,
+        /// What was wrong.
+        #[source]
+        source: virtio_queue::Error,
+    },
+}
+
+#[derive(Debug, Clone, Copy)]
+struct UserAddresses {
+    descriptors: u64,
+    available: u64,
+    used: u64,
+}
+
+/// One virtqueue.
+#[derive(Debug)]
+pub struct Ring {
+    index: u16,
+    queue: Queue,
+    addresses: Option<UserAddresses>,
+    base: u16,
+    memory: Option<GuestMemory>,
+    kick: Option<File>,
+    call: Option<File>,
+    enabled: bool,
+    broken: bool,
+}
+
+impl Ring {
+    /// Virtqueue `index`, stopped.
+    pub fn new(index: u16) -> Self {
+        Self {
+            index,
+            // MAX_RING_SIZE is a power of two, which is all that `new` asks for: the default is never used.
+            queue: Queue::new(MAX_RING_SIZE).unwrap_or_default(),
+            addresses: None,
+            base: 0,
+            memory: None,
+            kick: None,
+            call: None,
+            enabled: false,
+            broken: false,
+        }
+    }
+
+    /// Whether buffers may be taken from it.
+    pub fn is_running(&self) -> bool {
+        self.kick.is_some() && self.enabled && !self.broken && self.queue.ready()
+    }
+
+    /// Whether the front end started it: it has a kick file descriptor and is enabled.
+    pub fn is_started(&self) -> bool {
+        self.kick.is_some() && self.enabled
+    }
+
+    /// Number of descriptors.
+    pub fn set_size(&mut self, size: u32) -> Result<(), Error> {
+        let narrow = u16::try_from(size).map_err(|_| Error::Size(size))?;
+        self.queue
+            .try_set_size(narrow)
+            .map_err(|_| Error::Size(size))?;
+        self.place();
+        Ok(())
+    }
+
+    /// Where its three parts are, as addresses of the front end's process.
+    pub fn set_addresses(&mut self, descriptors: u64, available: u64, used: u64) {
+        self.addresses = Some(UserAddresses {
+            descriptors,
+            available,
+            used,
+        });
+        self.place();
+    }
+
+    /// Next available index.
+    pub fn set_base(&mut self, base: u16) {
+        self.base = base;
+        self.queue.set_next_avail(base);
+        self.queue.set_next_used(base);
+        self.broken = false;
+        self.place();
+    }
+
+    /// Memory from now on; addresses are found in it anew.
+    pub fn set_memory(&mut self, memory: Option<&GuestMemory>) {
+        self.memory = memory.cloned();
+        self.place();
+    }
+
+    /// Whether RING_EVENT_IDX was negotiated.
+    pub fn set_event_index(&mut self, enabled: bool) {
+        self.queue.set_event_idx(enabled);
+    }
+
+    /// Enables or disables it.
+    pub fn set_enabled(&mut self, enabled: bool) {
+        self.enabled = enabled;
+    }
+
+    /// Starts it: its kicks become events of `epoll` with the number `token`.
+    ///
+    /// They are edge triggered and never read, so that no file descriptor a front end might pass can block us.
+    pub fn set_kick(&mut self, kick: Option<File>, epoll: &Epoll, token: u64) -> Result<(), Error> {
+        self.remove_kick(epoll);
+        let kick = kick.ok_or(Error::NoKick)?;
+        let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, token);
+        epoll
+            .ctl(ControlOperation::Add, kick.as_raw_fd(), event)
+            .map_err(Error::EventFd)?;
+        self.kick = Some(kick);
+        self.broken = false;
+        self.place();
+        if !self.queue.ready() {
+            warn!(
+                "virtqueue {} was started, but is not in guest memory",
+                self.index
+            );
+        }
+        Ok(())
+    }
+
+    /// Starts a virtqueue that somebody else listens to.
+    pub fn set_foreign_kick(&mut self, kick: Option<File>) {
+        self.kick = kick;
+    }
+
+    /// How the guest is interrupted; `None`: not at all.
+    pub fn set_call(&mut self, call: Option<File>) -> Result<(), Error> {
+        if let Some(call) = &call {
+            ioctl_fionbio(call, true).map_err(|e| Error::EventFd(e.into()))?;
+        }
+        self.call = call;
+        Ok(())
+    }
+
+    /// Stops it, and tells the next available index.
+    pub fn stop(&mut self, epoll: &Epoll) -> u16 {
+        self.remove_kick(epoll);
+        self.base = self.queue.next_avail();
+        self.queue.set_ready(false);
+        self.base
+    }
+
+    fn remove_kick(&mut self, epoll: &Epoll) {
+        if let Some(kick) = self.kick.take() {
+            // Only a kick of `set_foreign_kick` is not registered there: then there is nothing to remove.
+            let _ = epoll.ctl(
+                ControlOperation::Delete,
+                kick.as_raw_fd(),
+                EpollEvent::default(),
+            );
+        }
+    }
+
+    /// Finds the addresses in guest memory; the queue is ready if they are all there.
+    fn place(&mut self) {
+        self.queue.set_ready(false);
+        let (Some(user), Some(memory)) = (self.addresses, &self.memory) else {
+            return;
+        };
+        let guest = |addr| memory.user_to_guest(addr).map(GuestAddress);
+        let (Some(descriptors), Some(available), Some(used)) = (
+            guest(user.descriptors),
+            guest(user.available),
+            guest(user.used),
+        ) else {
+            return;
+        };
+        let placed = self
+            .queue
+            .try_set_desc_table_address(descriptors)
+            .and_then(|()| self.queue.try_set_avail_ring_address(available))
+            .and_then(|()| self.queue.try_set_used_ring_address(used));
+        if let Err(error) = placed {
+            debug!("virtqueue {}: {error}", self.index);
+            return;
+        }
+        self.queue.set_ready(true);
+        if !self.queue.is_valid(memory.guest_memory()) {
+            self.queue.set_ready(false);
+        }
+    }
+
+    fn broken(&mut self, source: virtio_queue::Error) -> Error {
+        self.broken = true;
+        Error::Broken {
+            index: self.index,
+            source,
+        }
+    }
+
+    /// Handles up to `budget` commands by `execute`, which returns the response. Returns whether there are more.
+    pub fn serve<R: AsRef<[u8]>>(
+        &mut self,
+        budget: usize,
+        mut execute: impl FnMut(Result<&[u8], TooLong>) -> R,
+    ) -> Result<bool, Error> {
+        if !self.is_running() {
+            return Ok(false);
+        }
+        let Some(memory) = self.memory.clone() else {
+            return Ok(false);
+        };
+        let memory = memory.guest_memory();
+        let mut served = 0;
+        let mut looked_again = false;
+        let result = loop {
+            match self.pop(memory) {
+                Ok(Some(_)) if served == budget => {
+                    self.queue.go_to_previous_position();
+                    break Ok(true);
+                }
+                Ok(Some(chain)) => {
+                    served += 1;
+                    looked_again = false;
+                    let head = chain.head_index();
+                    let length = serve_chain(chain, &mut execute);
+                    if let Err(error) = self.queue.add_used(memory, head, length) {
+                        break Err(error);
+                    }
+                }
+                // The index says that there is something, and nothing can be read there.
+                Ok(None) if looked_again => break Err(virtio_queue::Error::InvalidAvailRingIndex),
+                Ok(None) => match self.queue.enable_notification(memory) {
+                    Ok(false) => break Ok(false),
+                    Ok(true) => looked_again = true,
+                    Err(error) => break Err(error),
+                },
+                Err(error) => break Err(error),
+            }
+        };
+        if served > 0 {
+            self.signal(memory);
+        }
+        result.map_err(|error| self.broken(error))
+    }
+
+    /// Writes `bytes` to the next buffer of the guest. Returns whether there was one; if not, the guest will kick when it
+    /// adds one.
+    pub fn push(&mut self, bytes: &[u8]) -> Result<bool, Error> {
+        if !self.is_running() {
+            return Ok(false);
+        }
+        let Some(memory) = self.memory.clone() else {
+            return Ok(false);
+        };
+        let memory = memory.guest_memory();
+        // Twice: the second look is after notifications are enabled.
+        for _ in 0..2 {
+            match self.pop(memory) {
+                Ok(Some(chain)) => {
+                    let head = chain.head_index();
+                    // A buffer that is too short is the driver's mistake: it gets it back with what fits.
+                    let length = write_chain(&chain, bytes);
+                    self.queue
+                        .add_used(memory, head, length)
+                        .map_err(|error| self.broken(error))?;
+                    return Ok(true);
+                }
+                Ok(None) => match self.queue.enable_notification(memory) {
+                    Ok(true) => {}
+                    Ok(false) => return Ok(false),
+                    Err(error) => return Err(self.broken(error)),
+                },
+                Err(error) => return Err(self.broken(error)),
+            }
+        }
+        Ok(false)
+    }
+
+    /// Interrupts the guest, unless it does not want to be, after [`Ring::push`].
+    pub fn notify(&mut self) {
+        if let Some(memory) = self.memory.clone() {
+            self.signal(memory.guest_memory());
+        }
+    }
+
+    fn pop<'a>(
+        &mut self,
+        memory: &'a GuestMemoryMmap,
+    ) -> Result<Option<Chain<'a>>, virtio_queue::Error> {
+        Ok(self.queue.iter(memory)?.next())
+    }
+
+    fn signal(&mut self, memory: &GuestMemoryMmap) {
+        // An address that is bad by now means that nobody can be waiting there.
+        let wanted = self.queue.needs_notification(memory).unwrap_or(false);
+        if !wanted || (!self.queue.event_idx_enabled() && self.interrupts_off(memory)) {
+            return;
+        }
+        if let Some(mut call) = self.call.as_ref() {
+            // If it would block, the counter is full, and the guest has been told.
+            let _ = call.write(&1u64.to_ne_bytes());
+        }
+    }
+
+    fn interrupts_off(&self, memory: &GuestMemoryMmap) -> bool {
+        let flags = memory.load::<u16>(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed);
+        flags.is_ok_and(|flags| u16::from_le(flags) & NO_INTERRUPT != 0)
+    }
+}
+
+/// A command is longer than [`MAX_COMMAND`].
+#[derive(Debug, Clone, Copy)]
+pub struct TooLong;
+
+/// Executes the command in `chain`, writes the response; returns how much was written.
+fn serve_chain<R: AsRef<[u8]>>(
+    chain: Chain<'_>,
+    execute: &mut impl FnMut(Result<&[u8], TooLong>) -> R,
+) -> u32 {
+    let room = chain
+        .clone()
+        .writable()
+        .fold(0u64, |sum, descriptor| sum + u64::from(descriptor.len()));
+    if room < virtio_rdma_spec::command::ResponseHeader::SIZE as u64 {
+        return 0;
+    }
+    let mut command = [0; MAX_COMMAND];
+    let response = execute(read_chain(&chain, &mut command));
+    write_chain(&chain, response.as_ref())
+}
+
+/// Copies the readable part of `chain`, once. What lies outside of guest memory ends it.
+fn read_chain<'b>(
+    chain: &Chain<'_>,
+    buffer: &'b mut [u8; MAX_COMMAND],
+) -> Result<&'b [u8], TooLong> {
+    let mut end = 0usize;
+    for descriptor in chain.clone().readable() {
+        let length = descriptor.len() as usize;
+        let part = end
+            .checked_add(length)
+            .and_then(|new_end| buffer.get_mut(end..new_end))
+            .ok_or(TooLong)?;
+        if chain.memory().read_slice(part, descriptor.addr()).is_err() {
+            break;
+        }
+        end += length;
+    }
+    Ok(buffer.get(..end).unwrap_or_default())
+}
+
+/// Writes `bytes` to the writable part of `chain`, as far as it reaches; returns how much that was.
+fn write_chain(chain: &Chain<'_>, bytes: &[u8]) -> u32 {
+    let mut rest = bytes;
+    let mut written = 0u32;
+    for descriptor in chain.clone().writable() {
+        let (part, after) = rest.split_at(rest.len().min(descriptor.len() as usize));
+        if part.is_empty() && after.is_empty() {
+            break;
+        }
+        if chain.memory().write_slice(part, descriptor.addr()).is_err() {
+            break;
+        }
+        // No more than the length of a descriptor, which is 32 bits, and of `bytes`, which is short.
+        written = written.saturating_add(part.len() as u32);
+        rest = after;
+    }
+    written
+}

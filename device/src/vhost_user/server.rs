@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Sockets: one per VM, each served by a thread of its own, one front end after the other.
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use log::{error, info, warn};
+use vhost::vhost_user::{BackendReqHandler, Error as VhostUserError};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
+
+use super::backend::{Device, FIRST_KICK_TOKEN};
+use crate::rnic::{Adapter, RnicSettings};
+
+const EXIT: u64 = 0;
+const SOCKET: u64 = 1;
+
+/// Why a socket cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Another process listens on the socket.
+    #[error("another process listens on {0}")]
+    InUse(PathBuf),
+    /// The path exists and is not a socket.
+    #[error("{0} exists and is not a socket")]
+    NotSocket(PathBuf),
+    /// The system refused.
+    #[error("cannot listen on {path}")]
+    Listen {
+        /// The socket.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Binds a unix socket at `path`. A socket file that nobody listens on any longer is replaced.
+///
+/// # Errors
+/// If another process listens there, something that is not a socket is there, or the system refuses.
+pub fn bind(path: &Path) -> Result<UnixListener, Error> {
+    let listen = |source| Error::Listen {
+        path: path.to_owned(),
+        source,
+    };
+    match std::fs::symlink_metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => return Err(listen(e)),
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            return Err(Error::NotSocket(path.to_owned()))
+        }
+        Ok(_) => match UnixStream::connect(path) {
+            Ok(_) => return Err(Error::InUse(path.to_owned())),
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
+                std::fs::remove_file(path).map_err(listen)?
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(listen(e)),
+        },
+    }
+    UnixListener::bind(path).map_err(listen)
+}
+
+/// A socket that is served.
+pub struct Server {
+    path: PathBuf,
+    exit: EventFd,
+    connection: Arc<Mutex<Option<UnixStream>>>,
+    thread: JoinHandle<()>,
+}
+
+impl Server {
+    /// Serves VMs on the socket `path`: for each front end that connects, an rnic of `settings` is attached.
+    ///
+    /// # Errors
+    /// If the socket cannot be bound, or the system has no threads or file descriptors left.
+    pub fn start(
+        path: &Path,
+        adapter: Arc<Adapter>,
+        settings: RnicSettings,
+    ) -> Result<Self, Error> {
+        let listener = bind(path)?;
+        let started = || -> io::Result<Self> {
+            listener.set_nonblocking(true)?;
+            let exit = EventFd::new(EFD_NONBLOCK)?;
+            let connection = Arc::new(Mutex::new(None));
+            let server = Listening {
+                path: path.to_owned(),
+                listener,
+                exit: exit.try_clone()?,
+                connection: connection.clone(),
+                adapter,
+                settings,
+            };
+            let thread = std::thread::Builder::new()
+                .name("vhost-user".into())
+                .spawn(move || server.run())?;
+            Ok(Self {
+                path: path.to_owned(),
+                exit,
+                connection,
+                thread,
+            })
+        };
+        started().map_err(|source| {
+            let _ = std::fs::remove_file(path);
+            Error::Listen {
+                path: path.to_owned(),
+                source,
+            }
+        })
+    }
+
+    /// Disconnects the front end, stops listening, removes the socket.
+    pub fn stop(self) {
+        if let Err(e) = self.exit.write(1) {
+            error!("cannot stop listening on {}: {e}", self.path.display());
+            return;
+        }
+        // A thread that waits for the rest of a message does not look at the event.
+        if let Some(connection) = self
+            .connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_ref()
+        {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+        if self.thread.join().is_err() {
+            error!("the thread of {} panicked", self.path.display());
+        }
+        if let Err(e) = std::fs::remove_file(&self.path) {
+            warn!("cannot remove {}: {e}", self.path.display());
+        }
+    }
+}
+
+/// What the thread of a socket works with.
+struct Listening {
+    path: PathBuf,
+    listener: UnixListener,
+    exit: EventFd,
+    connection: Arc<Mutex<Option<UnixStream>>>,
+    adapter: Arc<Adapter>,
+    settings: RnicSettings,
+}
+
+/// Why a session ended.
+#[derive(Debug, thiserror::Error)]
+enum SessionError {
+    #[error("the protocol was violated")]
+    Protocol(#[source] VhostUserError),
+    #[error("the system refused")]
+    System(#[from] io::Error),
+}
+
+impl Listening {
+    fn run(self) {
+        info!("{}: listening", self.path.display());
+        loop {
+            match self.accept() {
+                Ok(Some(stream)) => {
+                    info!("{}: a front end connected", self.path.display());
+                    match self.session(stream) {
+                        Ok(()) => info!("{}: the front end disconnected", self.path.display()),
+                        Err(e) => warn!(
+                            "{}: disconnected: {e}: {}",
+                            self.path.display(),
+                            super::source(&e)
+                        ),
+                    }
+                    *self
+                        .connection
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner) = None;
+                }
+                Ok(None) => return,
+                Err(e) => {
+                    error!("{}: cannot accept a connection: {e}", self.path.display());
+                    // Out of file descriptors, most likely: not for ever.
+                    std::thread::sleep(std::time::Duration::from_millis(200));
+                }
+            }
+        }
+    }
+
+    /// The next connection; `None`: the process ends.
+    fn accept(&self) -> io::Result<Option<UnixStream>> {
+        let epoll = Epoll::new()?;
+        epoll.ctl(
+            ControlOperation::Add,
+            self.exit.as_raw_fd(),
+            EpollEvent::new(EventSet::IN, EXIT),
+        )?;
+        epoll.ctl(
+            ControlOperation::Add,
+            self.listener.as_raw_fd(),
+            EpollEvent::new(EventSet::IN, SOCKET),
+        )?;
+        loop {
+            for event in wait(&epoll, -1, &mut [EpollEvent::default(); 2])? {
+                if event.data() == EXIT {
+                    return Ok(None);
+                }
+            }
+            match self.listener.accept() {
+                Ok((stream, _)) => return Ok(Some(stream)),
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted
+                    ) => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Serves one front end until it is gone, violates the protocol, or the process ends.
+    fn session(&self, stream: UnixStream) -> Result<(), SessionError> {
+        stream.set_nonblocking(false)?;
+        *self
+            .connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(stream.try_clone()?);
+        let epoll = Arc::new(Epoll::new()?);
+        epoll.ctl(
+            ControlOperation::Add,
+            self.exit.as_raw_fd(),
+            EpollEvent::new(EventSet::IN, EXIT),
+        )?;
+        epoll.ctl(
+            ControlOperation::Add,
+            stream.as_raw_fd(),
+            EpollEvent::new(EventSet::IN, SOCKET),
+        )?;
+
+        let rnic = self.adapter.attach(self.settings.clone());
+        let device = Arc::new(Mutex::new(Device::new(rnic, epoll.clone())));
+        let requests = BackendReqHandler::from_stream(stream, device.clone());
+        let result = serve(&epoll, &device, requests);
+        lock(&device).disconnect();
+        result
+    }
+}
+
+fn lock(device: &Mutex<Device>) -> std::sync::MutexGuard<'_, Device> {
+    device.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn serve(
+    epoll: &Epoll,
+    device: &Mutex<Device>,
+    mut requests: BackendReqHandler<Mutex<Device>>,
+) -> Result<(), SessionError> {
+    let mut events = [EpollEvent::default(); 16];
+    loop {
+        let timeout = if lock(device).has_more_commands() {
+            0
+        } else {
+            -1
+        };
+        let ready = wait(epoll, timeout, &mut events)?;
+        for event in ready {
+            match event.data() {
+                EXIT => return Ok(()),
+                SOCKET => match requests.handle_request() {
+                    Ok(()) => {}
+                    // The front end was told, and may go on.
+                    Err(VhostUserError::ReqHandlerError(e)) => warn!("a request was refused: {e}"),
+                    Err(VhostUserError::SocketRetry(_)) => {}
+                    Err(VhostUserError::Disconnected | VhostUserError::SocketBroken(_)) => {
+                        return Ok(())
+                    }
+                    Err(e) => return Err(SessionError::Protocol(e)),
+                },
+                token => {
+                    if let Some(index) = token
+                        .checked_sub(FIRST_KICK_TOKEN)
+                        .and_then(|i| u16::try_from(i).ok())
+                    {
+                        lock(device).kicked(index);
+                    }
+                }
+            }
+        }
+        let mut device = lock(device);
+        if device.has_more_commands() {
+            device.kicked(virtio_rdma_spec::config::CONTROL_QUEUE);
+        }
+    }
+}
+
+/// Waits for events; a signal is no event.
+fn wait<'a>(
+    epoll: &Epoll,
+    timeout: i32,
+    events: &'a mut [EpollEvent],
+) -> io::Result<&'a [EpollEvent]> {
+    let count = match epoll.wait(timeout, events) {
+        Ok(count) => count,
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => 0,
+        Err(e) => return Err(e),
+    };
+    Ok(events.get(..count).unwrap_or_default())
+}
