@@ -238,7 +238,7 @@ constants! {
         PORT = 0x20,
         /// `qkey`.
         QKEY = 0x40,
-        /// `ah`.
+        /// `av`.
         AV = 0x80,
         /// `path_mtu`.
         PATH_MTU = 0x100,
