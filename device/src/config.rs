@@ -320,7 +320,7 @@ impl Device {
             name: self.socket.display().to_string(),
             mac: self.mac.map_or([0; 6], |mac| mac.0),
             completion_queues: queues,
-            limits: limits.clone(),
+            limits: *limits,
             ..RnicSettings::default()
         };
         if let Some(network) = self.network {

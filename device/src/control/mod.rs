@@ -1,0 +1,683 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Control commands: decode, do, encode (specification: "Control commands").
+//!
+//! The command is a private copy already. Everything in it is checked here, before any object changes.
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use virtio_rdma_spec::command::{
+    create_qp_flag, gid_type, opcode, status, CommandHeader, CreateContext, CreateCq, CreateQp,
+    CreateQpResponse, Handle, HandleResponse, ModifyQp, PageList, QueryDeviceResponse, QueryPort,
+    QueryPortResponse, QueryQpResponse, RegMr, RegMrResponse, ResponseHeader, SetGid,
+    SetStatusPage,
+};
+use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
+use virtio_rdma_spec::layout::Layout;
+use virtio_rdma_spec::ring::{
+    recv_stride, send_stride, CqRecord, Cqe, QpRecord, MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE,
+    MAX_WQE_STRIDE, MAX_WQ_ENTRIES,
+};
+use virtio_rdma_spec::verbs::{access, mtu, qp_type};
+use virtio_rdma_spec::PAGE_SIZE;
+
+use crate::engine::queue::WorkQueue;
+use crate::engine::requester::Requester;
+use crate::engine::responder::Responder;
+use crate::memory::{read_page_list, Pages};
+use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
+use crate::verbs::cq::Cq;
+use crate::verbs::mr::Mr;
+use crate::verbs::qp::{Parts, Qp, MAX_RD_ATOMIC};
+use crate::verbs::tables::{Context, Pd, Slots, Tables};
+use crate::verbs::Error;
+
+/// Longest command that a device accepts, bytes.
+pub const MAX_COMMAND: usize = 4096;
+
+/// Access flags that a region may have.
+const MR_ACCESS: u32 = access::LOCAL_WRITE
+    | access::REMOTE_WRITE
+    | access::REMOTE_READ
+    | access::REMOTE_ATOMIC
+    | access::HUGETLB
+    | access::RELAXED_ORDERING;
+
+/// Access flags that the specification names, but that this device does not support yet.
+const MR_ACCESS_LATER: u32 = access::MW_BIND
+    | access::ZERO_BASED
+    | access::ON_DEMAND
+    | access::FLUSH_GLOBAL
+    | access::FLUSH_PERSISTENT;
+
+/// Executes a command of `rnic`'s VM; returns the response, header and body.
+#[must_use]
+pub fn execute(rnic: &Arc<Rnic>, command: &[u8]) -> Vec<u8> {
+    let header = CommandHeader::get(command);
+    let result = dispatch(rnic, &header, command);
+    let (status, body) = match result {
+        Ok(body) => (status::OK, body),
+        Err(error) => {
+            let name = opcode::name(header.opcode).unwrap_or("unknown command");
+            rnic.complain(format_args!(
+                "{name} ({:#x}) refused: {error}",
+                header.opcode
+            ));
+            (error.status(), Vec::new())
+        }
+    };
+    let length = u32::try_from(ResponseHeader::SIZE + body.len()).unwrap_or(u32::MAX);
+    let mut response = ResponseHeader {
+        status,
+        length,
+        ..ResponseHeader::default()
+    }
+    .to_bytes()
+    .to_vec();
+    response.extend_from_slice(&body);
+    response
+}
+
+fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<Vec<u8>, Error> {
+    let length = usize::try_from(header.length).map_err(|_| Error::Invalid)?;
+    let command = command.get(..length).ok_or(Error::Invalid)?;
+    let body = command.get(CommandHeader::SIZE..).ok_or(Error::Invalid)?;
+    if opcode::name(header.opcode).is_none() {
+        return Err(Error::NotSupported);
+    }
+    if header.reserved != 0 {
+        return Err(Error::Invalid);
+    }
+    match header.opcode {
+        opcode::QUERY_DEVICE => no_body(body).map(|()| query_device(rnic)),
+        opcode::QUERY_PORT => query_port(rnic, &parse(body)?),
+        opcode::SET_GID => set_gid(rnic, &parse(body)?),
+        opcode::SET_STATUS_PAGE => set_status_page(rnic, &parse(body)?),
+        opcode::CREATE_CONTEXT => create_context(rnic, &parse(body)?),
+        opcode::DESTROY_CONTEXT => destroy_context(rnic, parse_handle(body)?),
+        opcode::CREATE_PD => no_body(body).and_then(|()| create_pd(rnic)),
+        opcode::DESTROY_PD => destroy_pd(rnic, parse_handle(body)?),
+        opcode::REG_MR => reg_mr(rnic, &parse(body)?),
+        opcode::DEREG_MR => dereg_mr(rnic, parse_handle(body)?),
+        opcode::CREATE_CQ => create_cq(rnic, &parse(body)?),
+        opcode::DESTROY_CQ => destroy_cq(rnic, parse_handle(body)?),
+        opcode::CREATE_QP => create_qp(rnic, &parse(body)?),
+        opcode::MODIFY_QP => modify_qp(rnic, &parse(body)?),
+        opcode::QUERY_QP => query_qp(rnic, parse_handle(body)?),
+        opcode::DESTROY_QP => destroy_qp(rnic, parse_handle(body)?),
+        _ => Err(Error::NotSupported),
+    }
+}
+
+/// The body of a command: what is beyond what we know must be zero.
+fn parse<T: Layout>(body: &[u8]) -> Result<T, Error> {
+    let known = body.get(..T::SIZE).ok_or(Error::Invalid)?;
+    if body.iter().skip(T::SIZE).any(|byte| *byte != 0) {
+        return Err(Error::Invalid);
+    }
+    Ok(T::get(known))
+}
+
+fn parse_handle(body: &[u8]) -> Result<u32, Error> {
+    let Handle { handle, reserved } = parse(body)?;
+    zero(reserved == 0)?;
+    Ok(handle)
+}
+
+fn no_body(body: &[u8]) -> Result<(), Error> {
+    zero(body.iter().all(|byte| *byte == 0))
+}
+
+/// Reserved fields must be zero, and whatever else must hold of a value.
+fn zero(holds: bool) -> Result<(), Error> {
+    if holds {
+        Ok(())
+    } else {
+        Err(Error::Invalid)
+    }
+}
+
+fn encode<const N: usize>(bytes: [u8; N]) -> Vec<u8> {
+    bytes.to_vec()
+}
+
+fn handle_response(handle: u32) -> Vec<u8> {
+    encode(
+        HandleResponse {
+            handle,
+            ..HandleResponse::default()
+        }
+        .to_bytes(),
+    )
+}
+
+fn query_device(rnic: &Rnic) -> Vec<u8> {
+    let limits = &rnic.settings.limits;
+    let part = |text: &str| text.parse::<u64>().unwrap_or(0);
+    let response = QueryDeviceResponse {
+        node_guid: rnic.config().node_guid,
+        fw_ver: part(env!("CARGO_PKG_VERSION_MAJOR")) << 32
+            | part(env!("CARGO_PKG_VERSION_MINOR")) << 16
+            | part(env!("CARGO_PKG_VERSION_PATCH")),
+        max_mr_size: 1 << 40,
+        page_size_cap: 0xffff_f000,
+        max_context: limits.contexts,
+        max_qp: limits.qps,
+        max_qp_wr: MAX_WQ_ENTRIES,
+        max_sge: MAX_SGE,
+        max_sge_rd: MAX_SGE,
+        max_inline: MAX_INLINE,
+        max_cq: limits.cqs,
+        max_cqe: MAX_CQ_ENTRIES,
+        max_mr: limits.mrs,
+        max_pd: limits.pds,
+        max_qp_rd_atom: u32::from(MAX_RD_ATOMIC),
+        max_qp_init_rd_atom: u32::from(MAX_RD_ATOMIC),
+        max_res_rd_atom: limits.qps.saturating_mul(u32::from(MAX_RD_ATOMIC)),
+        gid_table_len: GID_TABLE_LEN as u32,
+        pkey_table_len: 1,
+        local_ca_ack_delay: 0,
+        ..QueryDeviceResponse::default()
+    };
+    encode(response.to_bytes())
+}
+
+fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
+    zero(body.port_num == 1 && body.reserved == [0; 7])?;
+    let totals = rnic.totals();
+    let response = QueryPortResponse {
+        state: 4,
+        phys_state: 5,
+        max_mtu: mtu::MTU_4096,
+        active_mtu: mtu::MTU_4096,
+        active_width: 2,
+        active_speed: 128,
+        max_msg_sz: MAX_MESSAGE as u32,
+        tx_bytes: totals.tx_bytes,
+        tx_messages: totals.tx_messages,
+        rx_bytes: totals.rx_bytes,
+        rx_messages: totals.rx_messages,
+        rnr_naks: totals.rnr_naks,
+        retries: totals.retries,
+        errors: totals.errors,
+        ..QueryPortResponse::default()
+    };
+    Ok(encode(response.to_bytes()))
+}
+
+fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
+    zero(body.port_num == 1 && body.reserved == [0; 12])?;
+    zero(body.gid_type == gid_type::ROCE_V1 || body.gid_type == gid_type::ROCE_V2)?;
+    let mut tables = rnic.tables_mut();
+    let entry = tables
+        .gids
+        .get_mut(usize::from(body.index))
+        .ok_or(Error::Invalid)?;
+    let new = (body.gid != [0; 16]).then_some(body.gid);
+    let old = *entry;
+    if old == new {
+        return Ok(Vec::new());
+    }
+    if let Some(gid) = new {
+        if !rnic.ports().claim(gid, rnic) {
+            return Err(Error::Busy);
+        }
+    }
+    *entry = new;
+    if let Some(gid) = old {
+        if !tables.gids.contains(&Some(gid)) {
+            rnic.ports().release(gid, rnic);
+        }
+    }
+    Ok(Vec::new())
+}
+
+fn set_status_page(rnic: &Arc<Rnic>, body: &SetStatusPage) -> Result<Vec<u8>, Error> {
+    let mut tables = rnic.tables_mut();
+    tables.status_page = if body.addr == 0 {
+        None
+    } else {
+        let memory = tables.memory.as_ref().ok_or(Error::Fault)?;
+        Some(Pages::resolve(memory, vec![body.addr], 12)?)
+    };
+    announce_all(&tables, rnic.workers.len(), worker_status::SLEEPING);
+    drop(tables);
+    for worker in &rnic.workers {
+        worker.announce_again();
+    }
+    Ok(Vec::new())
+}
+
+/// Resolves a page list, within the VM's share of our memory.
+fn resolve(rnic: &Rnic, list: &PageList) -> Result<Pages, Error> {
+    let (memory, footprint) = {
+        let tables = rnic.tables();
+        (tables.memory.clone().ok_or(Error::Fault)?, tables.footprint)
+    };
+    let left = rnic.settings.limits.footprint.saturating_sub(footprint);
+    if u64::from(list.count).saturating_mul(16) > left {
+        return Err(Error::NoMemory);
+    }
+    let guest = read_page_list(&memory, list, list.count)?;
+    Ok(Pages::resolve(&memory, guest, list.page_shift)?)
+}
+
+/// The same for rings and doorbell memory: in pages of 4 KiB.
+fn resolve_ring(rnic: &Rnic, list: &PageList) -> Result<Pages, Error> {
+    zero(1u64.checked_shl(u32::from(list.page_shift)) == Some(PAGE_SIZE))?;
+    resolve(rnic, list)
+}
+
+impl Tables {
+    /// Takes `pages` into account. The memory table may have changed since they were resolved.
+    fn adopt(&mut self, pages: Pages) -> Result<Pages, Error> {
+        let pages = match &self.memory {
+            Some(memory) if memory.same(pages.memory()) => pages,
+            Some(memory) => pages.rebase(memory)?,
+            None => return Err(Error::Fault),
+        };
+        self.footprint = self.footprint.saturating_add(pages.footprint());
+        Ok(pages)
+    }
+
+    fn release(&mut self, footprint: u64) {
+        self.footprint = self.footprint.saturating_sub(footprint);
+    }
+}
+
+fn create_context(rnic: &Arc<Rnic>, body: &CreateContext) -> Result<Vec<u8>, Error> {
+    zero(body.reserved == 0)?;
+    let workers = rnic.workers.len();
+    zero(u64::from(body.doorbell.count) == workers as u64 * u64::from(BLOCK_PAGES))?;
+    let pages = resolve_ring(rnic, &body.doorbell)?;
+    let mut tables = rnic.tables_mut();
+    let doorbell = tables.adopt(pages)?;
+    let footprint = doorbell.footprint();
+    let handle = tables.contexts.insert_with(|_| {
+        let workers = (0..workers).map(|_| Slots::default()).collect();
+        Ok(Context {
+            doorbell: Some(doorbell),
+            workers,
+            users: 0,
+            footprint,
+        })
+    });
+    handle
+        .inspect_err(|_| tables.release(footprint))
+        .map(handle_response)
+}
+
+fn destroy_context(rnic: &Arc<Rnic>, handle: u32) -> Result<Vec<u8>, Error> {
+    let mut tables = rnic.tables_mut();
+    if tables.contexts.get(handle).ok_or(Error::NotFound)?.users != 0 {
+        return Err(Error::Busy);
+    }
+    if let Some(context) = tables.contexts.remove(handle) {
+        tables.release(context.footprint);
+    }
+    Ok(Vec::new())
+}
+
+fn create_pd(rnic: &Arc<Rnic>) -> Result<Vec<u8>, Error> {
+    rnic.tables_mut()
+        .pds
+        .insert_with(|_| Ok(Pd::default()))
+        .map(handle_response)
+}
+
+fn destroy_pd(rnic: &Arc<Rnic>, handle: u32) -> Result<Vec<u8>, Error> {
+    let mut tables = rnic.tables_mut();
+    if tables.pds.get(handle).ok_or(Error::NotFound)?.users != 0 {
+        return Err(Error::Busy);
+    }
+    tables.pds.remove(handle);
+    Ok(Vec::new())
+}
+
+fn reg_mr(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
+    zero(body.reserved == [0; 7] && body.length != 0)?;
+    zero(body.access & !(MR_ACCESS | MR_ACCESS_LATER) == 0)?;
+    if body.access & MR_ACCESS_LATER != 0 {
+        return Err(Error::NotSupported);
+    }
+    // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1, 10.6.3.1).
+    let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
+    zero(body.access & writes == 0 || body.access & access::LOCAL_WRITE != 0)?;
+    zero(body.iova.checked_add(body.length - 1).is_some())?;
+    let end = body.offset.checked_add(body.length).ok_or(Error::Invalid)?;
+    zero((12..=31).contains(&body.pages.page_shift))?;
+    zero(body.offset >> body.pages.page_shift == 0)?;
+    zero(u64::from(body.pages.count) == end.div_ceil(1 << body.pages.page_shift))?;
+    if rnic.tables().pds.get(body.pd).is_none() {
+        return Err(Error::NotFound);
+    }
+    let pages = resolve(rnic, &body.pages)?;
+    let mut tables = rnic.tables_mut();
+    let tables = &mut *tables;
+    if tables.pds.get(body.pd).is_none() {
+        return Err(Error::NotFound);
+    }
+    let pages = tables.adopt(pages)?;
+    let footprint = pages.footprint();
+    let index = tables.mrs.insert_with(|index| {
+        let RegMr {
+            pd,
+            access,
+            iova,
+            length,
+            offset,
+            key,
+            ..
+        } = *body;
+        let key = index << 8 | u32::from(key);
+        Ok(Arc::new(Mr {
+            key,
+            pd,
+            access,
+            iova,
+            length,
+            offset,
+            footprint,
+            pages: Some(pages),
+        }))
+    });
+    let index = match index {
+        Ok(index) => index,
+        Err(error) => {
+            tables.release(footprint);
+            return Err(error);
+        }
+    };
+    if let Some(pd) = tables.pds.get_mut(body.pd) {
+        pd.users += 1;
+    }
+    let key = index << 8 | u32::from(body.key);
+    Ok(encode(
+        RegMrResponse {
+            lkey: key,
+            rkey: key,
+        }
+        .to_bytes(),
+    ))
+}
+
+fn dereg_mr(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
+    // The write lock is the guarantee: whoever used the key holds the lock for reading until its access has ended.
+    let mut tables = rnic.tables_mut();
+    if tables.mrs.get(key >> 8).ok_or(Error::NotFound)?.key != key {
+        return Err(Error::NotFound);
+    }
+    if let Some(mr) = tables.mrs.remove(key >> 8) {
+        tables.release(mr.footprint);
+        if let Some(pd) = tables.pds.get_mut(mr.pd) {
+            pd.users = pd.users.saturating_sub(1);
+        }
+    }
+    Ok(Vec::new())
+}
+
+/// Checks that a ring lies within `len` bytes, behind the record of `record` bytes, and is aligned to its stride.
+fn check_ring(
+    offset: u32,
+    stride: u32,
+    entries: u32,
+    record: usize,
+    len: u64,
+) -> Result<(), Error> {
+    let size = u64::from(stride)
+        .checked_mul(u64::from(entries))
+        .ok_or(Error::Invalid)?;
+    let end = u64::from(offset).checked_add(size).ok_or(Error::Invalid)?;
+    zero(offset as usize >= record && offset % stride.max(1) == 0 && end <= len)
+}
+
+fn create_cq(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error> {
+    zero(body.flags == 0 && body.reserved == 0)?;
+    zero(body.entries.is_power_of_two() && body.entries <= MAX_CQ_ENTRIES)?;
+    zero(
+        usize::from(body.stride) == Cqe::SIZE && body.comp_vector < rnic.settings.completion_queues,
+    )?;
+    let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
+    check_ring(
+        body.ring_offset,
+        u32::from(body.stride),
+        body.entries,
+        CqRecord::SIZE,
+        len,
+    )?;
+    let pages = resolve_ring(rnic, &body.buffer)?;
+    let mut tables = rnic.tables_mut();
+    let pages = tables.adopt(pages)?;
+    let footprint = pages.footprint();
+    let number = tables.cqs.insert_with(|number| {
+        Ok(Arc::new(Cq::new(
+            number,
+            body.comp_vector,
+            body.entries,
+            u64::from(body.ring_offset),
+            pages,
+        )))
+    });
+    number
+        .inspect_err(|_| tables.release(footprint))
+        .map(handle_response)
+}
+
+fn destroy_cq(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
+    let mut tables = rnic.tables_mut();
+    if tables
+        .cqs
+        .get(number)
+        .ok_or(Error::NotFound)?
+        .users
+        .load(Ordering::Relaxed)
+        != 0
+    {
+        return Err(Error::Busy);
+    }
+    if let Some(cq) = tables.cqs.remove(number) {
+        tables.release(cq.footprint);
+    }
+    Ok(Vec::new())
+}
+
+/// Checks a work queue of a CREATE_QP; `least` is the stride that its work requests need.
+fn check_queue(
+    entries: u32,
+    stride: u32,
+    offset: u32,
+    least: Option<u32>,
+    len: u64,
+) -> Result<WorkQueue, Error> {
+    if entries == 0 {
+        zero(stride == 0 && offset == 0)?;
+    } else {
+        zero(entries.is_power_of_two() && entries <= MAX_WQ_ENTRIES)?;
+        zero(
+            stride.is_power_of_two()
+                && stride <= MAX_WQE_STRIDE
+                && least.is_some_and(|least| stride >= least),
+        )?;
+        check_ring(offset, stride, entries, QpRecord::SIZE, len)?;
+    }
+    Ok(WorkQueue {
+        offset: u64::from(offset),
+        stride,
+        entries,
+        position: 0,
+    })
+}
+
+fn create_qp(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error> {
+    zero(body.reserved0 == 0 && body.reserved1 == [0; 16])?;
+    zero(body.flags & !create_qp_flag::SIGNAL_ALL == 0)?;
+    zero(qp_type::name(body.qp_type).is_some())?;
+    if body.qp_type != qp_type::RC || body.srq != 0 {
+        return Err(Error::NotSupported);
+    }
+    let (send_sge, recv_sge) = (u32::from(body.max_send_sge), u32::from(body.max_recv_sge));
+    zero(send_sge <= MAX_SGE && recv_sge <= MAX_SGE && body.max_inline <= MAX_INLINE)?;
+    let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
+    let least = send_stride(send_sge, body.max_inline);
+    let sq = check_queue(body.sq_entries, body.sq_stride, body.sq_offset, least, len)?;
+    let rq = check_queue(
+        body.rq_entries,
+        body.rq_stride,
+        body.rq_offset,
+        recv_stride(recv_sge),
+        len,
+    )?;
+    let pages = resolve_ring(rnic, &body.buffer)?;
+
+    let mut tables = rnic.tables_mut();
+    let tables = &mut *tables;
+    if tables.pds.get(body.pd).is_none() {
+        return Err(Error::NotFound);
+    }
+    let send_cq = tables.cqs.get(body.send_cq).ok_or(Error::NotFound)?.clone();
+    let recv_cq = tables.cqs.get(body.recv_cq).ok_or(Error::NotFound)?.clone();
+    let index = rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16);
+    let worker = rnic
+        .workers
+        .get(usize::from(index))
+        .ok_or(Error::Invalid)?
+        .clone();
+    let context = tables
+        .contexts
+        .get_mut(body.context)
+        .ok_or(Error::NotFound)?;
+    let slots = context
+        .workers
+        .get_mut(usize::from(index))
+        .ok_or(Error::Invalid)?;
+    let slot = slots.reserve()?;
+    let created = adopt_qp(
+        rnic,
+        tables,
+        body,
+        pages,
+        Queues { sq, rq },
+        &worker,
+        slot,
+        [&send_cq, &recv_cq],
+    );
+    let Some(context) = tables.contexts.get_mut(body.context) else {
+        return Err(Error::NotFound);
+    };
+    let Some(slots) = context.workers.get_mut(usize::from(index)) else {
+        return Err(Error::Invalid);
+    };
+    let qp = match created {
+        Ok(qp) => qp,
+        Err(error) => {
+            slots.release(slot);
+            return Err(error);
+        }
+    };
+    slots.set(slot, qp.clone());
+    context.users += 1;
+    if let Some(pd) = tables.pds.get_mut(body.pd) {
+        pd.users += 1;
+    }
+    send_cq.users.fetch_add(1, Ordering::Relaxed);
+    recv_cq.users.fetch_add(1, Ordering::Relaxed);
+    rnic.next_worker.fetch_add(1, Ordering::Relaxed);
+    let response = CreateQpResponse {
+        qpn: qp.number,
+        doorbell_queue: u32::from(index),
+        slot,
+        ..CreateQpResponse::default()
+    };
+    Ok(encode(response.to_bytes()))
+}
+
+struct Queues {
+    sq: WorkQueue,
+    rq: WorkQueue,
+}
+
+/// Makes the queue pair and puts it into the table.
+#[allow(clippy::too_many_arguments)]
+fn adopt_qp(
+    rnic: &Arc<Rnic>,
+    tables: &mut Tables,
+    body: &CreateQp,
+    pages: Pages,
+    queues: Queues,
+    worker: &Arc<crate::worker::Worker>,
+    slot: u32,
+    [send_cq, recv_cq]: [&Arc<Cq>; 2],
+) -> Result<Arc<Qp>, Error> {
+    let buffer = Arc::new(tables.adopt(pages)?);
+    let footprint = buffer.footprint();
+    let signal_all = body.flags & create_qp_flag::SIGNAL_ALL != 0;
+    let inserted = tables.qps.insert_with(|number| {
+        let (sge, inline) = (usize::from(body.max_send_sge), body.max_inline as usize);
+        let requester = Requester::new(buffer.clone(), queues.sq, sge, inline, signal_all);
+        let responder = Responder::new(buffer, queues.rq, usize::from(body.max_recv_sge));
+        Ok(Arc::new(Qp::new(Parts {
+            number,
+            rnic: rnic.clone(),
+            worker: worker.clone(),
+            pd: body.pd,
+            context: body.context,
+            slot,
+            qp_type: body.qp_type,
+            footprint,
+            send_cq: send_cq.clone(),
+            recv_cq: recv_cq.clone(),
+            requester,
+            responder,
+        })))
+    });
+    match inserted {
+        Ok(number) => tables.qps.get(number).cloned().ok_or(Error::NotFound),
+        Err(error) => {
+            tables.release(footprint);
+            Err(error)
+        }
+    }
+}
+
+fn find_qp(rnic: &Rnic, number: u32) -> Result<Arc<Qp>, Error> {
+    rnic.tables()
+        .qps
+        .get(number)
+        .cloned()
+        .ok_or(Error::NotFound)
+}
+
+fn modify_qp(rnic: &Arc<Rnic>, body: &ModifyQp) -> Result<Vec<u8>, Error> {
+    let attr = &body.attr;
+    zero(attr.reserved0 == [0; 6] && attr.reserved1 == [0; 16] && attr.av.reserved == [0; 7])?;
+    find_qp(rnic, body.qpn)?.modify(body.attr_mask, attr)?;
+    Ok(Vec::new())
+}
+
+fn query_qp(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
+    let attr = find_qp(rnic, number)?.query();
+    Ok(encode(QueryQpResponse { attr }.to_bytes()))
+}
+
+fn destroy_qp(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
+    let mut tables = rnic.tables_mut();
+    let tables = &mut *tables;
+    let qp = tables.qps.remove(number).ok_or(Error::NotFound)?;
+    qp.dead.store(true, Ordering::SeqCst);
+    tables.release(qp.footprint);
+    if let Some(context) = tables.contexts.get_mut(qp.context) {
+        context.users = context.users.saturating_sub(1);
+        if let Some(slots) = context.workers.get_mut(usize::from(qp.worker.index)) {
+            slots.release(qp.slot);
+        }
+    }
+    if let Some(pd) = tables.pds.get_mut(qp.pd) {
+        pd.users = pd.users.saturating_sub(1);
+    }
+    qp.send_cq.users.fetch_sub(1, Ordering::Relaxed);
+    qp.recv_cq.users.fetch_sub(1, Ordering::Relaxed);
+    if qp.requester().is_parked() {
+        // Its worker has a timer for it: let it go now and not when that ends.
+        qp.worker.announce_again();
+    }
+    Ok(Vec::new())
+}

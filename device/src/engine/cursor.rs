@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Walks a scatter/gather list, piece by contiguous piece.
+use virtio_rdma_spec::ring::Sge;
+
+use crate::memory::{copy, copy_last, Source, Span};
+use crate::verbs::mr::{KeyError, Mr};
+use crate::verbs::tables::Tables;
+
+/// A position in a scatter/gather list. Each entry's key is checked, for all of the entry, when it is reached.
+#[derive(Debug)]
+pub struct Cursor<'a> {
+    tables: &'a Tables,
+    sges: &'a [Sge],
+    pd: u32,
+    access: u32,
+    /// The region of the first entry of `sges`, once looked up.
+    region: Option<&'a Mr>,
+    /// Bytes of the first entry of `sges` that are behind us.
+    done: u64,
+}
+
+impl<'a> Cursor<'a> {
+    /// A cursor `skip` bytes into the list.
+    #[must_use]
+    pub fn new(tables: &'a Tables, sges: &'a [Sge], pd: u32, access: u32, skip: u64) -> Self {
+        let mut cursor = Self {
+            tables,
+            sges,
+            pd,
+            access,
+            region: None,
+            done: skip,
+        };
+        while let Some((first, rest)) = cursor.sges.split_first() {
+            let length = u64::from(first.length);
+            if cursor.done < length {
+                break;
+            }
+            cursor.done -= length;
+            cursor.sges = rest;
+        }
+        cursor
+    }
+
+    /// The next contiguous piece, of at most `max` bytes; `None` at the end.
+    ///
+    /// # Errors
+    /// If the key does not give access.
+    #[inline]
+    fn next(&mut self, max: u64) -> Result<Option<Span<'a>>, KeyError> {
+        while let Some((first, rest)) = self.sges.split_first() {
+            let left = u64::from(first.length) - self.done;
+            if left == 0 {
+                self.sges = rest;
+                self.done = 0;
+                self.region = None;
+                continue;
+            }
+            let region = match self.region {
+                Some(region) => region,
+                None => {
+                    let length = u64::from(first.length);
+                    let region =
+                        self.tables
+                            .region(first.lkey, self.pd, self.access, first.addr, length)?;
+                    self.region = Some(region);
+                    region
+                }
+            };
+            let span = region.span(first.addr.wrapping_add(self.done), left.min(max))?;
+            self.done += span.len() as u64;
+            return Ok(Some(span));
+        }
+        Ok(None)
+    }
+}
+
+/// Checks every entry of a list.
+///
+/// # Errors
+/// The reason of the first that does not give access.
+pub fn check(tables: &Tables, sges: &[Sge], pd: u32, access: u32) -> Result<(), KeyError> {
+    for sge in sges.iter().filter(|sge| sge.length != 0) {
+        let region = tables.region(sge.lkey, pd, access, sge.addr, u64::from(sge.length))?;
+        region.span(sge.addr, 1)?;
+    }
+    Ok(())
+}
+
+/// What a copy reads.
+#[derive(Debug)]
+pub enum From<'a> {
+    /// Guest memory.
+    Guest(Cursor<'a>),
+    /// Bytes of ours.
+    Bytes(&'a [u8]),
+}
+
+/// Which side of a copy failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// What is read.
+    Source(KeyError),
+    /// What is written.
+    Destination(KeyError),
+}
+
+/// Copies `len` bytes. With `last`, the last word becomes visible after all else.
+///
+/// # Errors
+/// If a key does not give access; what precedes it has been copied.
+#[inline]
+pub fn transfer(
+    to: &mut Cursor<'_>,
+    from: &mut From<'_>,
+    len: u64,
+    last: bool,
+) -> Result<(), Fault> {
+    let mut left = len;
+    let mut pending: Option<Source<'_>> = None;
+    while left > 0 {
+        let max = pending.map_or(left, |source| source.len() as u64);
+        let Some(to) = to.next(max).map_err(Fault::Destination)? else {
+            break;
+        };
+        let mut to = to;
+        // One destination piece may need several source pieces, and the other way round.
+        while !to.is_empty() {
+            let source = match pending.take() {
+                Some(source) => source,
+                None => match from {
+                    From::Guest(cursor) => match cursor.next(left).map_err(Fault::Source)? {
+                        Some(span) => span.into(),
+                        None => return Ok(()),
+                    },
+                    From::Bytes(bytes) => std::mem::take(bytes).into(),
+                },
+            };
+            let n = to.len().min(source.len());
+            if n == 0 {
+                return Ok(());
+            }
+            let (head, rest) = source.split_at(n);
+            let (to_head, to_rest) = to.split_at(n);
+            left -= n as u64;
+            if last && left == 0 {
+                copy_last(to_head, head);
+            } else {
+                copy(to_head, head);
+            }
+            to = to_rest;
+            if !rest.is_empty() {
+                pending = Some(rest);
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The transport: requester and responder as state machines that do no I/O and read no clock.
+//!
+//! The [`requester`] takes entries from a send queue and makes messages of them; a fabric carries them; the [`responder`]
+//! checks and places them and answers; the requester completes. Time is a parameter.
+
+pub mod cursor;
+pub mod message;
+pub mod queue;
+pub mod requester;
+pub mod responder;
+
+use virtio_rdma_spec::event::AsyncEvent;
+use virtio_rdma_spec::ring::Cqe;
+
+use crate::verbs::cq::{Cq, Pushed};
+use crate::verbs::tables::Tables;
+
+/// Payload moved for one queue pair before the next gets its turn, bytes.
+pub const SLICE: u64 = 64 * 1024;
+/// Messages moved for one queue pair before the next gets its turn.
+pub const BURST: u32 = 32;
+
+/// Writes a completion to a queue of the VM of `tables`, with all that follows from it.
+pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
+    match cq.push(cqe, solicited) {
+        Pushed::Quiet | Pushed::Dropped => {}
+        Pushed::Event => {
+            if let Some(sink) = &tables.sink {
+                let event = virtio_rdma_spec::event::CompletionEvent {
+                    cqn: cq.number,
+                    reserved: 0,
+                };
+                sink.completion(cq.vector, event);
+            }
+        }
+        Pushed::Overflow => {
+            raise(
+                tables,
+                virtio_rdma_spec::event::event_type::CQ_ERR,
+                cq.number,
+                0,
+            );
+            for (_, qp) in tables.qps.iter() {
+                if qp.send_cq.number == cq.number || qp.recv_cq.number == cq.number {
+                    qp.fail();
+                }
+            }
+        }
+    }
+}
+
+/// Raises an asynchronous event.
+pub(crate) fn raise(tables: &Tables, event_type: u16, number: u32, reason: u8) {
+    if let Some(sink) = &tables.sink {
+        sink.asynchronous(AsyncEvent {
+            event_type,
+            number,
+            reason: u32::from(reason),
+            ..AsyncEvent::default()
+        });
+    }
+}

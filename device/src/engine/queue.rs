@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The consumer's side of a work queue in guest memory.
+use std::sync::atomic::Ordering;
+
+use virtio_rdma_spec::ring::{Sge, PHASE};
+
+use crate::memory::Pages;
+
+/// A work queue: where it is in its buffer, and how far it was consumed.
+#[derive(Debug, Clone, Copy)]
+pub struct WorkQueue {
+    /// Offset of the ring in the buffer, bytes.
+    pub offset: u64,
+    /// Stride of its entries, bytes, a power of two.
+    pub stride: u32,
+    /// Entries, a power of two; zero: there is no queue.
+    pub entries: u32,
+    /// Entries consumed, modulo 2^32.
+    pub position: u32,
+}
+
+impl WorkQueue {
+    /// Index of the current entry.
+    #[must_use]
+    pub fn index(&self) -> u16 {
+        (self.position & self.entries.wrapping_sub(1)) as u16
+    }
+
+    /// The first 8 bytes of the current entry, if it was posted.
+    #[inline]
+    #[must_use]
+    pub fn ready(&self, buffer: &Pages) -> Option<[u8; 8]> {
+        if self.entries == 0 {
+            return None;
+        }
+        // Acquire: all else of the entry was written before its phase.
+        let word = buffer
+            .word(self.at(0))?
+            .load(Ordering::Acquire)
+            .to_ne_bytes();
+        let [_, flags, ..] = word;
+        let phase = if self.position & self.entries == 0 {
+            PHASE
+        } else {
+            0
+        };
+        (flags & PHASE == phase).then_some(word)
+    }
+
+    /// The 8 bytes at `within` of the current entry.
+    #[inline]
+    #[must_use]
+    pub fn word(&self, buffer: &Pages, within: usize) -> [u8; 8] {
+        buffer
+            .word(self.at(within))
+            .map_or([0; 8], |word| word.load(Ordering::Relaxed).to_ne_bytes())
+    }
+
+    /// Reads the current entry's scatter/gather list of `count` entries, which starts at `within`, into `sges`.
+    #[inline]
+    pub fn read_sges(&self, buffer: &Pages, within: usize, count: usize, sges: &mut Vec<Sge>) {
+        sges.clear();
+        for i in 0..count {
+            let at = within + i * Sge::SIZE;
+            let mut bytes = [0; Sge::SIZE];
+            let (low, high) = bytes.split_at_mut(8);
+            low.copy_from_slice(&self.word(buffer, at));
+            high.copy_from_slice(&self.word(buffer, at + 8));
+            sges.push(Sge::from_bytes(&bytes));
+        }
+    }
+
+    /// Goes to the next entry.
+    pub fn advance(&mut self) {
+        self.position = self.position.wrapping_add(1);
+    }
+
+    fn at(&self, within: usize) -> u64 {
+        self.offset + u64::from(self.index()) * u64::from(self.stride) + within as u64
+    }
+}

@@ -1,0 +1,484 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The requester: takes work requests from a send queue, has them carried out, and completes them
+//! (specification: "Requester").
+//!
+//! Each entry is read once into a local copy, which alone is checked and used.
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::event::event_type;
+use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, PHASE, SEND_DATA_OFFSET};
+use virtio_rdma_spec::verbs::{
+    access, qp_state, send_flag, vendor_err, wc_opcode, wc_status, wr_opcode,
+};
+
+use super::cursor::{check, Cursor, From};
+use super::message::{Answer, Message};
+use super::queue::WorkQueue;
+use super::responder::Payload;
+use super::{complete, raise, BURST, SLICE};
+use crate::fabric::local::{self, Route};
+use crate::memory::Pages;
+use crate::rnic::MAX_MESSAGE;
+use crate::verbs::qp::Qp;
+use crate::verbs::tables::{Gid, Tables};
+
+/// How long to wait for a stopped VM before looking again, nanoseconds.
+const STOPPED_RETRY: u64 = 5_000_000;
+/// How long to wait between attempts where no time-out is set, nanoseconds.
+const ENDLESS_RETRY: u64 = 100_000_000;
+
+/// What a turn of a queue pair led to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// Nothing more to do until something happens.
+    Idle,
+    /// There is more to do: another turn, please.
+    Again,
+    /// Nothing to do before this time, nanoseconds.
+    Park(u64),
+}
+
+/// The work request in progress.
+#[derive(Debug, Clone, Copy)]
+struct Active {
+    message: Message,
+    wr_id: u64,
+    index: u16,
+    signaled: bool,
+    inline: bool,
+    /// Bytes moved.
+    done: u64,
+}
+
+/// The requester's half of a queue pair.
+#[derive(Debug)]
+pub struct Requester {
+    /// The queue pair's buffer; `None` when guest memory behind it is gone.
+    pub(crate) buffer: Option<Arc<Pages>>,
+    queue: WorkQueue,
+    max_sge: usize,
+    max_inline: usize,
+    signal_all: bool,
+    /// Gather list of the work request in progress; its capacity was reserved at creation.
+    sges: Vec<Sge>,
+    /// Inline data of the work request in progress; its capacity was reserved at creation.
+    inline: Vec<u8>,
+    active: Option<Active>,
+    route: Route,
+    /// Nothing is tried before this time.
+    parked: Option<u64>,
+    retries: u8,
+    rnr_retries: u8,
+    drained: bool,
+    drained_notify: bool,
+    timeout: u8,
+    retry_cnt: u8,
+    rnr_retry: u8,
+    max_rd_atomic: u8,
+    dest_qp: u32,
+    dest_gid: Gid,
+}
+
+impl Requester {
+    /// A requester with a send queue for work requests of up to `max_sge` gather entries or `max_inline` bytes.
+    #[must_use]
+    pub fn new(
+        buffer: Arc<Pages>,
+        queue: WorkQueue,
+        max_sge: usize,
+        max_inline: usize,
+        signal_all: bool,
+    ) -> Self {
+        Self {
+            buffer: Some(buffer),
+            queue,
+            max_sge,
+            max_inline,
+            signal_all,
+            sges: Vec::with_capacity(max_sge),
+            inline: Vec::with_capacity(max_inline.next_multiple_of(8)),
+            active: None,
+            route: Route::default(),
+            parked: None,
+            retries: 0,
+            rnr_retries: 0,
+            drained: false,
+            drained_notify: false,
+            timeout: 0,
+            retry_cnt: 0,
+            rnr_retry: 0,
+            max_rd_atomic: 0,
+            dest_qp: 0,
+            dest_gid: Gid::default(),
+        }
+    }
+
+    /// Takes over attributes.
+    pub(crate) fn configure(&mut self, attr: &QpAttr) {
+        self.timeout = attr.timeout;
+        self.retry_cnt = attr.retry_cnt;
+        self.rnr_retry = attr.rnr_retry;
+        self.max_rd_atomic = attr.max_rd_atomic;
+        self.dest_qp = attr.dest_qp_num;
+        self.dest_gid = attr.av.dgid;
+        self.drained_notify = attr.en_sqd_async_notify != 0;
+        self.route = Route::default();
+        self.drained = false;
+        self.parked = None;
+        self.reset_retries();
+    }
+
+    /// Back to the state of creation.
+    pub(crate) fn reset(&mut self) {
+        self.queue.position = 0;
+        self.active = None;
+        self.configure(&QpAttr::default());
+    }
+
+    /// Whether a message is under way.
+    pub(crate) fn in_progress(&self) -> bool {
+        self.active.is_some()
+    }
+
+    /// Whether it waits for a time.
+    pub(crate) fn is_parked(&self) -> bool {
+        self.parked.is_some()
+    }
+
+    /// Send work requests consumed, modulo 2^32.
+    pub(crate) fn position(&self) -> u32 {
+        self.queue.position
+    }
+
+    fn reset_retries(&mut self) {
+        self.retries = 0;
+        self.rnr_retries = 0;
+    }
+
+    /// One bounded turn at time `now`, nanoseconds.
+    pub(crate) fn turn(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64) -> Turn {
+        if let Some(until) = self.parked {
+            if !qp.wake.swap(false, Ordering::SeqCst) && now < until {
+                return Turn::Park(until);
+            }
+            self.parked = None;
+        }
+        let route = std::mem::take(&mut self.route);
+        let route = route.refresh(&qp.rnic, self.dest_gid);
+        let turn = local::with_peer(&route, &qp.rnic, tables, |peer| {
+            self.burst(tables, qp, now, peer)
+        });
+        self.route = route;
+        turn
+    }
+
+    fn burst(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64, peer: local::Peer<'_>) -> Turn {
+        let mut budget = SLICE;
+        for _ in 0..BURST {
+            let state = qp.state();
+            if state == qp_state::SQD && self.active.is_none() {
+                if !self.drained {
+                    self.drained = true;
+                    if self.drained_notify {
+                        raise(tables, event_type::SQ_DRAINED, qp.number, 0);
+                    }
+                }
+                return Turn::Idle;
+            }
+            if state != qp_state::RTS && state != qp_state::SQD {
+                return if state == qp_state::ERR {
+                    Turn::Again
+                } else {
+                    Turn::Idle
+                };
+            }
+            let active = match self.active {
+                Some(active) => active,
+                None => match self.fetch(tables, qp) {
+                    Some(Ok(active)) => active,
+                    Some(Err((status, reason))) => {
+                        self.fail(tables, qp, status, reason);
+                        return Turn::Again;
+                    }
+                    None => return Turn::Idle,
+                },
+            };
+            self.active = Some(active);
+            let len = (active.message.length - active.done).min(budget);
+            let answer = self.exchange(tables, qp, &active, len, &peer);
+            match answer {
+                Answer::Progress => {
+                    self.reset_retries();
+                    self.active = Some(Active {
+                        done: active.done + len,
+                        ..active
+                    });
+                    budget -= len;
+                }
+                Answer::Done => {
+                    self.reset_retries();
+                    budget -= len;
+                    self.finish(tables, qp, &active);
+                    qp.rnic
+                        .count_message(qp.worker.index, active.message.length);
+                    peer.count_received(qp.worker.index, active.message.length);
+                }
+                Answer::Busy => return Turn::Again,
+                Answer::Stopped => return self.park(now, STOPPED_RETRY),
+                Answer::NoAnswer => {
+                    qp.rnic.count_retry(qp.worker.index);
+                    if self.timeout == 0 {
+                        return self.park(now, ENDLESS_RETRY);
+                    }
+                    if self.retries > self.retry_cnt {
+                        self.fail(tables, qp, wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
+                        return Turn::Again;
+                    }
+                    self.retries += 1;
+                    return self.park(now, 4096u64 << self.timeout);
+                }
+                Answer::NotReady(timer) => {
+                    qp.rnic.count_rnr(qp.worker.index);
+                    if self.rnr_retry != 7 {
+                        if self.rnr_retries >= self.rnr_retry {
+                            self.fail(
+                                tables,
+                                qp,
+                                wc_status::RNR_RETRY_EXC_ERR,
+                                vendor_err::NO_RECEIVE,
+                            );
+                            return Turn::Again;
+                        }
+                        self.rnr_retries += 1;
+                    }
+                    return self.park(now, rnr_nanoseconds(timer));
+                }
+                Answer::Refused(status, reason) | Answer::Local(status, reason) => {
+                    self.fail(tables, qp, status, reason);
+                    return Turn::Again;
+                }
+            }
+            if budget == 0 {
+                return Turn::Again;
+            }
+        }
+        Turn::Again
+    }
+
+    fn park(&mut self, now: u64, wait: u64) -> Turn {
+        let until = now.saturating_add(wait);
+        self.parked = Some(until);
+        Turn::Park(until)
+    }
+
+    /// Reads and checks the next work request. `None`: nothing is posted. An error leaves it in `active`, to be completed.
+    #[allow(clippy::type_complexity)]
+    fn fetch(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Option<Result<Active, (u8, u8)>> {
+        let buffer = self.buffer.as_ref()?;
+        let head = self.queue.ready(buffer)?;
+        let mut bytes = [0; SendWqe::SIZE];
+        for (i, chunk) in bytes.chunks_exact_mut(8).enumerate() {
+            let word = if i == 0 {
+                head
+            } else {
+                self.queue.word(buffer, 8 * i)
+            };
+            chunk.copy_from_slice(&word);
+        }
+        let wqe = SendWqe::from_bytes(&bytes);
+        let flags = wqe.flags & !PHASE;
+        let inline = flags & send_flag::INLINE != 0;
+        let mut active = Active {
+            message: Message {
+                opcode: wqe.opcode,
+                solicited: flags & send_flag::SOLICITED != 0,
+                imm: wqe.imm,
+                remote_addr: wqe.remote_addr,
+                rkey: wqe.rkey,
+                src_qp: qp.number,
+                length: 0,
+            },
+            wr_id: wqe.wr_id,
+            index: self.queue.index(),
+            signaled: self.signal_all || flags & send_flag::SIGNALED != 0,
+            inline,
+            done: 0,
+        };
+        self.active = Some(active);
+        let read = match wqe.opcode {
+            wr_opcode::SEND
+            | wr_opcode::SEND_WITH_IMM
+            | wr_opcode::RDMA_WRITE
+            | wr_opcode::RDMA_WRITE_WITH_IMM => false,
+            wr_opcode::RDMA_READ => true,
+            _ => return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE))),
+        };
+        let known =
+            send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
+        if flags & !known != 0 || (inline && read) {
+            return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::FLAGS)));
+        }
+        if read && self.max_rd_atomic == 0 {
+            return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::RD_ATOMIC)));
+        }
+        let count = usize::from(wqe.count);
+        if inline {
+            if count > self.max_inline {
+                return Some(Err((wc_status::LOC_LEN_ERR, vendor_err::TOO_LONG_ENTRY)));
+            }
+            self.inline.clear();
+            for i in 0..count.div_ceil(8) {
+                self.inline
+                    .extend_from_slice(&self.queue.word(buffer, SEND_DATA_OFFSET + 8 * i));
+            }
+            self.inline.truncate(count);
+            active.message.length = count as u64;
+            return Some(Ok(active));
+        }
+        if count > self.max_sge {
+            return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::TOO_LONG_ENTRY)));
+        }
+        self.queue
+            .read_sges(buffer, SEND_DATA_OFFSET, count, &mut self.sges);
+        active.message.length = self.sges.iter().map(|sge| u64::from(sge.length)).sum();
+        if active.message.length > MAX_MESSAGE {
+            return Some(Err((wc_status::LOC_LEN_ERR, vendor_err::MESSAGE_LENGTH)));
+        }
+        let wanted = if read { access::LOCAL_WRITE } else { 0 };
+        if let Err(key) = check(tables, &self.sges, qp.pd, wanted) {
+            return Some(Err((wc_status::LOC_PROT_ERR, key.0)));
+        }
+        Some(Ok(active))
+    }
+
+    /// Moves `len` bytes of the message.
+    fn exchange(
+        &self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        len: u64,
+        peer: &local::Peer<'_>,
+    ) -> Answer {
+        let payload = if active.message.opcode == wr_opcode::RDMA_READ {
+            Payload::Into(Cursor::new(
+                tables,
+                &self.sges,
+                qp.pd,
+                access::LOCAL_WRITE,
+                active.done,
+            ))
+        } else if active.inline {
+            let left = usize::try_from(active.done)
+                .ok()
+                .and_then(|done| self.inline.get(done..))
+                .unwrap_or_default();
+            Payload::From(From::Bytes(left))
+        } else {
+            Payload::From(From::Guest(Cursor::new(
+                tables,
+                &self.sges,
+                qp.pd,
+                0,
+                active.done,
+            )))
+        };
+        peer.deliver(
+            tables,
+            qp,
+            self.dest_qp,
+            &active.message,
+            active.done,
+            len,
+            payload,
+        )
+    }
+
+    /// The work request is done.
+    fn finish(&mut self, tables: &Tables, qp: &Arc<Qp>, active: &Active) {
+        self.active = None;
+        self.queue.advance();
+        if active.signaled {
+            let opcode = completion_opcode(active.message.opcode);
+            let read = active.message.opcode == wr_opcode::RDMA_READ;
+            let cqe = Cqe {
+                wr_id: active.wr_id,
+                byte_len: if read {
+                    u32::try_from(active.message.length).unwrap_or(u32::MAX)
+                } else {
+                    0
+                },
+                qp_num: qp.number,
+                wqe_index: active.index,
+                opcode,
+                ..Cqe::default()
+            };
+            complete(tables, &qp.send_cq, &cqe, false);
+        }
+    }
+
+    /// The work request in progress fails, and the queue pair with it.
+    fn fail(&mut self, tables: &Tables, qp: &Arc<Qp>, status: u8, reason: u8) {
+        self.reset_retries();
+        qp.rnic.count_error(qp.worker.index);
+        qp.rnic.complain(format_args!(
+            "QP {}: {} ({})",
+            qp.number,
+            wc_status::name(status).unwrap_or("error"),
+            vendor_err::name(reason).unwrap_or("?")
+        ));
+        self.complete_active(tables, qp, status, reason);
+        qp.fail();
+    }
+
+    fn complete_active(&mut self, tables: &Tables, qp: &Arc<Qp>, status: u8, reason: u8) {
+        let Some(active) = self.active.take() else {
+            return;
+        };
+        self.queue.advance();
+        let cqe = Cqe {
+            wr_id: active.wr_id,
+            qp_num: qp.number,
+            wqe_index: active.index,
+            vendor_err: reason,
+            status,
+            opcode: completion_opcode(active.message.opcode),
+            ..Cqe::default()
+        };
+        complete(tables, &qp.send_cq, &cqe, true);
+    }
+
+    /// Completes up to `budget` posted work requests as flushed. Returns whether there may be more.
+    pub(crate) fn flush(&mut self, tables: &Tables, qp: &Arc<Qp>, budget: u32) -> bool {
+        self.parked = None;
+        for _ in 0..budget {
+            if self.active.is_none() && self.fetch(tables, qp).is_none() {
+                return false;
+            }
+            self.complete_active(tables, qp, wc_status::WR_FLUSH_ERR, vendor_err::FLUSHED);
+        }
+        true
+    }
+}
+
+/// The completion's opcode for a work request's.
+fn completion_opcode(opcode: u8) -> u8 {
+    match opcode {
+        wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => wc_opcode::RDMA_WRITE,
+        wr_opcode::RDMA_READ => wc_opcode::RDMA_READ,
+        _ => wc_opcode::SEND,
+    }
+}
+
+/// The time that an RNR NAK timer code stands for, nanoseconds (InfiniBand architecture specification, volume 1, table 45).
+#[must_use]
+pub fn rnr_nanoseconds(code: u8) -> u64 {
+    /// Units of 10 microseconds.
+    const TABLE: [u64; 32] = [
+        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024,
+        1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
+    ];
+    TABLE.get(usize::from(code)).copied().unwrap_or(65536) * 10_000
+}

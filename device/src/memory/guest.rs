@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The memory of a VM.
+use std::fs::File;
+use std::sync::atomic::AtomicU64;
+use std::sync::Arc;
+
+use virtio_rdma_spec::PAGE_SIZE;
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap,
+};
+
+/// Why guest memory could not be mapped or found.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Address, size or offset is not a multiple of the page size, or the end is beyond 2^64.
+    #[error("a memory region at {0:#x} is not page aligned")]
+    Alignment(u64),
+    /// The file is shorter than the region.
+    #[error("the file behind the memory region at {0:#x} is too short")]
+    Short(u64),
+    /// The region could not be mapped.
+    #[error("cannot map the memory region at {addr:#x}")]
+    Map {
+        /// Guest-physical address.
+        addr: u64,
+        /// What mmap said.
+        #[source]
+        source: vm_memory::mmap::MmapRegionError,
+    },
+    /// The region overlaps another.
+    #[error("the memory region at {0:#x} overlaps another")]
+    Overlap(u64),
+    /// An address is not in guest memory.
+    #[error("address {0:#x} is not guest memory")]
+    NotGuestMemory(u64),
+    /// A page list is malformed.
+    #[error("a page list is malformed")]
+    PageList,
+}
+
+/// A region of guest memory, as vhost-user describes it.
+#[derive(Debug)]
+pub struct RegionInfo {
+    /// Guest-physical address, bytes.
+    pub guest_addr: u64,
+    /// Size, bytes.
+    pub size: u64,
+    /// Address in the front end's process: what ring addresses of vhost-user refer to.
+    pub user_addr: u64,
+    /// Offset of the region in `file`, bytes.
+    pub fd_offset: u64,
+    /// The file to map.
+    pub file: File,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct UserRange {
+    user: u64,
+    guest: u64,
+    size: u64,
+}
+
+#[derive(Debug)]
+struct Inner {
+    mmap: GuestMemoryMmap,
+    user: Vec<UserRange>,
+}
+
+/// The memory of a VM. Cloning is cheap; a clone keeps its mappings alive.
+#[derive(Debug, Clone)]
+pub struct GuestMemory(Arc<Inner>);
+
+impl GuestMemory {
+    /// Maps `regions`.
+    ///
+    /// # Errors
+    /// If a region is not page aligned, overlaps another, or cannot be mapped.
+    pub fn new(regions: Vec<RegionInfo>) -> Result<Self, Error> {
+        regions
+            .into_iter()
+            .try_fold(Self::empty(), |memory, region| memory.with_region(region))
+    }
+
+    fn empty() -> Self {
+        Self(Arc::new(Inner {
+            mmap: GuestMemoryMmap::new(),
+            user: Vec::new(),
+        }))
+    }
+
+    /// This memory and one region more.
+    ///
+    /// # Errors
+    /// If the region is not page aligned, overlaps another, or cannot be mapped.
+    pub fn with_region(&self, region: RegionInfo) -> Result<Self, Error> {
+        let RegionInfo {
+            guest_addr,
+            size,
+            user_addr,
+            fd_offset,
+            file,
+        } = region;
+        let aligned = |v: u64| v % PAGE_SIZE == 0;
+        if !aligned(guest_addr) || !aligned(size) || !aligned(fd_offset) || size == 0 {
+            return Err(Error::Alignment(guest_addr));
+        }
+        let end = fd_offset
+            .checked_add(size)
+            .ok_or(Error::Alignment(guest_addr))?;
+        guest_addr
+            .checked_add(size)
+            .ok_or(Error::Alignment(guest_addr))?;
+        user_addr
+            .checked_add(size)
+            .ok_or(Error::Alignment(guest_addr))?;
+        let bytes = usize::try_from(size).map_err(|_| Error::Alignment(guest_addr))?;
+        if file.metadata().map_or(0, |m| m.len()) < end {
+            return Err(Error::Short(guest_addr));
+        }
+        let mapping = MmapRegionBuilder::new(bytes)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
+            .with_file_offset(FileOffset::new(file, fd_offset))
+            .build()
+            .map_err(|source| Error::Map {
+                addr: guest_addr,
+                source,
+            })?;
+        let region = GuestRegionMmap::new(mapping, GuestAddress(guest_addr))
+            .ok_or(Error::Overlap(guest_addr))?;
+        let mmap = self
+            .0
+            .mmap
+            .insert_region(Arc::new(region))
+            .map_err(|_| Error::Overlap(guest_addr))?;
+        let mut user = self.0.user.clone();
+        user.push(UserRange {
+            user: user_addr,
+            guest: guest_addr,
+            size,
+        });
+        Ok(Self(Arc::new(Inner { mmap, user })))
+    }
+
+    /// This memory without the region that starts at `guest_addr`; the same memory where there is none.
+    #[must_use]
+    pub fn without_region(&self, guest_addr: u64) -> Self {
+        let Some(range) = self.0.user.iter().find(|r| r.guest == guest_addr) else {
+            return self.clone();
+        };
+        match self
+            .0
+            .mmap
+            .remove_region(GuestAddress(guest_addr), range.size)
+        {
+            Ok((mmap, _)) => {
+                let user = self
+                    .0
+                    .user
+                    .iter()
+                    .filter(|r| r.guest != guest_addr)
+                    .copied()
+                    .collect();
+                Self(Arc::new(Inner { mmap, user }))
+            }
+            Err(_) => self.clone(),
+        }
+    }
+
+    /// The mappings, for virtqueues.
+    #[must_use]
+    pub fn guest_memory(&self) -> &GuestMemoryMmap {
+        &self.0.mmap
+    }
+
+    /// The guest-physical address of an address in the front end's process.
+    #[must_use]
+    pub fn user_to_guest(&self, user_addr: u64) -> Option<u64> {
+        self.0.user.iter().find_map(|r| {
+            let offset = user_addr.checked_sub(r.user)?;
+            (offset < r.size).then(|| r.guest.wrapping_add(offset))
+        })
+    }
+
+    /// Whether this is the very same memory, not only an equal one.
+    #[must_use]
+    pub fn same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Size of all regions, bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.0
+            .user
+            .iter()
+            .fold(0, |sum, r| sum.saturating_add(r.size))
+    }
+
+    /// The host address of `len` bytes at `guest_addr`, if they lie in one region.
+    pub(super) fn host(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
+        let addr = GuestAddress(guest_addr);
+        let (region, offset) = self.0.mmap.to_region_addr(addr)?;
+        if region.len().checked_sub(offset.0)? < len {
+            return None;
+        }
+        region.get_host_address(offset).ok()
+    }
+
+    /// The 512 words of the 4 KiB table at `guest_addr`.
+    pub(super) fn table(&self, guest_addr: u64) -> Option<&[AtomicU64; 512]> {
+        if guest_addr % PAGE_SIZE != 0 {
+            return None;
+        }
+        let host = self.host(guest_addr, PAGE_SIZE)?;
+        // SAFETY: `host` is valid for PAGE_SIZE bytes as long as the mapping lives, which `self` keeps; it is page aligned, as
+        // regions are (checked in `with_region`) and `guest_addr` is. Others change it only as memory, which atomics allow.
+        Some(unsafe { &*host.cast::<[AtomicU64; 512]>() })
+    }
+}

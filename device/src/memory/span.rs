@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Copies between pieces of guest memory.
+use std::marker::PhantomData;
+use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, Ordering};
+
+use super::Pages;
+
+/// A contiguous piece of guest memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Span<'a> {
+    /// Valid for `len` bytes while the pages it came from live.
+    pub(super) ptr: *mut u8,
+    pub(super) len: usize,
+    pub(super) pages: PhantomData<&'a Pages>,
+}
+
+impl<'a> Span<'a> {
+    /// Length, bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is nothing.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The first `len` bytes, and the rest.
+    #[must_use]
+    pub fn split_at(self, len: usize) -> (Self, Self) {
+        let len = len.min(self.len);
+        (
+            Self { len, ..self },
+            Self {
+                ptr: self.ptr.wrapping_add(len),
+                len: self.len - len,
+                ..self
+            },
+        )
+    }
+}
+
+/// What a copy reads from: guest memory, or bytes of ours (inline data, results of atomic operations).
+#[derive(Debug, Clone, Copy)]
+pub struct Source<'a> {
+    /// Valid for `len` bytes for `'a`.
+    ptr: *const u8,
+    len: usize,
+    owner: PhantomData<&'a [u8]>,
+}
+
+impl Source<'_> {
+    /// Length, bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is nothing.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The first `len` bytes, and the rest.
+    #[must_use]
+    pub fn split_at(self, len: usize) -> (Self, Self) {
+        let len = len.min(self.len);
+        (
+            Self { len, ..self },
+            Self {
+                ptr: self.ptr.wrapping_add(len),
+                len: self.len - len,
+                ..self
+            },
+        )
+    }
+}
+
+impl<'a> From<Span<'a>> for Source<'a> {
+    fn from(span: Span<'a>) -> Self {
+        Self {
+            ptr: span.ptr,
+            len: span.len,
+            owner: PhantomData,
+        }
+    }
+}
+
+impl<'a> From<&'a [u8]> for Source<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Self {
+            ptr: bytes.as_ptr(),
+            len: bytes.len(),
+            owner: PhantomData,
+        }
+    }
+}
+
+/// Copies the common length of `from` to `to`, as memmove does. The bytes become visible in any order.
+#[inline]
+pub fn copy(to: Span<'_>, from: Source<'_>) {
+    let len = to.len.min(from.len);
+    // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`). They may overlap, which `copy` allows. The guests may write at the same time: then the
+    // bytes are theirs to lose; we never interpret them.
+    unsafe { std::ptr::copy(from.ptr, to.ptr, len) };
+}
+
+/// Copies like [`copy`], but so that the last aligned word that is written becomes visible after all else, and as a whole
+/// where it is 1, 2, 4 or 8 aligned bytes. (MPI, UCX, NCCL and perftest poll on it.)
+#[inline]
+pub fn copy_last(to: Span<'_>, from: Source<'_>) {
+    let len = to.len.min(from.len);
+    if len == 0 {
+        return;
+    }
+    // The bytes of the last aligned 8-byte word of the destination that are ours.
+    let tail = (((to.ptr as usize).wrapping_add(len - 1) & 7) + 1).min(len);
+    let bulk = len - tail;
+    let tail_to = to.ptr.wrapping_add(bulk);
+    let tail_from = from.ptr.wrapping_add(bulk);
+    let mut word = [0u8; 8];
+    // SAFETY: `bulk + tail == len`, for which both are valid (invariants of `Span` and `Source`); `word` has 8 bytes and `tail` <= 8. The
+    // atomics are aligned as their branch checked, and within the destination.
+    unsafe {
+        if tail == 8 && (tail_from as usize) % 8 == 0 {
+            word = (*tail_from.cast::<AtomicU64>())
+                .load(Ordering::Relaxed)
+                .to_ne_bytes();
+        } else {
+            std::ptr::copy_nonoverlapping(tail_from, word.as_mut_ptr(), tail);
+        }
+        std::ptr::copy(from.ptr, to.ptr, bulk);
+        fence(Ordering::Release);
+        if tail == 8 {
+            (*tail_to.cast::<AtomicU64>()).store(u64::from_ne_bytes(word), Ordering::Release);
+        } else if tail == 4 && (tail_to as usize) % 4 == 0 {
+            let [a, b, c, d, ..] = word;
+            (*tail_to.cast::<AtomicU32>())
+                .store(u32::from_ne_bytes([a, b, c, d]), Ordering::Release);
+        } else {
+            for (i, byte) in word.iter().take(tail).enumerate() {
+                (*tail_to.wrapping_add(i).cast::<AtomicU8>()).store(*byte, Ordering::Release);
+            }
+        }
+    }
+}
+
+/// Reads up to `into.len()` bytes of `from`; returns how many.
+pub fn fetch_bytes(into: &mut [u8], from: Span<'_>) -> usize {
+    let len = into.len().min(from.len);
+    // SAFETY: `from` is valid for `len` bytes, `into` is ours and has them; they cannot overlap.
+    unsafe { std::ptr::copy_nonoverlapping(from.ptr, into.as_mut_ptr(), len) };
+    len
+}

@@ -1,0 +1,683 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The host process's adapter, and the RNIC that each VM sees of it.
+//!
+//! An [`Adapter`] owns the workers and knows who has which GID. An [`Rnic`] is one VM's device: its objects are in
+//! [`Tables`], behind a lock that has a shard per reader: workers hold it for reading during a bounded turn, commands and changes
+//! of memory or run state take it for writing. Whoever holds it for writing knows that nobody accesses guest memory.
+use std::fmt;
+use std::fs::File;
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
+use crossbeam_utils::CachePadded;
+use serde::Deserialize;
+use serde_json::{json, Value};
+use virtio_rdma_spec::config::Config;
+use virtio_rdma_spec::doorbell::{worker_status, STATUS_STRIDE};
+use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
+use virtio_rdma_spec::verbs::{qp_state, qp_type};
+
+use crate::fabric::local::Ports;
+use crate::memory::GuestMemory;
+use crate::verbs::mr::Mr;
+use crate::verbs::tables::Tables;
+use crate::worker::Worker;
+
+/// Entries of the GID table.
+pub const GID_TABLE_LEN: usize = 32;
+/// Longest message, bytes.
+pub const MAX_MESSAGE: u64 = 1 << 31;
+/// Most workers.
+pub const MAX_WORKERS: u16 = 8;
+/// Most completion-event queues.
+pub const MAX_COMPLETION_QUEUES: u16 = 32;
+
+/// Why an adapter could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The number of workers is not between 1 and [`MAX_WORKERS`].
+    #[error("there can be 1 to {MAX_WORKERS} workers, not {0}")]
+    Workers(u16),
+    /// A worker could not be started.
+    #[error("cannot start a worker")]
+    Start(#[source] std::io::Error),
+}
+
+/// How many objects a VM may have, and how much of our memory their page lists may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Contexts.
+    pub contexts: u32,
+    /// Protection domains.
+    pub pds: u32,
+    /// Memory regions.
+    pub mrs: u32,
+    /// Completion queues.
+    pub cqs: u32,
+    /// Queue pairs.
+    pub qps: u32,
+    /// Page lists of all objects, bytes of this process.
+    pub footprint: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            contexts: 4096,
+            pds: 65536,
+            mrs: 1 << 20,
+            cqs: 131_072,
+            qps: 131_072,
+            footprint: 1 << 30,
+        }
+    }
+}
+
+/// Settings of the process.
+#[derive(Debug, Clone)]
+pub struct AdapterSettings {
+    /// Worker threads.
+    pub workers: u16,
+    /// How long a worker without work looks for more before it sleeps, at most.
+    pub poll_budget: Duration,
+    /// CPUs to pin workers to, in turn; empty: none.
+    pub cpus: Vec<usize>,
+}
+
+impl Default for AdapterSettings {
+    fn default() -> Self {
+        Self {
+            workers: 1,
+            poll_budget: Duration::from_micros(50),
+            cpus: Vec::new(),
+        }
+    }
+}
+
+/// Settings of one VM's RNIC.
+#[derive(Debug, Clone)]
+pub struct RnicSettings {
+    /// Name in logs and status: the socket's path.
+    pub name: String,
+    /// MAC address of the guest's network interface to pair with; zero: any.
+    pub mac: [u8; 6],
+    /// VMs of the same network reach each other.
+    pub network: String,
+    /// Completion-event queues, 1 to [`MAX_COMPLETION_QUEUES`].
+    pub completion_queues: u16,
+    /// Limits.
+    pub limits: Limits,
+}
+
+impl Default for RnicSettings {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            mac: [0; 6],
+            network: "default".to_owned(),
+            completion_queues: 4,
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// Where an RNIC delivers its events: the event virtqueues of its VM.
+pub trait EventSink: Send + Sync {
+    /// Delivers a completion event to completion-event queue `vector`. If there is no buffer, it is kept until there is; one per
+    /// completion queue suffices.
+    fn completion(&self, vector: u16, event: CompletionEvent);
+    /// Delivers an asynchronous event. If there is no buffer, it is kept until there is, within reason.
+    fn asynchronous(&self, event: AsyncEvent);
+}
+
+/// The adapter of this process: its workers, and the networks between its VMs.
+#[derive(Debug)]
+pub struct Adapter {
+    workers: Vec<Arc<Worker>>,
+    ports: Arc<Ports>,
+    rnics: Mutex<Vec<Arc<Rnic>>>,
+}
+
+impl Adapter {
+    /// Starts the workers.
+    ///
+    /// # Errors
+    /// If their number is out of range, or a thread cannot be started.
+    pub fn new(settings: &AdapterSettings) -> Result<Arc<Self>, Error> {
+        if settings.workers == 0 || settings.workers > MAX_WORKERS {
+            return Err(Error::Workers(settings.workers));
+        }
+        let workers = (0..settings.workers)
+            .map(|index| {
+                let cpu = settings
+                    .cpus
+                    .get(usize::from(index) % settings.cpus.len().max(1))
+                    .copied();
+                Worker::start(index, settings.poll_budget, cpu)
+            })
+            .collect::<Result<_, _>>()
+            .map_err(Error::Start)?;
+        Ok(Arc::new(Self {
+            workers,
+            ports: Arc::default(),
+            rnics: Mutex::default(),
+        }))
+    }
+
+    /// Number of workers: doorbell queues of every RNIC.
+    #[must_use]
+    pub fn workers(&self) -> u16 {
+        self.workers.len() as u16
+    }
+
+    /// A new RNIC, for a VM that attached.
+    #[must_use]
+    pub fn attach(self: &Arc<Self>, settings: RnicSettings) -> Arc<Rnic> {
+        let counters = (0..self.workers.len())
+            .map(|_| CachePadded::new(Counters::default()))
+            .collect();
+        let rnic = Arc::new(Rnic {
+            adapter: Arc::downgrade(self),
+            tables: ShardedLock::new(Tables::new(&settings.limits)),
+            node_guid: node_guid(&settings),
+            workers: self.workers.clone(),
+            ports: self.ports.clone(),
+            next_worker: AtomicU16::new(0),
+            kicks: Mutex::default(),
+            counters,
+            complaints: Mutex::default(),
+            settings,
+        });
+        self.rnics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(rnic.clone());
+        for worker in &self.workers {
+            worker.add(&rnic);
+        }
+        rnic
+    }
+
+    /// Objects, counters and state of every VM, for people and programs.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        let rnics = self
+            .rnics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "workers": self.workers.iter().map(|worker| worker.status()).collect::<Vec<_>>(),
+            "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
+        })
+    }
+
+    /// Stops the workers.
+    pub fn shutdown(&self) {
+        for worker in &self.workers {
+            worker.stop();
+        }
+    }
+}
+
+/// A GUID from the MAC address (EUI-64), or from the name where there is none.
+fn node_guid(settings: &RnicSettings) -> u64 {
+    let [a, b, c, d, e, f] = settings.mac;
+    if settings.mac != [0; 6] {
+        return u64::from_be_bytes([a ^ 2, b, c, 0xff, 0xfe, d, e, f]);
+    }
+    // FNV-1a over the name: stable over restarts, and different for different sockets.
+    let hash = settings
+        .name
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        });
+    // Locally administered.
+    (hash & !(3 << 56)) | (2 << 56)
+}
+
+/// What a worker counts of a VM. Only that worker writes.
+#[derive(Debug, Default)]
+struct Counters {
+    tx_messages: AtomicU64,
+    tx_bytes: AtomicU64,
+    rx_messages: AtomicU64,
+    rx_bytes: AtomicU64,
+    rnr_naks: AtomicU64,
+    retries: AtomicU64,
+    errors: AtomicU64,
+}
+
+/// Adds to a counter that only the calling worker writes.
+fn add(counter: &AtomicU64, n: u64) {
+    counter.store(
+        counter.load(Ordering::Relaxed).wrapping_add(n),
+        Ordering::Relaxed,
+    );
+}
+
+/// Sums of the counters of a VM.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Totals {
+    /// Messages sent.
+    pub tx_messages: u64,
+    /// Their bytes.
+    pub tx_bytes: u64,
+    /// Messages received.
+    pub rx_messages: u64,
+    /// Their bytes.
+    pub rx_bytes: u64,
+    /// Messages of ours that met a responder without receive work request.
+    pub rnr_naks: u64,
+    /// Attempts that nobody answered.
+    pub retries: u64,
+    /// Work requests completed in error.
+    pub errors: u64,
+}
+
+/// Log lines per second about what a guest does wrong.
+const COMPLAINTS: u32 = 10;
+
+#[derive(Debug, Default)]
+struct Complaints {
+    second: u64,
+    count: u32,
+    suppressed: u64,
+}
+
+/// The RNIC of one VM.
+pub struct Rnic {
+    pub(crate) settings: RnicSettings,
+    adapter: Weak<Adapter>,
+    node_guid: u64,
+    tables: ShardedLock<Tables>,
+    pub(crate) workers: Vec<Arc<Worker>>,
+    ports: Arc<Ports>,
+    pub(crate) next_worker: AtomicU16,
+    kicks: Mutex<Vec<Option<File>>>,
+    counters: Vec<CachePadded<Counters>>,
+    complaints: Mutex<Complaints>,
+}
+
+impl fmt::Debug for Rnic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rnic")
+            .field("name", &self.settings.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Rnic {
+    /// The configuration space.
+    #[must_use]
+    pub fn config(&self) -> Config {
+        Config {
+            mac: self.settings.mac,
+            num_completion_queues: self.settings.completion_queues,
+            num_doorbell_queues: self.workers.len() as u16,
+            link_up: 1,
+            node_guid: self.node_guid,
+            ..Config::default()
+        }
+    }
+
+    /// The network whose VMs reach each other.
+    #[must_use]
+    pub fn network(&self) -> &str {
+        &self.settings.network
+    }
+
+    pub(crate) fn ports(&self) -> &Ports {
+        &self.ports
+    }
+
+    /// The tables, if nobody is changing them.
+    #[inline]
+    pub(crate) fn try_tables(&self) -> Option<ShardedLockReadGuard<'_, Tables>> {
+        match self.tables.try_read() {
+            Ok(guard) => Some(guard),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// The tables. Not for workers: see [`Self::try_tables`].
+    pub(crate) fn tables(&self) -> ShardedLockReadGuard<'_, Tables> {
+        self.tables.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The tables, to change them. Returns when no access to guest memory is under way.
+    pub(crate) fn tables_mut(&self) -> ShardedLockWriteGuard<'_, Tables> {
+        self.tables.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replaces guest memory: everything that was resolved is resolved anew. Returns when nobody uses the old memory.
+    pub fn set_memory(&self, memory: Option<GuestMemory>) {
+        let mut tables = self.tables_mut();
+        let tables = &mut *tables;
+        tables.memory.clone_from(&memory);
+        let memory = memory.as_ref();
+        tables.status_page = tables
+            .status_page
+            .take()
+            .zip(memory)
+            .and_then(|(page, memory)| page.rebase(memory).ok());
+        for context in tables.contexts.iter_mut() {
+            context.doorbell = context
+                .doorbell
+                .take()
+                .zip(memory)
+                .and_then(|(pages, memory)| pages.rebase(memory).ok());
+        }
+        for mr in tables.mrs.iter_mut() {
+            let pages = mr
+                .pages
+                .as_ref()
+                .zip(memory)
+                .and_then(|(pages, memory)| pages.rebase(memory).ok());
+            let Mr {
+                key,
+                pd,
+                access,
+                iova,
+                length,
+                offset,
+                footprint,
+                ..
+            } = **mr;
+            *mr = Arc::new(Mr {
+                key,
+                pd,
+                access,
+                iova,
+                length,
+                offset,
+                footprint,
+                pages,
+            });
+        }
+        for cq in tables.cqs.iter_mut() {
+            cq.rebase(memory);
+        }
+        for qp in tables.qps.iter_mut() {
+            qp.rebase(memory);
+        }
+    }
+
+    /// The front end runs the rings: the VM is served from now on.
+    pub fn start(&self, sink: Arc<dyn EventSink>) {
+        let mut tables = self.tables_mut();
+        tables.sink = Some(sink);
+        tables.running = true;
+        // Until the workers said so themselves, they may be asleep.
+        announce_all(&tables, self.workers.len(), worker_status::SLEEPING);
+        for (_, qp) in tables.qps.iter() {
+            qp.worker.schedule(qp);
+        }
+        drop(tables);
+        for worker in &self.workers {
+            worker.announce_again();
+        }
+    }
+
+    /// The front end stops the rings. Returns when the VM is quiet: nobody accesses its memory until [`Self::start`].
+    pub fn stop(&self) {
+        let mut tables = self.tables_mut();
+        tables.running = false;
+        tables.sink = None;
+    }
+
+    /// Destroys all objects, as a device reset does.
+    pub fn reset(self: &Arc<Self>) {
+        let mut tables = self.tables_mut();
+        for gid in tables.gids.iter_mut().filter_map(Option::take) {
+            self.ports.release(gid, self);
+        }
+        for qp in tables.qps.clear() {
+            qp.dead.store(true, Ordering::SeqCst);
+        }
+        tables.contexts.clear();
+        tables.mrs.clear();
+        tables.cqs.clear();
+        tables.pds.clear();
+        tables.status_page = None;
+        tables.footprint = 0;
+        drop(tables);
+        // Their timers hold queue pairs that are gone.
+        for worker in &self.workers {
+            worker.announce_again();
+        }
+    }
+
+    /// The VM went away: all objects are destroyed, and the adapter forgets this RNIC.
+    pub fn detach(self: &Arc<Self>) {
+        self.stop();
+        self.reset();
+        self.set_memory(None);
+        for (queue, worker) in (0..).zip(&self.workers) {
+            self.set_doorbell_kick(queue, None);
+            worker.remove(self);
+        }
+        if let Some(adapter) = self.adapter.upgrade() {
+            let mut rnics = adapter.rnics.lock().unwrap_or_else(PoisonError::into_inner);
+            rnics.retain(|other| !Arc::ptr_eq(other, self));
+        }
+    }
+
+    /// Takes the eventfd that the VM notifies doorbell queue `queue` by, or takes it back.
+    pub fn set_doorbell_kick(&self, queue: u16, fd: Option<File>) {
+        let Some(worker) = self.workers.get(usize::from(queue)) else {
+            return;
+        };
+        let mut kicks = self.kicks.lock().unwrap_or_else(PoisonError::into_inner);
+        kicks.resize_with(self.workers.len(), || None);
+        if let Some(kick) = kicks.get_mut(usize::from(queue)) {
+            if let Some(old) = kick.take() {
+                worker.remove_kick(&old);
+            }
+            if let Some(new) = fd {
+                worker.add_kick(&new);
+                *kick = Some(new);
+            }
+        }
+    }
+
+    /// Executes a control command; returns the response.
+    #[must_use]
+    pub fn execute(self: &Arc<Self>, command: &[u8]) -> Vec<u8> {
+        crate::control::execute(self, command)
+    }
+
+    /// Logs what the guest did wrong, a few times a second at most.
+    pub(crate) fn complain(&self, what: fmt::Arguments<'_>) {
+        let second = std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |elapsed| elapsed.as_secs());
+        let mut complaints = self
+            .complaints
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if complaints.second != second {
+            if complaints.suppressed != 0 {
+                log::warn!(
+                    "{}: {} more messages suppressed",
+                    self.settings.name,
+                    complaints.suppressed
+                );
+            }
+            *complaints = Complaints {
+                second,
+                ..Complaints::default()
+            };
+        }
+        complaints.count += 1;
+        if complaints.count <= COMPLAINTS {
+            log::warn!("{}: {what}", self.settings.name);
+        } else {
+            complaints.count = COMPLAINTS;
+            complaints.suppressed += 1;
+        }
+    }
+
+    fn counters(&self, worker: u16) -> Option<&Counters> {
+        self.counters
+            .get(usize::from(worker))
+            .map(|counters| &**counters)
+    }
+
+    pub(crate) fn count_message(&self, worker: u16, bytes: u64) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.tx_messages, 1);
+            add(&counters.tx_bytes, bytes);
+        }
+    }
+
+    pub(crate) fn count_received(&self, worker: u16, bytes: u64) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.rx_messages, 1);
+            add(&counters.rx_bytes, bytes);
+        }
+    }
+
+    pub(crate) fn count_rnr(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.rnr_naks, 1);
+        }
+    }
+
+    pub(crate) fn count_retry(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.retries, 1);
+        }
+    }
+
+    pub(crate) fn count_error(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.errors, 1);
+        }
+    }
+
+    /// Sums of all counters.
+    #[must_use]
+    pub fn totals(&self) -> Totals {
+        self.counters.iter().fold(Totals::default(), |t, c| {
+            let sum = |total: u64, counter: &AtomicU64| {
+                total.wrapping_add(counter.load(Ordering::Relaxed))
+            };
+            Totals {
+                tx_messages: sum(t.tx_messages, &c.tx_messages),
+                tx_bytes: sum(t.tx_bytes, &c.tx_bytes),
+                rx_messages: sum(t.rx_messages, &c.rx_messages),
+                rx_bytes: sum(t.rx_bytes, &c.rx_bytes),
+                rnr_naks: sum(t.rnr_naks, &c.rnr_naks),
+                retries: sum(t.retries, &c.retries),
+                errors: sum(t.errors, &c.errors),
+            }
+        })
+    }
+
+    /// Objects, counters and state, for people and programs.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        let totals = self.totals();
+        let tables = self.tables();
+        let [a, b, c, d, e, f] = self.settings.mac;
+        let gids = tables.gids.iter().enumerate().filter_map(|(index, gid)| {
+            let gid = std::net::Ipv6Addr::from((*gid)?);
+            Some(json!({ "index": index, "gid": gid.to_string() }))
+        });
+        let qps = tables.qps.iter().map(|(qpn, qp)| {
+            let attr = qp.query();
+            json!({
+                "qpn": qpn,
+                "type": qp_type::name(qp.qp_type).unwrap_or("?"),
+                "state": qp_state::name(attr.qp_state).unwrap_or("?"),
+                "dest_qpn": attr.dest_qp_num,
+                "dest_gid": std::net::Ipv6Addr::from(attr.av.dgid).to_string(),
+                "pd": qp.pd,
+                "send_cq": qp.send_cq.number,
+                "recv_cq": qp.recv_cq.number,
+                "context": qp.context,
+                "worker": qp.worker.index,
+                "slot": qp.slot,
+                "sends": qp.requester().position(),
+                "receives": qp.responder().position(),
+            })
+        });
+        let cqs = tables.cqs.iter().map(|(cqn, cq)| {
+            json!({
+                "cqn": cqn,
+                "entries": cq.entries,
+                "vector": cq.vector,
+                "completions": cq.position(),
+                "users": cq.users.load(Ordering::Relaxed),
+                "error": cq.errored(),
+            })
+        });
+        let mrs = tables.mrs.iter().map(|(_, mr)| {
+            json!({
+                "key": mr.key,
+                "pd": mr.pd,
+                "access": mr.access,
+                "iova": mr.iova,
+                "length": mr.length,
+                "pages": mr.pages.as_ref().map(crate::memory::Pages::count),
+            })
+        });
+        json!({
+            "name": self.settings.name,
+            "mac": format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}"),
+            "network": self.settings.network,
+            "node_guid": format!("{:016x}", self.node_guid),
+            "running": tables.running,
+            "memory_bytes": tables.memory.as_ref().map_or(0, GuestMemory::size),
+            "footprint_bytes": tables.footprint,
+            "gids": gids.collect::<Vec<_>>(),
+            "counts": {
+                "contexts": tables.contexts.len(),
+                "pds": tables.pds.len(),
+                "mrs": tables.mrs.len(),
+                "cqs": tables.cqs.len(),
+                "qps": tables.qps.len(),
+            },
+            "counters": {
+                "tx_messages": totals.tx_messages,
+                "tx_bytes": totals.tx_bytes,
+                "rx_messages": totals.rx_messages,
+                "rx_bytes": totals.rx_bytes,
+                "rnr_naks": totals.rnr_naks,
+                "retries": totals.retries,
+                "errors": totals.errors,
+            },
+            "qps": qps.collect::<Vec<_>>(),
+            "cqs": cqs.collect::<Vec<_>>(),
+            "mrs": mrs.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Writes a worker's status word for the guest.
+pub(crate) fn announce(tables: &Tables, worker: u16, status: u32) {
+    if !tables.running {
+        return;
+    }
+    if let Some(word) = tables
+        .status_page
+        .as_ref()
+        .and_then(|page| page.half_word(u64::from(worker) * STATUS_STRIDE as u64))
+    {
+        word.store(status.to_le(), Ordering::SeqCst);
+    }
+}
+
+/// Writes the status words of all workers.
+pub(crate) fn announce_all(tables: &Tables, workers: usize, status: u32) {
+    for worker in 0..workers {
+        announce(tables, worker as u16, status);
+    }
+}

@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Queue pairs (specification: "Queue pairs").
+//!
+//! A queue pair belongs to one worker, which runs its requester. Its responder runs on the worker of whoever sends to it.
+//! The two halves have a lock each, taken for a bounded turn, in the order requester before responder (of the peer).
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, MASK_24};
+
+use super::cq::Cq;
+use super::{state, Error};
+use crate::engine::requester::Requester;
+use crate::engine::responder::Responder;
+use crate::memory::{GuestMemory, Pages};
+use crate::rnic::Rnic;
+use crate::worker::Worker;
+
+/// Most RDMA READ and atomic operations outstanding, as requester and as responder.
+pub const MAX_RD_ATOMIC: u8 = 128;
+
+/// Access flags that a queue pair may grant.
+const QP_ACCESS: u32 =
+    access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
+
+/// A queue pair.
+pub struct Qp {
+    /// Its number.
+    pub number: u32,
+    /// Whose it is.
+    pub rnic: Arc<Rnic>,
+    /// The worker that runs it.
+    pub worker: Arc<Worker>,
+    /// Protection domain.
+    pub pd: u32,
+    /// Context: whose doorbell memory it uses.
+    pub context: u32,
+    /// Slot in the doorbell block of its worker.
+    pub slot: u32,
+    /// Type: `qp_type`.
+    pub qp_type: u8,
+    /// What its page list takes of our memory, bytes.
+    pub footprint: u64,
+    /// Completion queue of the send queue.
+    pub send_cq: Arc<Cq>,
+    /// Completion queue of the receive queue.
+    pub recv_cq: Arc<Cq>,
+    state: AtomicU8,
+    /// In a run queue, or about to be.
+    pub(crate) scheduled: AtomicBool,
+    /// A parked requester must look again now: what it waited for came.
+    pub(crate) wake: AtomicBool,
+    /// A sender waits for a receive work request of ours, or is about to.
+    pub(crate) awaited: AtomicBool,
+    /// Destroyed: leave it alone.
+    pub(crate) dead: AtomicBool,
+    /// When its worker's timer for it ends, nanoseconds. Only the worker uses it.
+    pub(crate) timer: Mutex<u64>,
+    attr: Mutex<QpAttr>,
+    requester: Mutex<Requester>,
+    responder: Mutex<Responder>,
+}
+
+impl std::fmt::Debug for Qp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Qp")
+            .field("number", &self.number)
+            .field("state", &self.state())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a queue pair is made of.
+pub(crate) struct Parts {
+    pub number: u32,
+    pub rnic: Arc<Rnic>,
+    pub worker: Arc<Worker>,
+    pub pd: u32,
+    pub context: u32,
+    pub slot: u32,
+    pub qp_type: u8,
+    pub footprint: u64,
+    pub send_cq: Arc<Cq>,
+    pub recv_cq: Arc<Cq>,
+    pub requester: Requester,
+    pub responder: Responder,
+}
+
+impl Qp {
+    pub(crate) fn new(parts: Parts) -> Self {
+        let Parts {
+            number,
+            rnic,
+            worker,
+            pd,
+            context,
+            slot,
+            qp_type,
+            footprint,
+            send_cq,
+            recv_cq,
+            ..
+        } = parts;
+        let (requester, responder) = (parts.requester, parts.responder);
+        Self {
+            number,
+            rnic,
+            worker,
+            pd,
+            context,
+            slot,
+            qp_type,
+            footprint,
+            send_cq,
+            recv_cq,
+            state: AtomicU8::new(qp_state::RESET),
+            scheduled: AtomicBool::new(false),
+            wake: AtomicBool::new(false),
+            awaited: AtomicBool::new(false),
+            dead: AtomicBool::new(false),
+            timer: Mutex::new(0),
+            attr: Mutex::new(QpAttr {
+                port_num: 1,
+                ..QpAttr::default()
+            }),
+            requester: Mutex::new(requester),
+            responder: Mutex::new(responder),
+        }
+    }
+
+    /// The state: `qp_state`.
+    #[must_use]
+    pub fn state(&self) -> u8 {
+        self.state.load(Ordering::SeqCst)
+    }
+
+    /// Goes to the error state, from any state but RESET and INIT's peers' point of view alike, and lets the worker flush.
+    /// Returns whether this call made the change.
+    pub(crate) fn fail(self: &Arc<Self>) -> bool {
+        let changed = self
+            .state
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |state| {
+                (state != qp_state::ERR && state != qp_state::RESET).then_some(qp_state::ERR)
+            })
+            .is_ok();
+        if changed {
+            self.worker.schedule(self);
+        }
+        changed
+    }
+
+    /// The requester.
+    pub(crate) fn requester(&self) -> MutexGuard<'_, Requester> {
+        self.requester
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The responder.
+    pub(crate) fn responder(&self) -> MutexGuard<'_, Responder> {
+        self.responder
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The attributes, as QUERY_QP gives them.
+    #[must_use]
+    pub fn query(&self) -> QpAttr {
+        let attr = *self.attr.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state();
+        let draining = state == qp_state::SQD && self.requester().in_progress();
+        QpAttr {
+            qp_state: state,
+            cur_qp_state: state,
+            sq_draining: u8::from(draining),
+            ..attr
+        }
+    }
+
+    /// Changes attributes and state.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] or [`Error::NotSupported`], with nothing changed.
+    pub fn modify(self: &Arc<Self>, mask: u32, new: &QpAttr) -> Result<(), Error> {
+        let mut attr = self.attr.lock().unwrap_or_else(PoisonError::into_inner);
+        let current = self.state();
+        let next = if mask & qp_attr::STATE != 0 {
+            new.qp_state
+        } else {
+            current
+        };
+        if mask & qp_attr::CUR_STATE != 0 && new.cur_qp_state != current {
+            return Err(Error::Invalid);
+        }
+        state::check_rc(current, next, mask)?;
+        check_values(mask, new)?;
+        if next == qp_state::RESET {
+            // Both halves at once, so that nobody sees one of them in the old life.
+            let mut requester = self.requester();
+            let mut responder = self.responder();
+            self.state.store(qp_state::RESET, Ordering::SeqCst);
+            requester.reset();
+            responder.reset();
+            *attr = QpAttr {
+                port_num: 1,
+                ..QpAttr::default()
+            };
+            return Ok(());
+        }
+        let merged = merge(mask, &attr, new);
+        {
+            let mut requester = self.requester();
+            let mut responder = self.responder();
+            requester.configure(&merged);
+            responder.configure(&merged);
+            // The worker may have failed the queue pair since we looked: then it stays in the error state.
+            let stored =
+                self.state
+                    .compare_exchange(current, next, Ordering::SeqCst, Ordering::SeqCst);
+            if stored.is_err() && next != qp_state::ERR {
+                return Err(Error::Invalid);
+            }
+        }
+        *attr = merged;
+        drop(attr);
+        self.worker.schedule(self);
+        Ok(())
+    }
+
+    /// Resolves the buffer anew after a change of the memory table.
+    pub(crate) fn rebase(self: &Arc<Self>, memory: Option<&GuestMemory>) {
+        let (mut requester, mut responder) = (self.requester(), self.responder());
+        let buffer: Option<Arc<Pages>> = requester
+            .buffer
+            .take()
+            .zip(memory)
+            .and_then(|(buffer, memory)| buffer.rebase(memory).ok())
+            .map(Arc::new);
+        requester.buffer.clone_from(&buffer);
+        responder.buffer = buffer;
+    }
+}
+
+/// The attributes of `mask` from `new`, the others from `old`.
+fn merge(mask: u32, old: &QpAttr, new: &QpAttr) -> QpAttr {
+    let mut merged = *old;
+    let has = |bit| mask & bit != 0;
+    if has(qp_attr::EN_SQD_ASYNC_NOTIFY) {
+        merged.en_sqd_async_notify = new.en_sqd_async_notify;
+    }
+    if has(qp_attr::ACCESS_FLAGS) {
+        merged.access_flags = new.access_flags;
+    }
+    if has(qp_attr::PKEY_INDEX) {
+        merged.pkey_index = new.pkey_index;
+    }
+    if has(qp_attr::PORT) {
+        merged.port_num = new.port_num;
+    }
+    if has(qp_attr::QKEY) {
+        merged.qkey = new.qkey;
+    }
+    if has(qp_attr::AV) {
+        merged.av = new.av;
+    }
+    if has(qp_attr::PATH_MTU) {
+        merged.path_mtu = new.path_mtu;
+    }
+    if has(qp_attr::TIMEOUT) {
+        merged.timeout = new.timeout;
+    }
+    if has(qp_attr::RETRY_CNT) {
+        merged.retry_cnt = new.retry_cnt;
+    }
+    if has(qp_attr::RNR_RETRY) {
+        merged.rnr_retry = new.rnr_retry;
+    }
+    if has(qp_attr::RQ_PSN) {
+        merged.rq_psn = new.rq_psn;
+    }
+    if has(qp_attr::MAX_QP_RD_ATOMIC) {
+        merged.max_rd_atomic = new.max_rd_atomic;
+    }
+    if has(qp_attr::MIN_RNR_TIMER) {
+        merged.min_rnr_timer = new.min_rnr_timer;
+    }
+    if has(qp_attr::SQ_PSN) {
+        merged.sq_psn = new.sq_psn;
+    }
+    if has(qp_attr::MAX_DEST_RD_ATOMIC) {
+        merged.max_dest_rd_atomic = new.max_dest_rd_atomic;
+    }
+    if has(qp_attr::DEST_QPN) {
+        merged.dest_qp_num = new.dest_qp_num;
+    }
+    merged
+}
+
+/// Checks the values of the attributes of `mask`.
+fn check_values(mask: u32, new: &QpAttr) -> Result<(), Error> {
+    let has = |bit| mask & bit != 0;
+    let good = (!has(qp_attr::PORT) || new.port_num == 1)
+        && (!has(qp_attr::PKEY_INDEX) || new.pkey_index == 0)
+        && (!has(qp_attr::ACCESS_FLAGS) || new.access_flags & !QP_ACCESS == 0)
+        && (!has(qp_attr::PATH_MTU) || (mtu::MTU_256..=mtu::MTU_4096).contains(&new.path_mtu))
+        && (!has(qp_attr::TIMEOUT) || new.timeout <= 31)
+        && (!has(qp_attr::RETRY_CNT) || new.retry_cnt <= 7)
+        && (!has(qp_attr::RNR_RETRY) || new.rnr_retry <= 7)
+        && (!has(qp_attr::MIN_RNR_TIMER) || new.min_rnr_timer <= 31)
+        && (!has(qp_attr::RQ_PSN) || new.rq_psn <= MASK_24)
+        && (!has(qp_attr::SQ_PSN) || new.sq_psn <= MASK_24)
+        && (!has(qp_attr::DEST_QPN) || new.dest_qp_num <= MASK_24)
+        && (!has(qp_attr::MAX_QP_RD_ATOMIC) || new.max_rd_atomic <= MAX_RD_ATOMIC)
+        && (!has(qp_attr::MAX_DEST_RD_ATOMIC) || new.max_dest_rd_atomic <= MAX_RD_ATOMIC)
+        && (!has(qp_attr::EN_SQD_ASYNC_NOTIFY) || new.en_sqd_async_notify <= 1)
+        && (!has(qp_attr::AV)
+            || (new.av.port_num == 1
+                && new.av.sl <= 15
+                && new.av.flow_label <= 0xf_ffff
+                && usize::from(new.av.sgid_index) < crate::rnic::GID_TABLE_LEN
+                && new.av.dgid != [0; 16]));
+    if good {
+        Ok(())
+    } else {
+        Err(Error::Invalid)
+    }
+}

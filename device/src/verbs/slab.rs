@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Tables of objects by handle.
+use std::collections::VecDeque;
+
+use super::Error;
+
+/// Freed handles rest until this many are free, so that a stale handle meets nobody for a while.
+const REST: usize = 256;
+
+/// A table of objects by handle. Handles start at `first` and are reused late.
+#[derive(Debug)]
+pub struct Slab<T> {
+    entries: Vec<Option<T>>,
+    free: VecDeque<u32>,
+    first: u32,
+    max: u32,
+    len: u32,
+}
+
+impl<T> Slab<T> {
+    /// An empty table of handles `first` and up, for at most `max` objects.
+    #[must_use]
+    pub fn new(first: u32, max: u32) -> Self {
+        Self {
+            entries: Vec::new(),
+            free: VecDeque::new(),
+            first,
+            max,
+            len: 0,
+        }
+    }
+
+    /// Number of objects.
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Whether there is no object.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Stores the object that `make` makes of its handle.
+    ///
+    /// # Errors
+    /// [`Error::NoMemory`] if the table is full, or what `make` fails with.
+    pub fn insert_with(
+        &mut self,
+        make: impl FnOnce(u32) -> Result<T, Error>,
+    ) -> Result<u32, Error> {
+        if self.len >= self.max {
+            return Err(Error::NoMemory);
+        }
+        // The table may be larger than `max` by the handles that rest.
+        let handle = if self.free.len() > REST {
+            self.free.front().copied()
+        } else {
+            None
+        };
+        let handle = match handle {
+            Some(handle) => handle,
+            None => u32::try_from(self.entries.len())
+                .ok()
+                .and_then(|n| n.checked_add(self.first))
+                .ok_or(Error::NoMemory)?,
+        };
+        let object = make(handle)?;
+        let index = (handle - self.first) as usize;
+        match self.entries.get_mut(index) {
+            Some(entry) => {
+                *entry = Some(object);
+                self.free.pop_front();
+            }
+            None => self.entries.push(Some(object)),
+        }
+        self.len += 1;
+        Ok(handle)
+    }
+
+    /// The object of a handle.
+    #[inline]
+    #[must_use]
+    pub fn get(&self, handle: u32) -> Option<&T> {
+        self.entries
+            .get(handle.checked_sub(self.first)? as usize)?
+            .as_ref()
+    }
+
+    /// The object of a handle, to change it.
+    pub fn get_mut(&mut self, handle: u32) -> Option<&mut T> {
+        self.entries
+            .get_mut(handle.checked_sub(self.first)? as usize)?
+            .as_mut()
+    }
+
+    /// Takes the object of a handle out.
+    pub fn remove(&mut self, handle: u32) -> Option<T> {
+        let object = self
+            .entries
+            .get_mut(handle.checked_sub(self.first)? as usize)?
+            .take()?;
+        self.free.push_back(handle);
+        self.len -= 1;
+        Some(object)
+    }
+
+    /// All objects with their handles.
+    pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
+        let first = self.first;
+        self.entries
+            .iter()
+            .enumerate()
+            .filter_map(move |(i, e)| Some((first.wrapping_add(i as u32), e.as_ref()?)))
+    }
+
+    /// All objects, to change them.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.entries.iter_mut().filter_map(Option::as_mut)
+    }
+
+    /// Takes all objects out. Handles are as fresh as at the start.
+    pub fn clear(&mut self) -> Vec<T> {
+        self.free.clear();
+        self.len = 0;
+        std::mem::take(&mut self.entries)
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_are_reused_late_and_the_limit_holds() {
+        let mut slab = Slab::new(2, 300);
+        let first = slab.insert_with(Ok).unwrap();
+        assert_eq!(first, 2);
+        assert_eq!(slab.remove(first), Some(2));
+        assert_eq!(slab.remove(first), None);
+        for _ in 0..300 {
+            assert_ne!(slab.insert_with(Ok).unwrap(), first);
+        }
+        assert_eq!(slab.insert_with(Ok), Err(Error::NoMemory));
+        assert_eq!(slab.len(), 300);
+        assert_eq!(slab.get(first), None);
+        assert_eq!(slab.get(0), None);
+    }
+
+    #[test]
+    fn a_failed_insert_leaves_no_trace() {
+        let mut slab: Slab<u32> = Slab::new(0, 1);
+        assert_eq!(
+            slab.insert_with(|_| Err(Error::Invalid)),
+            Err(Error::Invalid)
+        );
+        assert_eq!(slab.insert_with(Ok), Ok(0));
+    }
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Everything one VM has: the tables of its objects.
+use std::sync::Arc;
+
+use virtio_rdma_spec::doorbell;
+
+use super::cq::Cq;
+use super::mr::{KeyError, Mr};
+use super::qp::Qp;
+use super::slab::Slab;
+use super::Error;
+use crate::memory::{GuestMemory, Pages};
+use crate::rnic::{EventSink, Limits, GID_TABLE_LEN};
+use virtio_rdma_spec::verbs::vendor_err;
+
+/// A protection domain.
+#[derive(Debug, Default)]
+pub struct Pd {
+    /// Objects in it.
+    pub users: u32,
+}
+
+/// The queue pairs of a context on one worker, by slot.
+#[derive(Debug, Default)]
+pub struct Slots {
+    entries: Vec<Option<Arc<Qp>>>,
+    free: Vec<u32>,
+}
+
+impl Slots {
+    /// Reserves the lowest slot at hand.
+    ///
+    /// # Errors
+    /// [`Error::NoMemory`] if all are taken.
+    pub fn reserve(&mut self) -> Result<u32, Error> {
+        if let Some(slot) = self.free.pop() {
+            return Ok(slot);
+        }
+        let slot = self.entries.len() as u32;
+        if slot >= doorbell::SLOTS {
+            return Err(Error::NoMemory);
+        }
+        self.entries.push(None);
+        Ok(slot)
+    }
+
+    /// Puts a queue pair in its reserved slot.
+    pub fn set(&mut self, slot: u32, qp: Arc<Qp>) {
+        if let Some(entry) = self.entries.get_mut(slot as usize) {
+            *entry = Some(qp);
+        }
+    }
+
+    /// Frees a slot.
+    pub fn release(&mut self, slot: u32) {
+        if let Some(entry) = self.entries.get_mut(slot as usize) {
+            *entry = None;
+            self.free.push(slot);
+        }
+    }
+
+    /// The queue pair in a slot.
+    #[inline]
+    #[must_use]
+    pub fn get(&self, slot: u32) -> Option<&Arc<Qp>> {
+        self.entries.get(slot as usize)?.as_ref()
+    }
+}
+
+/// A context: a process (or the kernel) with its doorbell memory.
+#[derive(Debug)]
+pub struct Context {
+    /// One doorbell block per worker, in order; `None` when guest memory behind it is gone.
+    pub doorbell: Option<Pages>,
+    /// Its queue pairs, per worker.
+    pub workers: Vec<Slots>,
+    /// Number of its queue pairs.
+    pub users: u32,
+    /// What its page list takes of our memory, bytes.
+    pub footprint: u64,
+}
+
+/// An entry of the GID table.
+pub type Gid = [u8; 16];
+
+/// Everything one VM has.
+pub struct Tables {
+    /// Guest memory.
+    pub memory: Option<GuestMemory>,
+    /// The front end runs the rings. While it does not, nobody touches guest memory.
+    pub running: bool,
+    /// Where events go.
+    pub sink: Option<Arc<dyn EventSink>>,
+    /// The page of the workers' status words.
+    pub status_page: Option<Pages>,
+    /// GID table.
+    pub gids: [Option<Gid>; GID_TABLE_LEN],
+    /// Contexts.
+    pub contexts: Slab<Context>,
+    /// Protection domains.
+    pub pds: Slab<Pd>,
+    /// Memory regions by the index of their key.
+    pub mrs: Slab<Arc<Mr>>,
+    /// Completion queues.
+    pub cqs: Slab<Arc<Cq>>,
+    /// Queue pairs.
+    pub qps: Slab<Arc<Qp>>,
+    /// What all page lists take of our memory, bytes.
+    pub footprint: u64,
+}
+
+impl std::fmt::Debug for Tables {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tables")
+            .field("running", &self.running)
+            .field("qps", &self.qps.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Tables {
+    /// Empty tables.
+    #[must_use]
+    pub fn new(limits: &Limits) -> Self {
+        Self {
+            memory: None,
+            running: false,
+            sink: None,
+            status_page: None,
+            gids: [None; GID_TABLE_LEN],
+            contexts: Slab::new(1, limits.contexts),
+            pds: Slab::new(1, limits.pds),
+            mrs: Slab::new(1, limits.mrs),
+            cqs: Slab::new(1, limits.cqs),
+            qps: Slab::new(2, limits.qps),
+            footprint: 0,
+        }
+    }
+
+    /// Finds the region of `key` and checks that `len` bytes at `addr` may be accessed.
+    ///
+    /// # Errors
+    /// The reason, where not.
+    #[inline]
+    pub fn region(
+        &self,
+        key: u32,
+        pd: u32,
+        access: u32,
+        addr: u64,
+        len: u64,
+    ) -> Result<&Mr, KeyError> {
+        let mr = self
+            .mrs
+            .get(key >> 8)
+            .ok_or(KeyError(vendor_err::KEY_UNKNOWN))?;
+        mr.check(key, pd, access, addr, len)?;
+        Ok(mr)
+    }
+}

@@ -1,0 +1,560 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Workers: the threads that look at doorbells and run queue pairs, shared by all VMs.
+//!
+//! A worker loops: take what others scheduled, scan the doorbell memory of every VM, give each queue pair with work a
+//! bounded turn, look at the timers. Without work it goes on looking for a while, then sleeps until a doorbell queue is
+//! notified, another thread schedules something, or a timer ends.
+//!
+//! # Sleeping loses no wake-up
+//! A guest sets its doorbell bit and then loads the worker's status word; the worker stores SLEEPING and then scans all
+//! doorbells once more before it sleeps. Both pairs are store, full fence, load: so either the guest sees SLEEPING and
+//! notifies, or the worker sees the bit. The same holds between [`Worker::schedule`] (inbox, then `asleep`) and the worker (`asleep`,
+//! then inbox). The notification itself is an eventfd, which remembers.
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::thread::{sched_setaffinity, CpuSet};
+use serde_json::{json, Value};
+use virtio_rdma_spec::doorbell::{
+    worker_status, BLOCK_SIZE, DIRECT_SHIFT, DIRECT_SLOTS, LEAF_OFFSET, ROOT_OFFSET, SUMMARY_OFFSET,
+};
+use virtio_rdma_spec::verbs::qp_state;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
+
+use crate::engine::requester::Turn;
+use crate::memory::Pages;
+use crate::rnic::{announce, Rnic};
+use crate::verbs::qp::Qp;
+use crate::verbs::tables::{Context, Tables};
+
+/// Queue pairs that get a turn before the doorbells are scanned again.
+const TURNS: usize = 32;
+/// Work requests flushed in one turn.
+const FLUSH: u32 = 64;
+/// Epoll data of the notifications from guests.
+const KICK: u64 = 1;
+/// Epoll data of wake-ups from other threads.
+const WAKE: u64 = 0;
+
+/// What a worker counts. Only the worker writes.
+#[derive(Debug, Default)]
+struct Stats {
+    turns: AtomicU64,
+    sleeps: AtomicU64,
+    kicks: AtomicU64,
+    doorbells: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.store(
+        counter.load(Ordering::Relaxed).wrapping_add(1),
+        Ordering::Relaxed,
+    );
+}
+
+/// A worker, as other threads see it.
+#[derive(Debug)]
+pub struct Worker {
+    /// Its number, and that of its doorbell queue in every VM.
+    pub index: u16,
+    inbox: Mutex<Vec<Arc<Qp>>>,
+    inbox_filled: AtomicBool,
+    asleep: AtomicBool,
+    wake: EventFd,
+    epoll: Epoll,
+    rnics: Mutex<Vec<Arc<Rnic>>>,
+    /// Changes with `rnics`, and when the status must be announced again.
+    generation: AtomicU64,
+    stopping: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    stats: Stats,
+}
+
+impl Worker {
+    /// Starts worker `index`, which sleeps after looking for work in vain for `poll_budget`, at most.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor or a thread.
+    pub fn start(
+        index: u16,
+        poll_budget: Duration,
+        cpu: Option<usize>,
+    ) -> std::io::Result<Arc<Self>> {
+        let wake = EventFd::new(EFD_NONBLOCK)?;
+        let epoll = Epoll::new()?;
+        // Edge triggered: every write wakes, and nobody needs to read.
+        let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        epoll.ctl(
+            ControlOperation::Add,
+            wake.as_raw_fd(),
+            EpollEvent::new(events, WAKE),
+        )?;
+        let worker = Arc::new(Self {
+            index,
+            inbox: Mutex::default(),
+            inbox_filled: AtomicBool::new(false),
+            asleep: AtomicBool::new(false),
+            wake,
+            epoll,
+            rnics: Mutex::default(),
+            generation: AtomicU64::new(0),
+            stopping: AtomicBool::new(false),
+            thread: Mutex::default(),
+            stats: Stats::default(),
+        });
+        let this = worker.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("worker{index}"))
+            .spawn(move || {
+                if let Some(cpu) = cpu {
+                    pin(index, cpu);
+                }
+                Loop::new(this, poll_budget).run();
+            })?;
+        *worker.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(worker)
+    }
+
+    /// Stops the worker and waits for its end.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        self.wake_up();
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread {
+            if thread.join().is_err() {
+                log::error!("worker {} panicked", self.index);
+            }
+        }
+    }
+
+    /// Gives a queue pair a turn soon.
+    pub fn schedule(&self, qp: &Arc<Qp>) {
+        if qp.scheduled.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        self.inbox
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(qp.clone());
+        self.inbox_filled.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) {
+            self.wake_up();
+        }
+    }
+
+    fn wake_up(&self) {
+        // It fails only when the counter is full: then the worker is woken anyway.
+        let _ = self.wake.write(1);
+    }
+
+    /// Serves an RNIC from now on.
+    pub fn add(&self, rnic: &Arc<Rnic>) {
+        self.rnics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(rnic.clone());
+        self.announce_again();
+    }
+
+    /// Serves an RNIC no longer.
+    pub fn remove(&self, rnic: &Arc<Rnic>) {
+        self.rnics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|other| !Arc::ptr_eq(other, rnic));
+        self.announce_again();
+    }
+
+    /// Makes the worker look at everything, and tell the guests its status again.
+    pub fn announce_again(&self) {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.wake_up();
+    }
+
+    /// Wakes the worker whenever `fd` is written to.
+    pub fn add_kick(&self, fd: &File) {
+        let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        if let Err(error) = self.epoll.ctl(
+            ControlOperation::Add,
+            fd.as_raw_fd(),
+            EpollEvent::new(events, KICK),
+        ) {
+            log::error!(
+                "worker {}: cannot watch a doorbell queue: {error}",
+                self.index
+            );
+        }
+    }
+
+    /// No longer watches `fd`.
+    pub fn remove_kick(&self, fd: &File) {
+        let event = EpollEvent::new(EventSet::empty(), KICK);
+        if let Err(error) = self
+            .epoll
+            .ctl(ControlOperation::Delete, fd.as_raw_fd(), event)
+        {
+            log::error!(
+                "worker {}: cannot stop watching a doorbell queue: {error}",
+                self.index
+            );
+        }
+    }
+
+    /// Counters and state, for people and programs.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        json!({
+            "index": self.index,
+            "asleep": self.asleep.load(Ordering::Relaxed),
+            "turns": self.stats.turns.load(Ordering::Relaxed),
+            "sleeps": self.stats.sleeps.load(Ordering::Relaxed),
+            "kicks": self.stats.kicks.load(Ordering::Relaxed),
+            "doorbells": self.stats.doorbells.load(Ordering::Relaxed),
+        })
+    }
+}
+
+fn pin(worker: u16, cpu: usize) {
+    let mut set = CpuSet::new();
+    if cpu < CpuSet::MAX_CPU {
+        set.set(cpu);
+    }
+    if let Err(error) = sched_setaffinity(None, &set) {
+        log::warn!("cannot pin worker {worker} to CPU {cpu}: {error}");
+    }
+}
+
+/// What only the worker's thread has.
+struct Loop {
+    worker: Arc<Worker>,
+    rnics: Vec<Arc<Rnic>>,
+    generation: u64,
+    queue: VecDeque<Arc<Qp>>,
+    /// Parked queue pairs by time; each is in it once at most.
+    timers: BTreeMap<(u64, usize), Arc<Qp>>,
+    epoch: Instant,
+    /// Bounds of the time to look for work before sleeping, nanoseconds.
+    max_budget: u64,
+    /// The time now in force: it adapts to what came of waiting.
+    budget: u64,
+}
+
+/// Smallest adaptive poll budget, nanoseconds.
+const MIN_BUDGET: u64 = 4_000;
+
+impl Loop {
+    fn new(worker: Arc<Worker>, poll_budget: Duration) -> Self {
+        let max_budget = u64::try_from(poll_budget.as_nanos()).unwrap_or(u64::MAX);
+        Self {
+            worker,
+            rnics: Vec::new(),
+            generation: u64::MAX,
+            queue: VecDeque::new(),
+            timers: BTreeMap::new(),
+            epoch: Instant::now(),
+            max_budget,
+            budget: max_budget,
+        }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn run(&mut self) {
+        let mut idle_since = self.now();
+        while !self.worker.stopping.load(Ordering::Relaxed) {
+            self.refresh();
+            self.take_inbox();
+            self.scan();
+            let now = self.now();
+            self.expire(now);
+            if !self.queue.is_empty() {
+                self.turns(now);
+                idle_since = self.now();
+            } else if now.saturating_sub(idle_since) < self.budget {
+                std::hint::spin_loop();
+            } else {
+                self.sleep(now);
+                idle_since = self.now();
+            }
+        }
+        for qp in self.queue.drain(..) {
+            qp.scheduled.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Takes over changes of the list of RNICs.
+    fn refresh(&mut self) {
+        let generation = self.worker.generation.load(Ordering::SeqCst);
+        if generation != self.generation {
+            self.generation = generation;
+            self.rnics.clone_from(
+                &self
+                    .worker
+                    .rnics
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner),
+            );
+            self.timers.retain(|_, qp| !qp.dead.load(Ordering::Relaxed));
+            self.announce(worker_status::POLLING);
+        }
+    }
+
+    /// Tells all guests our status; false if one could not be told now.
+    fn announce(&mut self, status: u32) -> bool {
+        let mut all = true;
+        for rnic in &self.rnics {
+            match rnic.try_tables() {
+                Some(tables) => announce(&tables, self.worker.index, status),
+                // Whoever changes the tables may be about to start the VM: then the page says SLEEPING, and the
+                // generation changes.
+                None => all = false,
+            }
+        }
+        all
+    }
+
+    fn take_inbox(&mut self) {
+        if self.worker.inbox_filled.load(Ordering::Relaxed) {
+            let mut inbox = self
+                .worker
+                .inbox
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            self.worker.inbox_filled.store(false, Ordering::SeqCst);
+            self.queue.extend(inbox.drain(..));
+        }
+    }
+
+    /// Collects the queue pairs whose doorbell rang.
+    fn scan(&mut self) {
+        let worker = &self.worker;
+        let queue = &mut self.queue;
+        for rnic in &self.rnics {
+            let Some(tables) = rnic.try_tables() else {
+                continue;
+            };
+            if tables.running {
+                for (_, context) in tables.contexts.iter() {
+                    scan_context(worker, context, queue);
+                }
+            }
+        }
+    }
+
+    /// Gives queue pairs whose time has come a turn.
+    fn expire(&mut self, now: u64) {
+        while let Some(entry) = self.timers.first_entry() {
+            if entry.key().0 > now {
+                break;
+            }
+            let qp = entry.remove();
+            if !qp.scheduled.swap(true, Ordering::SeqCst) {
+                self.queue.push_back(qp);
+            }
+        }
+    }
+
+    fn turns(&mut self, now: u64) {
+        for _ in 0..TURNS {
+            let Some(qp) = self.queue.pop_front() else {
+                break;
+            };
+            // Before the turn: what is scheduled during it needs another.
+            qp.scheduled.store(false, Ordering::SeqCst);
+            count(&self.worker.stats.turns);
+            match run(&qp, now) {
+                Turn::Idle => {}
+                Turn::Again => {
+                    if !qp.scheduled.swap(true, Ordering::SeqCst) {
+                        self.queue.push_back(qp);
+                    }
+                }
+                Turn::Park(until) => {
+                    let id = Arc::as_ptr(&qp) as usize;
+                    let old = std::mem::replace(
+                        &mut *qp.timer.lock().unwrap_or_else(PoisonError::into_inner),
+                        until,
+                    );
+                    self.timers.remove(&(old, id));
+                    self.timers.insert((until, id), qp);
+                }
+            }
+        }
+    }
+
+    /// Sleeps, unless there is something to do after all.
+    fn sleep(&mut self, now: u64) {
+        let told = self.announce(worker_status::SLEEPING);
+        self.worker.asleep.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if told && !self.anything() {
+            let timeout = match self.timers.first_key_value() {
+                // Round up: waking too early is a wake-up for nothing.
+                Some(((at, _), _)) => {
+                    i32::try_from(at.saturating_sub(now).div_ceil(1_000_000)).unwrap_or(i32::MAX)
+                }
+                None => -1,
+            };
+            count(&self.worker.stats.sleeps);
+            let mut events = [EpollEvent::default(); 16];
+            match self.worker.epoll.wait(timeout, &mut events) {
+                Ok(n) => {
+                    if events.iter().take(n).any(|event| event.data() == KICK) {
+                        count(&self.worker.stats.kicks);
+                    }
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
+            }
+            // Woken sooner than a longer look would have taken: look longer next time. Else it would have been in vain.
+            let slept = self.now().saturating_sub(now);
+            self.budget = if slept < self.max_budget {
+                (self.budget * 2).clamp(MIN_BUDGET.min(self.max_budget), self.max_budget)
+            } else {
+                (self.budget / 2).max(MIN_BUDGET.min(self.max_budget))
+            };
+        }
+        self.worker.asleep.store(false, Ordering::SeqCst);
+        self.announce(worker_status::POLLING);
+    }
+
+    /// Whether there is anything to do: the look after SLEEPING was announced.
+    fn anything(&self) -> bool {
+        self.worker.inbox_filled.load(Ordering::SeqCst)
+            || self.worker.stopping.load(Ordering::SeqCst)
+            || self.worker.generation.load(Ordering::SeqCst) != self.generation
+            || self.rnics.iter().any(|rnic| match rnic.try_tables() {
+                Some(tables) => {
+                    tables.running
+                        && tables.contexts.iter().any(|(_, context)| {
+                            root(context, &self.worker).is_some_and(|(pages, at)| {
+                                pages
+                                    .word(at)
+                                    .is_some_and(|w| w.load(Ordering::SeqCst) != 0)
+                            })
+                        })
+                }
+                None => true,
+            })
+    }
+}
+
+/// The doorbell memory of a context, and where in it this worker's root word is.
+fn root<'a>(context: &'a Context, worker: &Worker) -> Option<(&'a Pages, u64)> {
+    let pages = context.doorbell.as_ref()?;
+    Some((
+        pages,
+        u64::from(worker.index) * BLOCK_SIZE as u64 + ROOT_OFFSET as u64,
+    ))
+}
+
+/// Clears the bits of a word, and calls `f` with each that was set.
+fn drain(pages: &Pages, offset: u64, mut f: impl FnMut(u32)) {
+    let Some(word) = pages.word(offset) else {
+        return;
+    };
+    if word.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    let mut bits = u64::from_le(word.swap(0, Ordering::SeqCst));
+    while bits != 0 {
+        f(bits.trailing_zeros());
+        bits &= bits - 1;
+    }
+}
+
+/// Collects the queue pairs of a context whose doorbell rang.
+fn scan_context(worker: &Worker, context: &Context, queue: &mut VecDeque<Arc<Qp>>) {
+    let Some((pages, root)) = root(context, worker) else {
+        return;
+    };
+    let Some(slots) = context.workers.get(usize::from(worker.index)) else {
+        return;
+    };
+    let block = root - ROOT_OFFSET as u64;
+    let mut ring = |slot: u32| {
+        if let Some(qp) = slots.get(slot) {
+            count(&worker.stats.doorbells);
+            if !qp.scheduled.swap(true, Ordering::SeqCst) {
+                queue.push_back(qp.clone());
+            }
+        }
+    };
+    drain(pages, root, |bit| {
+        if bit >= DIRECT_SHIFT {
+            ring(bit - DIRECT_SHIFT);
+            return;
+        }
+        drain(
+            pages,
+            block + SUMMARY_OFFSET as u64 + 8 * u64::from(bit),
+            |second| {
+                let leaf = 64 * bit + second;
+                drain(
+                    pages,
+                    block + LEAF_OFFSET as u64 + 8 * u64::from(leaf),
+                    |third| {
+                        let slot = 64 * leaf + third;
+                        if slot >= DIRECT_SLOTS {
+                            ring(slot);
+                        }
+                    },
+                );
+            },
+        );
+    });
+}
+
+/// A turn of a queue pair.
+fn run(qp: &Arc<Qp>, now: u64) -> Turn {
+    if qp.dead.load(Ordering::SeqCst) {
+        return Turn::Idle;
+    }
+    let Some(tables) = qp.rnic.try_tables() else {
+        return Turn::Again;
+    };
+    let tables: &Tables = &tables;
+    // The start of a stopped VM schedules all its queue pairs.
+    if !tables.running || qp.dead.load(Ordering::SeqCst) {
+        return Turn::Idle;
+    }
+    if qp.send_cq.errored() || qp.recv_cq.errored() {
+        qp.fail();
+    }
+    match qp.state() {
+        qp_state::RTS | qp_state::SQD => {
+            if qp.awaited.load(Ordering::SeqCst) {
+                qp.responder().receives_posted(qp);
+            }
+            qp.requester().turn(tables, qp, now)
+        }
+        qp_state::ERR => {
+            let sends = qp.requester().flush(tables, qp, FLUSH);
+            let receives = qp.responder().flush(tables, qp, FLUSH);
+            if sends || receives {
+                Turn::Again
+            } else {
+                Turn::Idle
+            }
+        }
+        _ => {
+            if qp.awaited.load(Ordering::SeqCst) {
+                qp.responder().receives_posted(qp);
+            }
+            Turn::Idle
+        }
+    }
+}
