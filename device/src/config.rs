@@ -7,14 +7,9 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use serde::Deserialize;
-use virtio_rdma_spec::config::{FIRST_COMPLETION_QUEUE, MAX_QUEUES};
 
-use crate::rnic::{AdapterSettings, Limits, RnicSettings};
+use crate::rnic::{AdapterSettings, Limits, RnicSettings, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 
-/// Completion-event queues of a device, where nothing else is asked for.
-const DEFAULT_COMPLETION_QUEUES: u16 = 8;
-/// Worker threads, at most.
-const MAX_WORKERS: u16 = 8;
 /// Worker threads where nothing else is asked for, at most.
 const MAX_DEFAULT_WORKERS: usize = 4;
 /// Longest time for which a worker may poll before it sleeps.
@@ -120,7 +115,7 @@ pub struct ServeArgs {
     ///
     /// mac: address of the VM's network interface that belongs to the RNIC (GIDs and rdma_cm need it).
     /// network: VMs on the same network reach each other [default: default].
-    /// completion-queues: interrupts for completions; one for each vCPU is best [default: 8].
+    /// completion-queues: interrupts for completions; one for each vCPU is best [default: 4].
     #[arg(
         long,
         value_name = "PATH[,mac=MAC][,network=NAME][,completion-queues=N]",
@@ -288,7 +283,7 @@ impl Config {
                 if !seen.insert(device.socket.clone()) {
                     return Err(Error::Twice(device.socket));
                 }
-                device.settings(adapter.workers, &file.limits)
+                device.settings(file.limits)
             })
             .collect::<Result<Vec<_>, _>>()?;
         if devices.is_empty() {
@@ -303,26 +298,22 @@ impl Config {
 }
 
 impl Device {
-    fn settings(self, workers: u16, limits: &Limits) -> Result<(PathBuf, RnicSettings), Error> {
-        let max = MAX_QUEUES
-            .saturating_sub(FIRST_COMPLETION_QUEUE)
-            .saturating_sub(workers);
-        let queues = self.completion_queues.unwrap_or(DEFAULT_COMPLETION_QUEUES);
-        if !(1..=max).contains(&queues) {
-            return Err(Error::CompletionQueues {
-                socket: self.socket,
-                queues,
-                workers,
-                max,
-            });
-        }
+    fn settings(self, limits: Limits) -> Result<(PathBuf, RnicSettings), Error> {
         let mut settings = RnicSettings {
             name: self.socket.display().to_string(),
             mac: self.mac.map_or([0; 6], |mac| mac.0),
-            completion_queues: queues,
-            limits: *limits,
+            limits,
             ..RnicSettings::default()
         };
+        if let Some(queues) = self.completion_queues {
+            if !(1..=MAX_COMPLETION_QUEUES).contains(&queues) {
+                return Err(Error::CompletionQueues {
+                    socket: self.socket,
+                    queues,
+                });
+            }
+            settings.completion_queues = queues;
+        }
         if let Some(network) = self.network {
             settings.network = network;
         }
@@ -414,7 +405,7 @@ mod tests {
         assert!(config(&["--socket-path", "a", "--socket-path", "a"], "").is_err());
         assert!(config(&["--socket-path", "a", "--workers", "0"], "").is_err());
         assert!(config(&["--socket-path", "a", "--workers", "9"], "").is_err());
-        assert!(config(&["--socket-path", "a,completion-queues=62"], "").is_err());
+        assert!(config(&["--socket-path", "a,completion-queues=33"], "").is_err());
         assert!(config(&["--socket-path", "a,completion-queues=0"], "").is_err());
         assert!(config(&["--socket-path", "a", "--poll-us", "99999999999"], "").is_err());
         assert!(config(&["--socket-path", "a"], "wrokers = 1").is_err());

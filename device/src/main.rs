@@ -53,7 +53,7 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let config = Config::new(args)?;
     // Before any socket exists, so that none is left behind.
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let adapter = Adapter::new(config.adapter)?;
+    let adapter = Adapter::new(&config.adapter)?;
     let mut servers = Vec::new();
     let mut status_server = None;
     let result = start(
