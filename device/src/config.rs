@@ -46,18 +46,12 @@ pub enum Error {
     #[error("{0} workers: there must be 1 to {MAX_WORKERS}")]
     Workers(u16),
     /// The number of completion-event queues is out of range.
-    #[error(
-        "{queues} completion queues for {socket}: with {workers} workers there must be 1 to {max}"
-    )]
+    #[error("{queues} completion queues for {socket}: there must be 1 to {MAX_COMPLETION_QUEUES}")]
     CompletionQueues {
         /// The socket.
         socket: PathBuf,
         /// Asked for.
         queues: u16,
-        /// Workers.
-        workers: u16,
-        /// Possible.
-        max: u16,
     },
     /// The polling time is too long.
     #[error("polling for {0:?}: at most {MAX_POLL:?} are sensible")]
