@@ -21,7 +21,6 @@ use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::fabric::local::Ports;
 use crate::memory::GuestMemory;
-use crate::verbs::mr::Mr;
 use crate::verbs::tables::Tables;
 use crate::worker::Worker;
 
@@ -362,44 +361,12 @@ impl Rnic {
         let tables = &mut *tables;
         tables.memory.clone_from(&memory);
         let memory = memory.as_ref();
-        tables.status_page = tables
-            .status_page
-            .take()
-            .zip(memory)
-            .and_then(|(page, memory)| page.rebase(memory).ok());
+        tables.status_page = tables.status_page.take().map(|page| page.rebase(memory));
         for context in tables.contexts.iter_mut() {
-            context.doorbell = context
-                .doorbell
-                .take()
-                .zip(memory)
-                .and_then(|(pages, memory)| pages.rebase(memory).ok());
+            context.doorbell = context.doorbell.rebase(memory);
         }
         for mr in tables.mrs.iter_mut() {
-            let pages = mr
-                .pages
-                .as_ref()
-                .zip(memory)
-                .and_then(|(pages, memory)| pages.rebase(memory).ok());
-            let Mr {
-                key,
-                pd,
-                access,
-                iova,
-                length,
-                offset,
-                footprint,
-                ..
-            } = **mr;
-            *mr = Arc::new(Mr {
-                key,
-                pd,
-                access,
-                iova,
-                length,
-                offset,
-                footprint,
-                pages,
-            });
+            *mr = Arc::new(mr.rebase(memory));
         }
         for cq in tables.cqs.iter_mut() {
             cq.rebase(memory);
@@ -626,7 +593,7 @@ impl Rnic {
                 "access": mr.access,
                 "iova": mr.iova,
                 "length": mr.length,
-                "pages": mr.pages.as_ref().map(crate::memory::Pages::count),
+                "pages": mr.pages.count(),
             })
         });
         json!({

@@ -271,8 +271,10 @@ impl Tables {
     /// Takes `pages` into account. The memory table may have changed since they were resolved.
     fn adopt(&mut self, pages: Pages) -> Result<Pages, Error> {
         let pages = match &self.memory {
-            Some(memory) if memory.same(pages.memory()) => pages,
-            Some(memory) => pages.rebase(memory)?,
+            Some(memory) if pages.resolved_in(memory) => pages,
+            Some(memory) => Some(pages.rebase(Some(memory)))
+                .filter(|pages| !pages.lost())
+                .ok_or(Error::Fault)?,
             None => return Err(Error::Fault),
         };
         self.footprint = self.footprint.saturating_add(pages.footprint());
@@ -295,7 +297,7 @@ fn create_context(rnic: &Arc<Rnic>, body: &CreateContext) -> Result<Vec<u8>, Err
     let handle = tables.contexts.insert_with(|_| {
         let workers = (0..workers).map(|_| Slots::default()).collect();
         Ok(Context {
-            doorbell: Some(doorbell),
+            doorbell,
             workers,
             users: 0,
             footprint,
@@ -377,7 +379,7 @@ fn reg_mr(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
             length,
             offset,
             footprint,
-            pages: Some(pages),
+            pages,
         }))
     });
     let index = match index {

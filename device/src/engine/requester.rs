@@ -55,8 +55,8 @@ struct Active {
 /// The requester's half of a queue pair.
 #[derive(Debug)]
 pub struct Requester {
-    /// The queue pair's buffer; `None` when guest memory behind it is gone.
-    pub(crate) buffer: Option<Arc<Pages>>,
+    /// The queue pair's buffer.
+    pub(crate) buffer: Arc<Pages>,
     queue: WorkQueue,
     max_sge: usize,
     max_inline: usize,
@@ -92,7 +92,7 @@ impl Requester {
         signal_all: bool,
     ) -> Self {
         Self {
-            buffer: Some(buffer),
+            buffer,
             queue,
             max_sge,
             max_inline,
@@ -206,6 +206,10 @@ impl Requester {
                 },
             };
             self.active = Some(active);
+            if qp.wake.load(Ordering::Relaxed) {
+                // Whatever woke us is behind us: the next wake-up comes after what the responder says now.
+                qp.wake.store(false, Ordering::Relaxed);
+            }
             let len = (active.message.length - active.done).min(budget);
             let answer = self.exchange(tables, qp, &active, len, &peer);
             match answer {
@@ -276,7 +280,7 @@ impl Requester {
     /// Reads and checks the next work request. `None`: nothing is posted. An error leaves it in `active`, to be completed.
     #[allow(clippy::type_complexity)]
     fn fetch(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Option<Result<Active, (u8, u8)>> {
-        let buffer = self.buffer.as_ref()?;
+        let buffer = &self.buffer;
         let head = self.queue.ready(buffer)?;
         let mut bytes = [0; SendWqe::SIZE];
         for (i, chunk) in bytes.chunks_exact_mut(8).enumerate() {

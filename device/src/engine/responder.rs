@@ -35,8 +35,8 @@ struct Inbound {
 /// The responder's half of a queue pair.
 #[derive(Debug)]
 pub struct Responder {
-    /// The queue pair's buffer; `None` when guest memory behind it is gone.
-    pub(crate) buffer: Option<Arc<Pages>>,
+    /// The queue pair's buffer.
+    pub(crate) buffer: Arc<Pages>,
     queue: WorkQueue,
     max_sge: usize,
     /// Scatter list of the receive work request in use; its capacity was reserved at creation.
@@ -57,7 +57,7 @@ impl Responder {
     #[must_use]
     pub fn new(buffer: Arc<Pages>, queue: WorkQueue, max_sge: usize) -> Self {
         Self {
-            buffer: Some(buffer),
+            buffer,
             queue,
             max_sge,
             sges: Vec::with_capacity(max_sge),
@@ -97,11 +97,7 @@ impl Responder {
     }
 
     fn set_waited(&self, waited: bool) {
-        if let Some(word) = self
-            .buffer
-            .as_ref()
-            .and_then(|buffer| buffer.half_word(RQ_WAITED))
-        {
+        if let Some(word) = self.buffer.half_word(RQ_WAITED) {
             word.store(u32::from(waited).to_le(), Ordering::SeqCst);
         }
     }
@@ -116,7 +112,7 @@ impl Responder {
 
     /// The first 8 bytes of the next receive work request. If there is none, posting one will ring from now on.
     fn next_receive(&self, qp: &Qp) -> Option<[u8; 8]> {
-        let buffer = self.buffer.as_ref()?;
+        let buffer = &self.buffer;
         if let Some(head) = self.queue.ready(buffer) {
             return Some(head);
         }
@@ -138,11 +134,7 @@ impl Responder {
             qp.awaited.store(false, Ordering::SeqCst);
             return;
         }
-        if self
-            .buffer
-            .as_ref()
-            .is_some_and(|buffer| self.queue.ready(buffer).is_some())
-        {
+        if self.queue.ready(&self.buffer).is_some() {
             self.set_waited(false);
             qp.awaited.store(false, Ordering::SeqCst);
             self.wake_waiter();
@@ -157,10 +149,7 @@ impl Responder {
                 // `rq_waited` stays: what is posted from now on rings and is flushed as well.
                 return false;
             }
-            let Some(buffer) = self.buffer.clone() else {
-                return false;
-            };
-            let wr_id = u64::from_le_bytes(self.queue.word(&buffer, 8));
+            let wr_id = u64::from_le_bytes(self.queue.word(&self.buffer, 8));
             let index = self.queue.index();
             self.queue.advance();
             self.complete(
@@ -299,7 +288,7 @@ impl Responder {
             return Ok(());
         }
         let Some(head) = self.next_receive(qp) else {
-            if self.buffer.is_none() {
+            if self.buffer.lost() {
                 return Err(self.bad_receive(
                     tables,
                     qp,
@@ -311,13 +300,10 @@ impl Responder {
             self.waiter = Some(Arc::downgrade(sender));
             return Err(Answer::NotReady(self.rnr_timer));
         };
-        let Some(buffer) = self.buffer.clone() else {
-            return Err(Answer::NoAnswer);
-        };
         let mut bytes = [0; RecvWqe::SIZE];
         let (low, high) = bytes.split_at_mut(8);
         low.copy_from_slice(&head);
-        high.copy_from_slice(&self.queue.word(&buffer, 8));
+        high.copy_from_slice(&self.queue.word(&self.buffer, 8));
         let wqe = RecvWqe::from_bytes(&bytes);
         self.inbound = Some(Inbound {
             wr_id: wqe.wr_id,
@@ -333,7 +319,7 @@ impl Responder {
             return Err(self.bad_receive(tables, qp, status, reason, wc_status::REM_OP_ERR));
         }
         self.queue
-            .read_sges(&buffer, RECV_DATA_OFFSET, count, &mut self.sges);
+            .read_sges(&self.buffer, RECV_DATA_OFFSET, count, &mut self.sges);
         if message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM {
             return Ok(());
         }

@@ -220,3 +220,73 @@ impl GuestMemory {
         Some(unsafe { &*host.cast::<[AtomicU64; 512]>() })
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use vmm_sys_util::tempfile::TempFile;
+
+    /// A region of `pages` pages at `guest_addr`, of fresh memory.
+    pub(crate) fn region(guest_addr: u64, pages: u64) -> RegionInfo {
+        let file = TempFile::new().unwrap().into_file();
+        let size = pages * PAGE_SIZE;
+        file.set_len(size).unwrap();
+        RegionInfo {
+            guest_addr,
+            size,
+            user_addr: 0x7000_0000 + guest_addr,
+            fd_offset: 0,
+            file,
+        }
+    }
+
+    #[test]
+    fn regions_come_and_go() {
+        let memory = GuestMemory::new(vec![region(0x1000, 2)]).unwrap();
+        assert!(memory.host(0x1000, 0x2000).is_some());
+        assert!(memory.host(0x2000, 0x1001).is_none());
+        assert!(memory.host(0, 1).is_none());
+        assert!(matches!(
+            memory.with_region(region(0x2000, 1)),
+            Err(Error::Overlap(0x2000))
+        ));
+        let more = memory.with_region(region(0x8000, 1)).unwrap();
+        assert_eq!(more.size(), 3 * PAGE_SIZE);
+        assert_eq!(more.user_to_guest(0x7000_8010), Some(0x8010));
+        assert_eq!(more.user_to_guest(0x7000_9000), None);
+        let less = more.without_region(0x1000);
+        assert!(less.host(0x1000, 1).is_none());
+        assert!(less.host(0x8000, 1).is_some());
+        assert_eq!(less.without_region(0x1000).size(), PAGE_SIZE);
+    }
+
+    #[test]
+    fn bad_regions_are_refused() {
+        let short = RegionInfo {
+            size: 4 * PAGE_SIZE,
+            ..region(0, 1)
+        };
+        assert!(matches!(
+            GuestMemory::new(vec![short]),
+            Err(Error::Short(0))
+        ));
+        for (guest_addr, size, fd_offset) in [
+            (1, PAGE_SIZE, 0),
+            (0, 1, 0),
+            (0, PAGE_SIZE, 1),
+            (0, 0, 0),
+            (u64::MAX - PAGE_SIZE + 1, PAGE_SIZE, 0),
+        ] {
+            let bad = RegionInfo {
+                guest_addr,
+                size,
+                fd_offset,
+                ..region(0, 1)
+            };
+            assert!(matches!(
+                GuestMemory::new(vec![bad]),
+                Err(Error::Alignment(_))
+            ));
+        }
+    }
+}

@@ -14,3 +14,6 @@ mod span;
 pub use guest::{Error, GuestMemory, RegionInfo};
 pub use pages::{read_page_list, Pages};
 pub use span::{copy, copy_last, fetch_bytes, Source, Span};
+
+#[cfg(test)]
+pub(crate) use guest::tests::region;

@@ -21,6 +21,8 @@ unsafe impl Sync for Host {}
 enum Map {
     /// All pages follow each other, in guest and host.
     Linear { guest: u64, host: Host },
+    /// Not in guest memory (any longer): nothing can be accessed.
+    Lost { guest: Box<[u64]> },
     /// Anything else.
     Scattered {
         guest: Box<[u64]>,
@@ -31,7 +33,8 @@ enum Map {
 /// A list of guest pages, resolved. Keeps the mapping that it was resolved in alive.
 #[derive(Debug)]
 pub struct Pages {
-    memory: GuestMemory,
+    /// `None`: the pages are lost.
+    memory: Option<GuestMemory>,
     map: Map,
     /// log2 of the page size.
     shift: u8,
@@ -77,25 +80,43 @@ impl Pages {
             },
         };
         Ok(Self {
-            memory: memory.clone(),
+            memory: Some(memory.clone()),
             map,
             shift,
             len,
         })
     }
 
-    /// The same guest pages, resolved anew in `memory`.
-    ///
-    /// # Errors
-    /// If a page is not in `memory`.
-    pub fn rebase(&self, memory: &GuestMemory) -> Result<Self, Error> {
-        let guest = match &self.map {
+    /// The same guest pages, resolved anew in `memory`. Where that fails they are lost, until a later call finds them.
+    #[must_use]
+    pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
+        let guest: Vec<u64> = match &self.map {
             Map::Linear { guest, .. } => (0..self.count())
                 .map(|i| guest.wrapping_add(i << self.shift))
                 .collect(),
-            Map::Scattered { guest, .. } => guest.to_vec(),
+            Map::Scattered { guest, .. } | Map::Lost { guest } => guest.to_vec(),
         };
-        Self::resolve(memory, guest, self.shift)
+        let found = memory.and_then(|memory| Self::resolve(memory, guest.clone(), self.shift).ok());
+        found.unwrap_or(Self {
+            memory: None,
+            map: Map::Lost {
+                guest: guest.into(),
+            },
+            shift: self.shift,
+            len: self.len,
+        })
+    }
+
+    /// Whether the pages are not in guest memory any longer.
+    #[must_use]
+    pub fn lost(&self) -> bool {
+        self.memory.is_none()
+    }
+
+    /// Whether the pages were resolved in this very memory.
+    #[must_use]
+    pub fn resolved_in(&self, memory: &GuestMemory) -> bool {
+        self.memory.as_ref().is_some_and(|own| own.same(memory))
     }
 
     /// Number of pages.
@@ -115,15 +136,9 @@ impl Pages {
     #[must_use]
     pub fn footprint(&self) -> u64 {
         match &self.map {
-            Map::Linear { .. } => 0,
+            Map::Linear { .. } | Map::Lost { .. } => 0,
             Map::Scattered { guest, .. } => 16 * guest.len() as u64,
         }
-    }
-
-    /// The memory that the pages were resolved in.
-    #[must_use]
-    pub fn memory(&self) -> &GuestMemory {
-        &self.memory
     }
 
     /// Host address of `offset`, and the bytes that follow it contiguously.
@@ -133,6 +148,7 @@ impl Pages {
         match &self.map {
             // `offset` < `len`: within the mapping.
             Map::Linear { host, .. } => Some((host.0.wrapping_add(offset as usize), left)),
+            Map::Lost { .. } => None,
             Map::Scattered { host, .. } => {
                 let page = host.get((offset >> self.shift) as usize)?;
                 let in_page = offset & ((1 << self.shift) - 1);
@@ -215,4 +231,171 @@ pub fn read_page_list(memory: &GuestMemory, list: &PageList, max: u32) -> Result
         level = next;
     }
     Ok(level)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{copy, copy_last, fetch_bytes, region};
+    use super::*;
+    use proptest::prelude::*;
+
+    fn list(addr: u64, count: u32, levels: u8) -> PageList {
+        PageList {
+            addr,
+            count,
+            levels,
+            page_shift: 12,
+            reserved: 0,
+        }
+    }
+
+    fn write_table(memory: &GuestMemory, at: u64, entries: impl Iterator<Item = u64>) {
+        for (word, entry) in memory.table(at).unwrap().iter().zip(entries) {
+            word.store(entry.to_le(), Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn page_lists_of_every_depth_are_read() {
+        let memory = GuestMemory::new(vec![region(0, 16)]).unwrap();
+        assert_eq!(
+            read_page_list(&memory, &list(0x5000, 1, 0), 1).unwrap(),
+            [0x5000]
+        );
+        write_table(&memory, 0x1000, (0..512).map(|i| i * 0x1000));
+        let one = read_page_list(&memory, &list(0x1000, 512, 1), 512).unwrap();
+        assert_eq!((one.len(), one[511]), (512, 511 * 0x1000));
+        write_table(&memory, 0x2000, [0x1000, 0x3000].into_iter());
+        write_table(&memory, 0x3000, [0x7000].into_iter());
+        let two = read_page_list(&memory, &list(0x2000, 513, 2), 1000).unwrap();
+        assert_eq!((two.len(), two[512]), (513, 0x7000));
+        write_table(&memory, 0x4000, [0x2000].into_iter());
+        let three = read_page_list(&memory, &list(0x4000, 513, 3), 1000).unwrap();
+        assert_eq!(two, three);
+    }
+
+    #[test]
+    fn malformed_page_lists_are_refused() {
+        let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
+        for bad in [
+            list(0, 0, 0),
+            list(0, 2, 0),
+            list(0, 513, 1),
+            list(0, 1, 4),
+            list(0, 11, 1),
+            PageList {
+                reserved: 1,
+                ..list(0, 1, 0)
+            },
+        ] {
+            assert!(
+                matches!(read_page_list(&memory, &bad, 10), Err(Error::PageList)),
+                "{bad:?}"
+            );
+        }
+        for bad in [list(0x8000, 1, 1), list(8, 1, 1)] {
+            assert!(matches!(
+                read_page_list(&memory, &bad, 10),
+                Err(Error::NotGuestMemory(_))
+            ));
+        }
+        assert!(matches!(
+            Pages::resolve(&memory, vec![0x800], 12),
+            Err(Error::PageList)
+        ));
+        assert!(matches!(
+            Pages::resolve(&memory, vec![], 12),
+            Err(Error::PageList)
+        ));
+        assert!(matches!(
+            Pages::resolve(&memory, vec![0], 11),
+            Err(Error::PageList)
+        ));
+        assert!(matches!(
+            Pages::resolve(&memory, vec![0], 32),
+            Err(Error::PageList)
+        ));
+        assert!(matches!(
+            Pages::resolve(&memory, vec![0], 16),
+            Err(Error::NotGuestMemory(0))
+        ));
+        assert!(matches!(
+            Pages::resolve(&memory, vec![0x4000], 12),
+            Err(Error::NotGuestMemory(_))
+        ));
+    }
+
+    #[test]
+    fn lost_pages_give_nothing_and_come_back() {
+        let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
+        let pages = Pages::resolve(&memory, vec![0x3000, 0x1000], 12).unwrap();
+        assert!(pages.word(8).is_some() && !pages.lost());
+        let lost = pages.rebase(None);
+        assert!(lost.lost() && lost.word(8).is_none() && lost.span(0, 1).is_none());
+        assert_eq!(lost.len(), pages.len());
+        let found = lost.rebase(Some(&memory));
+        assert!(!found.lost() && found.resolved_in(&memory));
+        found.word(8).unwrap().store(7, Ordering::Relaxed);
+        assert_eq!(pages.word(8).unwrap().load(Ordering::Relaxed), 7);
+    }
+
+    #[test]
+    fn words_beyond_the_end_or_unaligned_do_not_exist() {
+        let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
+        let pages = Pages::resolve(&memory, vec![0x1000], 12).unwrap();
+        assert!(pages.word(4088).is_some());
+        for offset in [4096, 4, u64::MAX - 7, u64::MAX] {
+            assert!(pages.word(offset).is_none());
+        }
+        assert!(pages.half_word(4092).is_some());
+        assert!(pages.half_word(2).is_none() && pages.half_word(4096).is_none());
+    }
+
+    fn fill(pages: &Pages, at: u64, bytes: &[u8]) {
+        let mut from = bytes;
+        let mut at = at;
+        while !from.is_empty() {
+            let span = pages.span(at, from.len() as u64).unwrap();
+            let (head, rest) = from.split_at(span.len());
+            copy(span, head.into());
+            at += span.len() as u64;
+            from = rest;
+        }
+    }
+
+    fn read(pages: &Pages, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        while bytes.len() < len {
+            let span = pages
+                .span(at + bytes.len() as u64, (len - bytes.len()) as u64)
+                .unwrap();
+            let mut part = vec![0; span.len()];
+            fetch_bytes(&mut part, span);
+            bytes.extend(part);
+        }
+        bytes
+    }
+
+    proptest! {
+        /// Whatever the order of the pages, bytes are where the list says; a copy changes nothing else.
+        #[test]
+        fn copies_through_scattered_pages(
+            order in Just([0u64, 1, 2, 3, 4, 5, 6, 7]).prop_shuffle(),
+            from in 0usize..3000, to in 0usize..9, len in 0usize..400,
+            seed in any::<u8>(),
+        ) {
+            let memory = GuestMemory::new(vec![region(0, 8)]).unwrap();
+            let pages = Pages::resolve(&memory, order.iter().map(|p| p << 12).collect(), 12).unwrap();
+            let data: Vec<u8> = (0..8 * 4096u32).map(|i| (i * 7 + i / 256) as u8 ^ seed).collect();
+            fill(&pages, 0, &data);
+            prop_assert_eq!(&read(&pages, 0, data.len()), &data);
+            let target = 4 * 4096 + to;
+            let source = pages.span(from as u64, len as u64).unwrap();
+            let copied = source.len().min(len);
+            copy_last(pages.span(target as u64, len as u64).unwrap(), source.into());
+            let mut expected = data.clone();
+            expected.copy_within(from..from + copied, target);
+            prop_assert_eq!(read(&pages, 0, data.len()), expected);
+        }
+    }
 }

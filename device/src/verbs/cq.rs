@@ -14,8 +14,7 @@ const ARM: u64 = 4;
 
 #[derive(Debug)]
 struct Producer {
-    /// `None` when guest memory behind it is gone.
-    buffer: Option<Pages>,
+    buffer: Pages,
     /// Entries written so far.
     position: u32,
     /// The consumer's position when we last looked.
@@ -65,7 +64,7 @@ impl Cq {
             & !(ring::ARM_SEQUENCE - 1);
         let footprint = buffer.footprint();
         let producer = Producer {
-            buffer: Some(buffer),
+            buffer,
             position: 0,
             consumer: 0,
             fired,
@@ -118,11 +117,7 @@ impl Cq {
         // The consumer stores `arm`, then, past a full fence, looks for entries; we store the entry, then, past a full fence,
         // load `arm`. One of the two sees the other.
         fence(Ordering::SeqCst);
-        let Some(arm) = producer
-            .buffer
-            .as_ref()
-            .and_then(|buffer| buffer.half_word(ARM))
-        else {
+        let Some(arm) = producer.buffer.half_word(ARM) else {
             return Pushed::Quiet;
         };
         let arm = u32::from_le(arm.load(Ordering::Relaxed));
@@ -138,7 +133,7 @@ impl Cq {
 
     /// Whether there was room; `None` if the memory is gone.
     fn write(&self, producer: &mut Producer, cqe: &Cqe) -> Option<bool> {
-        let buffer = producer.buffer.as_ref()?;
+        let buffer = &producer.buffer;
         if producer.position.wrapping_sub(producer.consumer) >= self.entries {
             let consumer = u32::from_le(buffer.half_word(CONSUMER)?.load(Ordering::Acquire));
             // A consumer that is ahead of us or further behind than before is nonsense: the queue stays full.
@@ -165,17 +160,9 @@ impl Cq {
         Some(true)
     }
 
-    /// Resolves the buffer anew after a change of the memory table; without memory the queue is in error.
+    /// Resolves the buffer anew after a change of the memory table.
     pub fn rebase(&self, memory: Option<&GuestMemory>) {
         let mut producer = self.producer.lock().unwrap_or_else(PoisonError::into_inner);
-        let buffer = producer
-            .buffer
-            .take()
-            .zip(memory)
-            .and_then(|(buffer, memory)| buffer.rebase(memory).ok());
-        if buffer.is_none() {
-            self.errored.store(true, Ordering::Relaxed);
-        }
-        producer.buffer = buffer;
+        producer.buffer = producer.buffer.rebase(memory);
     }
 }

@@ -2,7 +2,7 @@
 //! Memory regions and the check of keys (specification: "Memory regions and keys").
 use virtio_rdma_spec::verbs::vendor_err;
 
-use crate::memory::{Pages, Span};
+use crate::memory::{GuestMemory, Pages, Span};
 
 /// Why a key does not give access; a `vendor_err` of the specification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,8 +25,8 @@ pub struct Mr {
     pub offset: u64,
     /// What its page list takes of our memory, bytes.
     pub footprint: u64,
-    /// The pages; `None` when guest memory behind them is gone.
-    pub pages: Option<Pages>,
+    /// The pages.
+    pub pages: Pages,
 }
 
 impl Mr {
@@ -65,30 +65,37 @@ impl Mr {
         Ok(())
     }
 
+    /// The same region after a change of the memory table.
+    #[must_use]
+    pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
+        Self {
+            pages: self.pages.rebase(memory),
+            ..*self
+        }
+    }
+
     /// The longest contiguous piece at `addr`, of at most `max` bytes. The range has been checked.
     ///
     /// # Errors
     /// If the memory is gone.
     #[inline]
     pub fn span(&self, addr: u64, max: u64) -> Result<Span<'_>, KeyError> {
-        let pages = self
-            .pages
-            .as_ref()
-            .ok_or(KeyError(vendor_err::MEMORY_GONE))?;
         let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
-        pages
+        // The range is within the region, and the region within its pages: they are lost, if anything.
+        self.pages
             .span(offset, max)
-            .ok_or(KeyError(vendor_err::KEY_RANGE))
+            .ok_or(KeyError(vendor_err::MEMORY_GONE))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::region;
     use proptest::prelude::*;
     use virtio_rdma_spec::verbs::access;
 
-    fn region(iova: u64, length: u64) -> Mr {
+    fn lost_mr(iova: u64, length: u64) -> Mr {
         let access = access::LOCAL_WRITE | access::REMOTE_READ;
         Mr {
             key: 0x105,
@@ -98,13 +105,15 @@ mod tests {
             length,
             offset: 0,
             footprint: 0,
-            pages: None,
+            pages: Pages::resolve(&GuestMemory::new(vec![region(0, 1)]).unwrap(), vec![0], 12)
+                .unwrap()
+                .rebase(None),
         }
     }
 
     #[test]
     fn each_check_has_its_reason() {
-        let mr = region(0x1000, 0x100);
+        let mr = lost_mr(0x1000, 0x100);
         assert_eq!(
             mr.check(0x105, 3, access::REMOTE_READ, 0x1000, 0x100),
             Ok(())
@@ -142,7 +151,7 @@ mod tests {
     proptest! {
         #[test]
         fn only_ranges_within_the_region_pass(iova: u64, length: u64, addr: u64, len: u64) {
-            let passes = region(iova, length).check(0x105, 3, 0, addr, len).is_ok();
+            let passes = lost_mr(iova, length).check(0x105, 3, 0, addr, len).is_ok();
             let (from, to) = (u128::from(addr), u128::from(addr) + u128::from(len));
             let within = from >= u128::from(iova) && to <= u128::from(iova) + u128::from(length);
             prop_assert_eq!(passes, within);

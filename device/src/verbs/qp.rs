@@ -13,7 +13,7 @@ use super::cq::Cq;
 use super::{state, Error};
 use crate::engine::requester::Requester;
 use crate::engine::responder::Responder;
-use crate::memory::{GuestMemory, Pages};
+use crate::memory::GuestMemory;
 use crate::rnic::Rnic;
 use crate::worker::Worker;
 
@@ -135,8 +135,8 @@ impl Qp {
         self.state.load(Ordering::SeqCst)
     }
 
-    /// Goes to the error state, from any state but RESET and INIT's peers' point of view alike, and lets the worker flush.
-    /// Returns whether this call made the change.
+    /// Goes to the error state, from any state but RESET, and lets the worker flush. Returns whether this call made the
+    /// change.
     pub(crate) fn fail(self: &Arc<Self>) -> bool {
         let changed = self
             .state
@@ -231,12 +231,7 @@ impl Qp {
     /// Resolves the buffer anew after a change of the memory table.
     pub(crate) fn rebase(self: &Arc<Self>, memory: Option<&GuestMemory>) {
         let (mut requester, mut responder) = (self.requester(), self.responder());
-        let buffer: Option<Arc<Pages>> = requester
-            .buffer
-            .take()
-            .zip(memory)
-            .and_then(|(buffer, memory)| buffer.rebase(memory).ok())
-            .map(Arc::new);
+        let buffer = Arc::new(requester.buffer.rebase(memory));
         requester.buffer.clone_from(&buffer);
         responder.buffer = buffer;
     }

@@ -70,8 +70,8 @@ impl Slots {
 /// A context: a process (or the kernel) with its doorbell memory.
 #[derive(Debug)]
 pub struct Context {
-    /// One doorbell block per worker, in order; `None` when guest memory behind it is gone.
-    pub doorbell: Option<Pages>,
+    /// One doorbell block per worker, in order.
+    pub doorbell: Pages,
     /// Its queue pairs, per worker.
     pub workers: Vec<Slots>,
     /// Number of its queue pairs.

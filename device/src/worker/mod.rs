@@ -440,11 +440,10 @@ impl Loop {
                 Some(tables) => {
                     tables.running
                         && tables.contexts.iter().any(|(_, context)| {
-                            root(context, &self.worker).is_some_and(|(pages, at)| {
-                                pages
-                                    .word(at)
-                                    .is_some_and(|w| w.load(Ordering::SeqCst) != 0)
-                            })
+                            let (pages, root) = root(context, &self.worker);
+                            pages
+                                .word(root)
+                                .is_some_and(|word| word.load(Ordering::SeqCst) != 0)
                         })
                 }
                 None => true,
@@ -453,12 +452,9 @@ impl Loop {
 }
 
 /// The doorbell memory of a context, and where in it this worker's root word is.
-fn root<'a>(context: &'a Context, worker: &Worker) -> Option<(&'a Pages, u64)> {
-    let pages = context.doorbell.as_ref()?;
-    Some((
-        pages,
-        u64::from(worker.index) * BLOCK_SIZE as u64 + ROOT_OFFSET as u64,
-    ))
+fn root<'a>(context: &'a Context, worker: &Worker) -> (&'a Pages, u64) {
+    let block = u64::from(worker.index) * BLOCK_SIZE as u64;
+    (&context.doorbell, block + ROOT_OFFSET as u64)
 }
 
 /// Clears the bits of a word, and calls `f` with each that was set.
@@ -478,9 +474,7 @@ fn drain(pages: &Pages, offset: u64, mut f: impl FnMut(u32)) {
 
 /// Collects the queue pairs of a context whose doorbell rang.
 fn scan_context(worker: &Worker, context: &Context, queue: &mut VecDeque<Arc<Qp>>) {
-    let Some((pages, root)) = root(context, worker) else {
-        return;
-    };
+    let (pages, root) = root(context, worker);
     let Some(slots) = context.workers.get(usize::from(worker.index)) else {
         return;
     };
