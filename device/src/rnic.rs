@@ -130,6 +130,10 @@ pub trait EventSink: Send + Sync {
     fn completion(&self, vector: u16, event: CompletionEvent);
     /// Delivers an asynchronous event. If there is no buffer, it is kept until there is, within reason.
     fn asynchronous(&self, event: AsyncEvent);
+    /// Drops what is kept about a completion queue, which is destroyed.
+    fn forget_cq(&self, vector: u16, cqn: u32);
+    /// Drops what is kept about a queue pair, which is destroyed.
+    fn forget_qp(&self, qpn: u32);
 }
 
 /// The adapter of this process: its workers, and the networks between its VMs.
@@ -186,6 +190,7 @@ impl Adapter {
             ports: self.ports.clone(),
             next_worker: AtomicU16::new(0),
             kicks: Mutex::default(),
+            features: AtomicU64::new(0),
             counters,
             complaints: Mutex::default(),
             settings,
@@ -299,6 +304,8 @@ pub struct Rnic {
     ports: Arc<Ports>,
     pub(crate) next_worker: AtomicU16,
     kicks: Mutex<Vec<Option<File>>>,
+    /// Feature bits that the driver accepted.
+    features: AtomicU64,
     counters: Vec<CachePadded<Counters>>,
     complaints: Mutex<Complaints>,
 }
@@ -323,6 +330,16 @@ impl Rnic {
             node_guid: self.node_guid,
             ..Config::default()
         }
+    }
+
+    /// Takes the feature bits that the driver accepted.
+    pub fn set_features(&self, features: u64) {
+        self.features.store(features, Ordering::Relaxed);
+    }
+
+    /// Whether the driver accepted a `feature`.
+    pub(crate) fn accepted(&self, feature: u32) -> bool {
+        self.features.load(Ordering::Relaxed) >> feature & 1 != 0
     }
 
     /// The network whose VMs reach each other.

@@ -11,6 +11,7 @@ use virtio_rdma_spec::command::{
     QueryPortResponse, QueryQpResponse, RegMr, RegMrResponse, ResponseHeader, SetGid,
     SetStatusPage,
 };
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
@@ -34,20 +35,21 @@ use crate::verbs::Error;
 /// Longest command that a device accepts, bytes.
 pub const MAX_COMMAND: usize = 4096;
 
+/// Longest region, bytes.
+const MAX_MR_SIZE: u64 = 1 << 40;
+
 /// Access flags that a region may have.
 const MR_ACCESS: u32 = access::LOCAL_WRITE
     | access::REMOTE_WRITE
     | access::REMOTE_READ
     | access::REMOTE_ATOMIC
+    | access::ZERO_BASED
     | access::HUGETLB
     | access::RELAXED_ORDERING;
 
 /// Access flags that the specification names, but that this device does not support yet.
-const MR_ACCESS_LATER: u32 = access::MW_BIND
-    | access::ZERO_BASED
-    | access::ON_DEMAND
-    | access::FLUSH_GLOBAL
-    | access::FLUSH_PERSISTENT;
+const MR_ACCESS_LATER: u32 =
+    access::MW_BIND | access::ON_DEMAND | access::FLUSH_GLOBAL | access::FLUSH_PERSISTENT;
 
 /// Executes a command of `rnic`'s VM; returns the response, header and body.
 #[must_use]
@@ -158,7 +160,7 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         fw_ver: part(env!("CARGO_PKG_VERSION_MAJOR")) << 32
             | part(env!("CARGO_PKG_VERSION_MINOR")) << 16
             | part(env!("CARGO_PKG_VERSION_PATCH")),
-        max_mr_size: 1 << 40,
+        max_mr_size: MAX_MR_SIZE,
         page_size_cap: 0xffff_f000,
         max_context: limits.contexts,
         max_qp: limits.qps,
@@ -336,7 +338,7 @@ fn destroy_pd(rnic: &Arc<Rnic>, handle: u32) -> Result<Vec<u8>, Error> {
 }
 
 fn reg_mr(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
-    zero(body.reserved == [0; 7] && body.length != 0)?;
+    zero(body.reserved == [0; 7] && (1..=MAX_MR_SIZE).contains(&body.length))?;
     zero(body.access & !(MR_ACCESS | MR_ACCESS_LATER) == 0)?;
     if body.access & MR_ACCESS_LATER != 0 {
         return Err(Error::NotSupported);
@@ -344,7 +346,9 @@ fn reg_mr(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
     // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1, 10.6.3.1).
     let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
     zero(body.access & writes == 0 || body.access & access::LOCAL_WRITE != 0)?;
-    zero(body.iova.checked_add(body.length - 1).is_some())?;
+    let zero_based = body.access & access::ZERO_BASED != 0;
+    let iova = if zero_based { 0 } else { body.iova };
+    zero(iova.checked_add(body.length - 1).is_some())?;
     let end = body.offset.checked_add(body.length).ok_or(Error::Invalid)?;
     zero((12..=31).contains(&body.pages.page_shift))?;
     zero(body.offset >> body.pages.page_shift == 0)?;
@@ -364,7 +368,6 @@ fn reg_mr(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
         let RegMr {
             pd,
             access,
-            iova,
             length,
             offset,
             key,
@@ -478,6 +481,9 @@ fn destroy_cq(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     }
     if let Some(cq) = tables.cqs.remove(number) {
         tables.release(cq.footprint);
+        if let Some(sink) = &tables.sink {
+            sink.forget_cq(cq.vector, number);
+        }
     }
     Ok(Vec::new())
 }
@@ -490,9 +496,7 @@ fn check_queue(
     least: Option<u32>,
     len: u64,
 ) -> Result<WorkQueue, Error> {
-    if entries == 0 {
-        zero(stride == 0 && offset == 0)?;
-    } else {
+    if entries != 0 {
         zero(entries.is_power_of_two() && entries <= MAX_WQ_ENTRIES)?;
         zero(
             stride.is_power_of_two()
@@ -509,11 +513,17 @@ fn check_queue(
     })
 }
 
+/// Whether two rings share memory.
+fn overlap(a: &WorkQueue, b: &WorkQueue) -> bool {
+    let end = |queue: &WorkQueue| queue.offset + u64::from(queue.stride) * u64::from(queue.entries);
+    a.entries != 0 && b.entries != 0 && a.offset < end(b) && b.offset < end(a)
+}
+
 fn create_qp(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error> {
     zero(body.reserved0 == 0 && body.reserved1 == [0; 16])?;
     zero(body.flags & !create_qp_flag::SIGNAL_ALL == 0)?;
     zero(qp_type::name(body.qp_type).is_some())?;
-    if body.qp_type != qp_type::RC || body.srq != 0 {
+    if body.qp_type != qp_type::RC || body.srq != 0 || !rnic.accepted(feature::RC) {
         return Err(Error::NotSupported);
     }
     let (send_sge, recv_sge) = (u32::from(body.max_send_sge), u32::from(body.max_recv_sge));
@@ -528,6 +538,7 @@ fn create_qp(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error> {
         recv_stride(recv_sge),
         len,
     )?;
+    zero(!overlap(&sq, &rq))?;
     let pages = resolve_ring(rnic, &body.buffer)?;
 
     let mut tables = rnic.tables_mut();
@@ -666,6 +677,9 @@ fn destroy_qp(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     let qp = tables.qps.remove(number).ok_or(Error::NotFound)?;
     qp.dead.store(true, Ordering::SeqCst);
     tables.release(qp.footprint);
+    if let Some(sink) = &tables.sink {
+        sink.forget_qp(number);
+    }
     if let Some(context) = tables.contexts.get_mut(qp.context) {
         context.users = context.users.saturating_sub(1);
         if let Some(slots) = context.workers.get_mut(usize::from(qp.worker.index)) {

@@ -34,12 +34,12 @@ pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
                 sink.completion(cq.vector, event);
             }
         }
-        Pushed::Overflow => {
+        Pushed::Error(reason) => {
             raise(
                 tables,
                 virtio_rdma_spec::event::event_type::CQ_ERR,
                 cq.number,
-                0,
+                reason,
             );
             for (_, qp) in tables.qps.iter() {
                 if qp.send_cq.number == cq.number || qp.recv_cq.number == cq.number {

@@ -165,6 +165,17 @@ impl Requester {
             }
             self.parked = None;
         }
+        if self.buffer.lost() {
+            if qp.fail() {
+                raise(
+                    tables,
+                    event_type::QP_FATAL,
+                    qp.number,
+                    vendor_err::MEMORY_GONE,
+                );
+            }
+            return Turn::Again;
+        }
         let route = std::mem::take(&mut self.route);
         let route = route.refresh(&qp.rnic, self.dest_gid);
         let turn = local::with_peer(&route, &qp.rnic, tables, |peer| {

@@ -56,7 +56,7 @@ impl Responder {
     /// A responder with a receive queue for up to `max_sge` scatter/gather entries per work request.
     #[must_use]
     pub fn new(buffer: Arc<Pages>, queue: WorkQueue, max_sge: usize) -> Self {
-        Self {
+        let responder = Self {
             buffer,
             queue,
             max_sge,
@@ -69,7 +69,9 @@ impl Responder {
             max_rd_atomic: 0,
             remote_qp: 0,
             remote_gid: Gid::default(),
-        }
+        };
+        responder.set_waited(false);
+        responder
     }
 
     /// Takes over attributes.
@@ -208,12 +210,8 @@ impl Responder {
             }
             (wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM, Payload::From(mut source)) => {
                 let remote = [remote_sge(message)];
-                if message.length != 0 {
-                    if let Err(answer) =
-                        self.check_remote(tables, qp, access::REMOTE_WRITE, &remote)
-                    {
-                        return answer;
-                    }
+                if let Err(answer) = self.check_remote(tables, qp, access::REMOTE_WRITE, &remote) {
+                    return answer;
                 }
                 let with_imm = message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM;
                 if with_imm {
@@ -237,11 +235,8 @@ impl Responder {
                     return self.invalid_request(tables, qp, vendor_err::RD_ATOMIC);
                 }
                 let remote = [remote_sge(message)];
-                if message.length != 0 {
-                    if let Err(answer) = self.check_remote(tables, qp, access::REMOTE_READ, &remote)
-                    {
-                        return answer;
-                    }
+                if let Err(answer) = self.check_remote(tables, qp, access::REMOTE_READ, &remote) {
+                    return answer;
                 }
                 let mut source = From::Guest(Cursor::new(
                     tables,
@@ -289,13 +284,7 @@ impl Responder {
         }
         let Some(head) = self.next_receive(qp) else {
             if self.buffer.lost() {
-                return Err(self.bad_receive(
-                    tables,
-                    qp,
-                    0,
-                    vendor_err::MEMORY_GONE,
-                    wc_status::REM_OP_ERR,
-                ));
+                return Err(self.ring_gone(tables, qp));
             }
             self.waiter = Some(Arc::downgrade(sender));
             return Err(Answer::NotReady(self.rnr_timer));
@@ -400,6 +389,19 @@ impl Responder {
         }
         qp.fail();
         Answer::Refused(remote, reason)
+    }
+
+    /// Our ring is gone: we are in error.
+    fn ring_gone(&self, tables: &Tables, qp: &Arc<Qp>) -> Answer {
+        if qp.fail() {
+            raise(
+                tables,
+                event_type::QP_FATAL,
+                qp.number,
+                vendor_err::MEMORY_GONE,
+            );
+        }
+        Answer::Refused(wc_status::REM_OP_ERR, vendor_err::MEMORY_GONE)
     }
 
     /// The peer's key does not give access.

@@ -4,6 +4,7 @@ use std::sync::atomic::{fence, AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use virtio_rdma_spec::ring::{self, Cqe};
+use virtio_rdma_spec::verbs::vendor_err;
 
 use crate::memory::{GuestMemory, Pages};
 
@@ -30,8 +31,8 @@ pub enum Pushed {
     Quiet,
     /// Written, and the queue was armed: it wants an event.
     Event,
-    /// The queue is full: it is in error now.
-    Overflow,
+    /// There was no room, or its memory is gone: it is in error now, for this reason (`vendor_err`).
+    Error(u8),
     /// The queue was in error before: dropped.
     Dropped,
 }
@@ -107,11 +108,11 @@ impl Cq {
             Some(true) => {}
             Some(false) => {
                 self.errored.store(true, Ordering::Relaxed);
-                return Pushed::Overflow;
+                return Pushed::Error(vendor_err::NONE);
             }
             None => {
                 self.errored.store(true, Ordering::Relaxed);
-                return Pushed::Dropped;
+                return Pushed::Error(vendor_err::MEMORY_GONE);
             }
         }
         // The consumer stores `arm`, then, past a full fence, looks for entries; we store the entry, then, past a full fence,

@@ -20,10 +20,6 @@ use crate::worker::Worker;
 /// Most RDMA READ and atomic operations outstanding, as requester and as responder.
 pub const MAX_RD_ATOMIC: u8 = 128;
 
-/// Access flags that a queue pair may grant.
-const QP_ACCESS: u32 =
-    access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
-
 /// A queue pair.
 pub struct Qp {
     /// Its number.
@@ -295,9 +291,12 @@ fn merge(mask: u32, old: &QpAttr, new: &QpAttr) -> QpAttr {
 /// Checks the values of the attributes of `mask`.
 fn check_values(mask: u32, new: &QpAttr) -> Result<(), Error> {
     let has = |bit| mask & bit != 0;
+    let known_access = access::ALL
+        .iter()
+        .fold(0, |all, (_, bit)| all | *bit as u32);
     let good = (!has(qp_attr::PORT) || new.port_num == 1)
         && (!has(qp_attr::PKEY_INDEX) || new.pkey_index == 0)
-        && (!has(qp_attr::ACCESS_FLAGS) || new.access_flags & !QP_ACCESS == 0)
+        && (!has(qp_attr::ACCESS_FLAGS) || new.access_flags & !known_access == 0)
         && (!has(qp_attr::PATH_MTU) || (mtu::MTU_256..=mtu::MTU_4096).contains(&new.path_mtu))
         && (!has(qp_attr::TIMEOUT) || new.timeout <= 31)
         && (!has(qp_attr::RETRY_CNT) || new.retry_cnt <= 7)

@@ -78,7 +78,7 @@ pub fn check_rc(current: u8, next: u8, mask: u32) -> Result<(), Error> {
     if mask & !SUPPORTED != 0 {
         return Err(Error::NotSupported);
     }
-    if mask & required != required || mask & !(required | optional | STATE | CUR_STATE) != 0 {
+    if mask & required != required || mask & !(required | optional | STATE) != 0 {
         return Err(Error::Invalid);
     }
     Ok(())

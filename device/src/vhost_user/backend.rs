@@ -265,6 +265,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         if features & !FEATURES != 0 {
             return Err(Error::FeatureMismatch);
         }
+        self.rnic.set_features(features);
         let event_index = features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0;
         // Without protocol features there is no message to enable a virtqueue.
         let enabled = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use log::warn;
 use virtio_rdma_spec::config::{EVENT_QUEUE, FIRST_COMPLETION_QUEUE};
-use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
+use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 
 use super::ring::Ring;
 use crate::rnic::EventSink;
@@ -54,6 +54,14 @@ impl<T: Copy + Eq + Hash> Waiting<T> {
     fn remove(&mut self) {
         if let Some(event) = self.order.pop_front() {
             self.known.remove(&event);
+        }
+    }
+
+    /// Keeps only the events for which `keep` holds.
+    fn retain(&mut self, keep: impl Fn(&T) -> bool) {
+        if !self.order.is_empty() {
+            self.order.retain(&keep);
+            self.known.retain(&keep);
         }
     }
 
@@ -169,5 +177,31 @@ impl EventSink for Events {
 
     fn asynchronous(&self, event: AsyncEvent) {
         lock(&self.asynchronous).raise(event.to_bytes());
+    }
+
+    fn forget_cq(&self, vector: u16, cqn: u32) {
+        if let Some(queue) = self.completion.get(usize::from(vector)) {
+            let waiting = &mut lock(queue).waiting;
+            waiting.retain(|event| CompletionEvent::from_bytes(event).cqn != cqn);
+        }
+        lock(&self.asynchronous).waiting.retain(|event| {
+            let event = AsyncEvent::from_bytes(event);
+            event.event_type != event_type::CQ_ERR || event.number != cqn
+        });
+    }
+
+    fn forget_qp(&self, qpn: u32) {
+        const QP_EVENTS: [u16; 6] = [
+            event_type::QP_FATAL,
+            event_type::QP_REQ_ERR,
+            event_type::QP_ACCESS_ERR,
+            event_type::COMM_EST,
+            event_type::SQ_DRAINED,
+            event_type::QP_LAST_WQE_REACHED,
+        ];
+        lock(&self.asynchronous).waiting.retain(|event| {
+            let event = AsyncEvent::from_bytes(event);
+            !QP_EVENTS.contains(&event.event_type) || event.number != qpn
+        });
     }
 }
