@@ -1,0 +1,454 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Completion queues.
+
+use core::ffi::{c_int, c_uint};
+use core::hash::{BuildHasherDefault, Hasher};
+use core::mem::{self, ManuallyDrop};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use virtio_rdma_driver_core::abi::{CreateCqRequest, CreateCqResponse};
+use virtio_rdma_driver_core::buffer::CqLayout;
+use virtio_rdma_driver_core::{ArmMode, CompletionQueue};
+use virtio_rdma_spec::ring::Cqe;
+use virtio_rdma_spec::verbs::{wc_flag, wc_opcode, wc_status};
+
+use super::buffer::{Mapping, Words};
+use super::lock::{SpinGuard, SpinLock};
+use super::qp::Queues;
+use super::{context, object, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
+
+// The numbers of the specification are those of verbs: completions need no translation.
+const _: () = {
+    assert!(wc_status::WR_FLUSH_ERR as u32 == sys::IBV_WC_WR_FLUSH_ERR);
+    assert!(wc_status::RNR_RETRY_EXC_ERR as u32 == sys::IBV_WC_RNR_RETRY_EXC_ERR);
+    assert!(wc_status::GENERAL_ERR as u32 == sys::IBV_WC_GENERAL_ERR);
+    assert!(wc_opcode::SEND as u32 == sys::IBV_WC_SEND);
+    assert!(wc_opcode::RDMA_WRITE as u32 == sys::IBV_WC_RDMA_WRITE);
+    assert!(wc_opcode::RDMA_READ as u32 == sys::IBV_WC_RDMA_READ);
+    assert!(wc_opcode::COMP_SWAP as u32 == sys::IBV_WC_COMP_SWAP);
+    assert!(wc_opcode::FETCH_ADD as u32 == sys::IBV_WC_FETCH_ADD);
+    assert!(wc_opcode::ATOMIC_WRITE as u32 == sys::IBV_WC_ATOMIC_WRITE);
+    assert!(wc_opcode::RECV as u32 == sys::IBV_WC_RECV);
+    assert!(wc_opcode::RECV_RDMA_WITH_IMM as u32 == sys::IBV_WC_RECV_RDMA_WITH_IMM);
+    assert!(wc_flag::GRH as u32 == sys::IBV_WC_GRH);
+    assert!(wc_flag::WITH_IMM as u32 == sys::IBV_WC_WITH_IMM);
+    assert!(wc_flag::WITH_INV as u32 == sys::IBV_WC_WITH_INV);
+};
+
+/// A completion queue: the part that libibverbs knows, and ours.
+#[repr(C)]
+struct Cq {
+    base: sys::verbs_cq,
+    state: SpinLock<State>,
+    buffer: Mapping,
+}
+
+/// What the lock of a completion queue protects.
+#[derive(Debug)]
+pub struct State {
+    queue: CompletionQueue<Words>,
+    /// The queue pairs that complete here.
+    qps: HashMap<u32, Arc<Queues>, BuildHasherDefault<QpnHasher>>,
+    /// The one that was looked for last.
+    last: Option<(u32, Arc<Queues>)>,
+    /// The completion that extended polling is at.
+    current: Cqe,
+}
+
+impl State {
+    /// The next completion, with its queue entry freed.
+    #[inline(always)]
+    fn poll(&mut self) -> Option<Cqe> {
+        loop {
+            let mut cqe = self.queue.poll()?;
+            // What belongs to no queue pair (any longer) is not for the application.
+            let Some(queues) = self.find(cqe.qp_num) else {
+                continue;
+            };
+            queues.complete(&cqe);
+            if cqe.status > wc_status::GENERAL_ERR {
+                cqe.status = wc_status::GENERAL_ERR;
+            }
+            return Some(cqe);
+        }
+    }
+
+    #[inline(always)]
+    fn find(&mut self, qpn: u32) -> Option<&Queues> {
+        if !matches!(&self.last, Some((last, _)) if *last == qpn) {
+            self.last = Some((qpn, Arc::clone(self.qps.get(&qpn)?)));
+        }
+        self.last.as_ref().map(|(_, queues)| &**queues)
+    }
+}
+
+/// Queue pair numbers are dealt out one by one: a multiplication spreads them well enough.
+#[derive(Debug, Default)]
+struct QpnHasher(u64);
+
+impl Hasher for QpnHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u32(u32::from(*byte));
+        }
+    }
+
+    fn write_u32(&mut self, value: u32) {
+        self.0 = (self.0 ^ u64::from(value)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// The lock of a completion queue.
+///
+/// # Safety
+/// The queue is ours and alive, and stays so for `'a`.
+unsafe fn state<'a>(cq: *mut sys::ibv_cq) -> &'a SpinLock<State> {
+    // SAFETY: the queue is the start of a `Cq`; the reference covers only our part, which changes under its lock.
+    unsafe { &(*cq.cast::<Cq>()).state }
+}
+
+/// Makes completions of a queue pair acceptable.
+///
+/// # Safety
+/// The completion queue is ours and alive.
+pub unsafe fn attach(cq: *mut sys::ibv_cq, qpn: u32, queues: &Arc<Queues>) {
+    // SAFETY: as the caller says.
+    unsafe { state(cq) }
+        .lock()
+        .qps
+        .insert(qpn, Arc::clone(queues));
+}
+
+/// Drops the completions of a queue pair that are in the queue now.
+///
+/// # Safety
+/// The completion queue is ours and alive.
+pub unsafe fn forget(cq: *mut sys::ibv_cq, qpn: u32) {
+    // SAFETY: as the caller says.
+    unsafe { state(cq) }.lock().queue.forget(qpn);
+}
+
+/// Drops the completions of a queue pair, now and in future.
+///
+/// # Safety
+/// The completion queue is ours and alive.
+pub unsafe fn detach(cq: *mut sys::ibv_cq, qpn: u32) {
+    // SAFETY: as the caller says.
+    let mut state = unsafe { state(cq) }.lock();
+    state.queue.forget(qpn);
+    state.qps.remove(&qpn);
+    if matches!(&state.last, Some((last, _)) if *last == qpn) {
+        state.last = None;
+    }
+}
+
+/// Creates a completion queue for `cqe` entries; `command` has the kernel create it.
+///
+/// # Safety
+/// The context is ours and alive.
+unsafe fn create(
+    context: *mut sys::ibv_context,
+    cqe: u32,
+    command: impl FnOnce(&mut sys::verbs_cq, [u8; CreateCqRequest::SIZE]) -> c_int,
+) -> Result<*mut Cq, Errno> {
+    // SAFETY: as the caller says.
+    let limits = unsafe { context::shared(context) }.limits();
+    if cqe > limits.max_cqe {
+        return Err(EINVAL);
+    }
+    let layout = CqLayout::new(cqe).ok_or(EINVAL)?;
+    let buffer = Mapping::anonymous(layout.size)?;
+    // SAFETY: writable memory, which `Cq` keeps as long as the queue.
+    let words = unsafe { Words::new(&buffer) };
+    let state = State {
+        queue: CompletionQueue::new(words, &layout.ring)?,
+        qps: HashMap::default(),
+        last: None,
+        current: Cqe::default(),
+    };
+    let mut cq = Box::new(Cq {
+        base: zeroed(),
+        state: SpinLock::new(state),
+        buffer,
+    });
+    let request = CreateCqRequest {
+        buffer: cq.buffer.address() as u64,
+        length: cq.buffer.length() as u64,
+        entries: layout.ring.entries,
+        ring_offset: layout.ring.offset,
+        stride: layout.ring.stride,
+        flags: 0,
+    };
+    Errno::check(command(&mut cq.base, request.to_bytes()))?;
+    Ok(Box::into_raw(cq))
+}
+
+pub unsafe extern "C" fn create_cq(
+    context: *mut sys::ibv_context,
+    cqe: c_int,
+    channel: *mut sys::ibv_comp_channel,
+    comp_vector: c_int,
+) -> *mut sys::ibv_cq {
+    let command = |base: &mut sys::verbs_cq, request| {
+        let mut cmd = With::<sys::ibv_create_cq, _>::new(request);
+        let mut response =
+            With::<sys::ib_uverbs_create_cq_resp, _>::new([0; CreateCqResponse::SIZE]);
+        let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
+        // SAFETY: objects are ours and alive; command and response are of these sizes.
+        unsafe {
+            sys::ibv_cmd_create_cq(
+                context,
+                cqe,
+                channel,
+                comp_vector,
+                (&raw mut *base).cast(),
+                (&raw mut cmd).cast(),
+                cmd_size,
+                (&raw mut response).cast(),
+                response_size,
+            )
+        }
+    };
+    // SAFETY: objects are ours and alive. A negative number of entries becomes one above all limits.
+    object(unsafe { create(context, cqe as u32, command) }).cast()
+}
+
+pub unsafe extern "C" fn create_cq_ex(
+    context: *mut sys::ibv_context,
+    attr: *mut sys::ibv_cq_init_attr_ex,
+) -> *mut sys::ibv_cq_ex {
+    // SAFETY: objects are ours and alive, and so are the attributes.
+    object(unsafe { try_create_cq_ex(context, &*attr) }).cast()
+}
+
+/// # Safety
+/// As [`create`].
+unsafe fn try_create_cq_ex(
+    context: *mut sys::ibv_context,
+    attr: &sys::ibv_cq_init_attr_ex,
+) -> Result<*mut Cq, Errno> {
+    let flags = if attr.comp_mask & sys::IBV_CQ_INIT_ATTR_MASK_FLAGS != 0 {
+        attr.flags
+    } else {
+        0
+    };
+    // SINGLE_THREADED is a permission that we need not use.
+    if attr.comp_mask & !sys::IBV_CQ_INIT_ATTR_MASK_FLAGS != 0
+        || flags & !sys::IBV_CREATE_CQ_ATTR_SINGLE_THREADED != 0
+        || attr.wc_flags & !u64::from(sys::IBV_WC_STANDARD_FLAGS) != 0
+    {
+        return Err(EOPNOTSUPP);
+    }
+    let command = |base: &mut sys::verbs_cq, request| {
+        let mut cmd = With::<sys::ibv_create_cq_ex, _>::new(request);
+        let mut response =
+            With::<sys::ib_uverbs_ex_create_cq_resp, _>::new([0; CreateCqResponse::SIZE]);
+        let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
+        // SAFETY: objects are ours and alive; command and response are of these sizes.
+        unsafe {
+            sys::ibv_cmd_create_cq_ex(
+                context,
+                attr,
+                base,
+                (&raw mut cmd).cast(),
+                cmd_size,
+                (&raw mut response).cast(),
+                response_size,
+                0,
+            )
+        }
+    };
+    // SAFETY: as the caller says.
+    let cq = unsafe { create(context, attr.cqe, command) }?;
+    // SAFETY: just created.
+    let ex = unsafe { &mut (*cq).base.__bindgen_anon_1.cq_ex };
+    ex.start_poll = Some(start_poll);
+    ex.next_poll = Some(next_poll);
+    ex.end_poll = Some(end_poll);
+    ex.read_opcode = Some(read_opcode);
+    ex.read_vendor_err = Some(read_vendor_err);
+    ex.read_wc_flags = Some(read_wc_flags);
+    ex.read_byte_len = Some(read_byte_len);
+    ex.read_imm_data = Some(read_imm_data);
+    ex.read_qp_num = Some(read_qp_num);
+    ex.read_src_qp = Some(read_src_qp);
+    ex.read_slid = Some(read_slid);
+    ex.read_sl = Some(read_sl);
+    ex.read_dlid_path_bits = Some(read_dlid_path_bits);
+    Ok(cq)
+}
+
+pub unsafe extern "C" fn destroy_cq(cq: *mut sys::ibv_cq) -> c_int {
+    // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
+    unsafe {
+        let rc = sys::ibv_cmd_destroy_cq(cq);
+        if rc == 0 {
+            drop(Box::from_raw(cq.cast::<Cq>()));
+        }
+        rc
+    }
+}
+
+pub unsafe extern "C" fn req_notify_cq(cq: *mut sys::ibv_cq, solicited_only: c_int) -> c_int {
+    let mode = if solicited_only == 0 {
+        ArmMode::Any
+    } else {
+        ArmMode::Solicited
+    };
+    // SAFETY: objects are ours and alive.
+    unsafe { state(cq) }.lock().queue.arm(mode);
+    0
+}
+
+pub unsafe extern "C" fn cq_event(cq: *mut sys::ibv_cq) {
+    // SAFETY: objects are ours and alive.
+    unsafe { state(cq) }.lock().queue.event_received();
+}
+
+/// Immediate data are four octets; other numbers in that place are numbers.
+fn imm_data(cqe: &Cqe) -> u32 {
+    u32::from_ne_bytes(cqe.imm.to_le_bytes())
+}
+
+pub unsafe extern "C" fn poll_cq(
+    cq: *mut sys::ibv_cq,
+    num_entries: c_int,
+    wc: *mut sys::ibv_wc,
+) -> c_int {
+    // SAFETY: objects are ours and alive.
+    let mut state = unsafe { state(cq) }.lock();
+    let mut count = 0;
+    while count < num_entries {
+        let Some(cqe) = state.poll() else {
+            break;
+        };
+        let imm = if cqe.wc_flags & wc_flag::WITH_INV != 0 {
+            sys::ibv_wc__bindgen_ty_1 {
+                invalidated_rkey: cqe.imm,
+            }
+        } else {
+            sys::ibv_wc__bindgen_ty_1 {
+                imm_data: imm_data(&cqe),
+            }
+        };
+        let entry = sys::ibv_wc {
+            wr_id: cqe.wr_id,
+            status: cqe.status.into(),
+            opcode: cqe.opcode.into(),
+            vendor_err: cqe.vendor_err.into(),
+            byte_len: cqe.byte_len,
+            __bindgen_anon_1: imm,
+            qp_num: cqe.qp_num,
+            src_qp: cqe.src_qp,
+            wc_flags: cqe.wc_flags.into(),
+            pkey_index: 0,
+            slid: 0,
+            sl: cqe.sl,
+            dlid_path_bits: 0,
+        };
+        // SAFETY: the caller's array has `num_entries` entries.
+        unsafe { wc.add(count as usize).write(entry) };
+        count += 1;
+    }
+    if count > 0 {
+        state.queue.publish();
+    }
+    count
+}
+
+/// The state, while a call of start_poll that succeeded waits for its end_poll.
+///
+/// # Safety
+/// The queue is ours and alive, this thread is between the two, and no other guard is in use.
+unsafe fn polling<'a>(cq: *mut sys::ibv_cq_ex) -> ManuallyDrop<SpinGuard<'a, State>> {
+    // SAFETY: start_poll forgot the guard; guards made here are forgotten too.
+    ManuallyDrop::new(unsafe { state(cq.cast()).resume() })
+}
+
+/// Steps to the next completion.
+///
+/// # Safety
+/// The queue is ours and alive.
+unsafe fn step(cq: *mut sys::ibv_cq_ex, state: &mut State) -> bool {
+    let Some(cqe) = state.poll() else {
+        return false;
+    };
+    // SAFETY: as the caller says; these two fields are the provider's.
+    unsafe {
+        (*cq).status = cqe.status.into();
+        (*cq).wr_id = cqe.wr_id;
+    }
+    state.current = cqe;
+    true
+}
+
+unsafe extern "C" fn start_poll(
+    cq: *mut sys::ibv_cq_ex,
+    attr: *mut sys::ibv_poll_cq_attr,
+) -> c_int {
+    // SAFETY: objects are ours and alive, and so are the attributes.
+    unsafe {
+        if (*attr).comp_mask != 0 {
+            return libc::EINVAL;
+        }
+        let mut state = state(cq.cast()).lock();
+        if !step(cq, &mut state) {
+            return libc::ENOENT;
+        }
+        mem::forget(state);
+    }
+    0
+}
+
+unsafe extern "C" fn next_poll(cq: *mut sys::ibv_cq_ex) -> c_int {
+    // SAFETY: objects are ours and alive; between start_poll and end_poll.
+    let stepped = unsafe { step(cq, &mut polling(cq)) };
+    if stepped {
+        0
+    } else {
+        libc::ENOENT
+    }
+}
+
+unsafe extern "C" fn end_poll(cq: *mut sys::ibv_cq_ex) {
+    // SAFETY: objects are ours and alive; the end of what start_poll began.
+    let state = unsafe { polling(cq) };
+    state.queue.publish();
+    drop(ManuallyDrop::into_inner(state));
+}
+
+/// The completion that polling is at.
+///
+/// # Safety
+/// As [`polling`].
+unsafe fn current(cq: *mut sys::ibv_cq_ex) -> Cqe {
+    // SAFETY: as the caller says.
+    unsafe { polling(cq) }.current
+}
+
+macro_rules! readers {
+    ($($name:ident -> $t:ty, |$cqe:ident| $value:expr;)*) => {$(
+        unsafe extern "C" fn $name(cq: *mut sys::ibv_cq_ex) -> $t {
+            // SAFETY: objects are ours and alive; called between start_poll and end_poll.
+            let $cqe = unsafe { current(cq) };
+            $value
+        }
+    )*};
+}
+readers! {
+    read_opcode -> sys::ibv_wc_opcode, |cqe| cqe.opcode.into();
+    read_vendor_err -> u32, |cqe| cqe.vendor_err.into();
+    read_wc_flags -> c_uint, |cqe| cqe.wc_flags.into();
+    read_byte_len -> u32, |cqe| cqe.byte_len;
+    read_imm_data -> u32, |cqe| if cqe.wc_flags & wc_flag::WITH_INV != 0 { cqe.imm } else { imm_data(&cqe) };
+    read_qp_num -> u32, |cqe| cqe.qp_num;
+    read_src_qp -> u32, |cqe| cqe.src_qp;
+    read_slid -> u32, |_cqe| 0;
+    read_sl -> u8, |cqe| cqe.sl;
+    read_dlid_path_bits -> u8, |_cqe| 0;
+}
