@@ -1,0 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Tests of the real process, driven over vhost-user by bare VMs.
+mod common;
+mod data;

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The memory of the VM: regions backed by memfds, a page allocator, buffers.
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::{memfd_create, MemfdFlags};
+use vhost::VhostUserMemoryRegionInfo;
+use virtio_rdma_driver_core::pages::{PageTree, TABLE_SIZE};
+use virtio_rdma_spec::command::PageList;
+
+use crate::mapping::{Mapping, View};
+use crate::{Error, PAGE};
+
+/// How the pages of a buffer lie in guest-physical memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Placement {
+    /// One behind the other.
+    #[default]
+    Contiguous,
+    /// Anywhere, in any order: as the pages of a process.
+    Scattered,
+}
+
+/// A region of guest memory.
+#[derive(Debug)]
+pub struct Region {
+    guest_addr: u64,
+    file: File,
+    mapping: Arc<Mapping>,
+    /// One flag per page: in use.
+    used: Mutex<Vec<bool>>,
+}
+
+impl Region {
+    /// New, zeroed memory of `size` bytes at `guest_addr`.
+    pub(crate) fn new(guest_addr: u64, size: usize) -> Result<Arc<Self>, Error> {
+        let file = File::from(memfd_create("bare-vm", MemfdFlags::CLOEXEC)?);
+        file.set_len(size as u64)?;
+        let mapping = Arc::new(Mapping::new(&file, 0, size)?);
+        Ok(Arc::new(Self {
+            guest_addr,
+            file,
+            mapping,
+            used: Mutex::new(vec![false; size / PAGE]),
+        }))
+    }
+
+    /// Guest-physical address.
+    #[must_use]
+    pub fn guest_addr(&self) -> u64 {
+        self.guest_addr
+    }
+
+    /// Size, bytes.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.mapping.len()
+    }
+
+    pub(crate) fn info(&self) -> VhostUserMemoryRegionInfo {
+        VhostUserMemoryRegionInfo {
+            guest_phys_addr: self.guest_addr,
+            memory_size: self.mapping.len() as u64,
+            userspace_addr: self.mapping.addr(),
+            mmap_offset: 0,
+            mmap_handle: self.file.as_raw_fd(),
+        }
+    }
+
+    fn used(&self) -> MutexGuard<'_, Vec<bool>> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A zeroed buffer of at least `size` bytes.
+    ///
+    /// # Errors
+    /// If there are not as many free pages, or not one behind the other.
+    pub fn buffer(self: &Arc<Self>, size: usize, placement: Placement) -> Result<Buffer, Error> {
+        let count = size.div_ceil(PAGE).max(1);
+        let mut used = self.used();
+        let pages: Vec<usize> = match placement {
+            Placement::Contiguous => {
+                let mut run = 0;
+                let end = used.iter().position(|taken| {
+                    run = if *taken { 0 } else { run + 1 };
+                    run == count
+                });
+                let end = end.ok_or(Error::NoMemory)? + 1;
+                (end - count..end).collect()
+            }
+            Placement::Scattered => {
+                // From both ends by turns, so that no two pages are neighbours, nor in order.
+                let free: Vec<usize> = (0..used.len()).filter(|page| !used[*page]).collect();
+                let low = free.iter().step_by(2);
+                let high = free.iter().rev().step_by(2);
+                let mut pages: Vec<usize> = low.zip(high).flat_map(|(a, b)| [*b, *a]).collect();
+                let mut seen = std::collections::HashSet::new();
+                pages.retain(|page| seen.insert(*page));
+                pages.truncate(count);
+                if pages.len() < count {
+                    return Err(Error::NoMemory);
+                }
+                pages
+            }
+        };
+        for page in &pages {
+            used[*page] = true;
+        }
+        drop(used);
+        let view = match placement {
+            Placement::Contiguous => {
+                View::new(self.mapping.clone(), pages[0] * PAGE, count * PAGE)?
+            }
+            Placement::Scattered => {
+                let pieces: Vec<_> = pages
+                    .iter()
+                    .map(|page| ((page * PAGE) as u64, PAGE))
+                    .collect();
+                let mapping = Arc::new(Mapping::scattered(&self.file, &pieces)?);
+                View::new(mapping, 0, count * PAGE)?
+            }
+        };
+        view.zero();
+        Ok(Buffer {
+            region: self.clone(),
+            pages,
+            view,
+        })
+    }
+}
+
+/// Some pages of the VM, which are one buffer for a process in it. They are free again when it is dropped.
+#[derive(Debug)]
+pub struct Buffer {
+    region: Arc<Region>,
+    pages: Vec<usize>,
+    view: View,
+}
+
+impl Buffer {
+    /// Its contents.
+    #[must_use]
+    pub fn view(&self) -> &View {
+        &self.view
+    }
+
+    /// Its address for a process, which is what work requests name.
+    #[must_use]
+    pub fn addr(&self) -> u64 {
+        self.view.addr()
+    }
+
+    /// Number of pages.
+    #[must_use]
+    pub fn page_count(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// Guest-physical address of a page.
+    ///
+    /// # Panics
+    /// If there is no such page.
+    #[must_use]
+    pub fn page(&self, page: usize) -> u64 {
+        self.region.guest_addr + (self.pages[page] * PAGE) as u64
+    }
+
+    /// The region it is in.
+    #[must_use]
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Describes it as a page list. The tables belong to the second value: keep it until the command is done.
+    ///
+    /// # Errors
+    /// If there is no memory for the tables.
+    pub fn page_list(&self) -> Result<(PageList, Option<Self>), Error> {
+        let pages: Vec<u64> = (0..self.pages.len()).map(|page| self.page(page)).collect();
+        page_list(&self.region, &pages)
+    }
+}
+
+/// A page list of the guest-physical addresses `pages`, with its tables in `region`.
+///
+/// # Errors
+/// If there are no or too many pages, or no memory for the tables.
+pub fn page_list(region: &Arc<Region>, pages: &[u64]) -> Result<(PageList, Option<Buffer>), Error> {
+    let tree = PageTree::new(pages.len() as u64).ok_or(Error::BadAddress)?;
+    let mut list = PageList {
+        count: tree.count(),
+        levels: tree.levels(),
+        page_shift: 12,
+        ..PageList::default()
+    };
+    if tree.tables() == 0 {
+        list.addr = pages.first().copied().unwrap_or(0);
+        return Ok((list, None));
+    }
+    let tables = region.buffer(tree.tables() as usize * TABLE_SIZE, Placement::Contiguous)?;
+    let put = |slot: virtio_rdma_driver_core::pages::Slot, addr: u64| {
+        let offset = slot.table as usize * TABLE_SIZE + slot.index as usize * 8;
+        tables
+            .view()
+            .u64(offset)
+            .store(addr.to_le(), std::sync::atomic::Ordering::Relaxed);
+    };
+    for (page, addr) in (0..).zip(pages) {
+        if let Some(slot) = tree.page_slot(page) {
+            put(slot, *addr);
+        }
+    }
+    for table in 0..tree.tables() {
+        let addr = tables.page(table as usize);
+        match tree.table_slot(table) {
+            Some(slot) => put(slot, addr),
+            None => list.addr = addr,
+        }
+    }
+    Ok((list, Some(tables)))
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let mut used = self.region.used();
+        for page in &self.pages {
+            used[*page] = false;
+        }
+    }
+}

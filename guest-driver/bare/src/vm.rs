@@ -1,0 +1,622 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The VM: what QEMU and the guest's virtio core do, and the control queue.
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag};
+use vhost::vhost_user::{
+    Frontend, VhostUserFrontend, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
+};
+use vhost::VhostBackend;
+use virtio_rdma_driver_core::command::{self, Command, SetGid, SetStatusPage};
+use virtio_rdma_spec::command::{gid_type, QueryDeviceResponse, QueryPort, QueryPortResponse};
+use virtio_rdma_spec::config::{
+    feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE,
+    MAX_QUEUES,
+};
+use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
+
+use crate::mapping::View;
+use crate::memory::{Buffer, Placement, Region};
+use crate::virtqueue::{Piece, Virtqueue};
+use crate::{Error, PAGE};
+
+const VERSION_1: u64 = 1 << 32;
+const RING_EVENT_IDX: u64 = 1 << 29;
+const RING_INDIRECT_DESC: u64 = 1 << 28;
+/// Guest-physical address of the first region, and the distance between regions.
+const FIRST_REGION: u64 = 1 << 30;
+const REGION_DISTANCE: u64 = 1 << 36;
+/// Space for a command, and for a response.
+const COMMAND_SPACE: usize = 2 * PAGE;
+/// Buffer of an event.
+const EVENT_SIZE: usize = AsyncEvent::SIZE;
+
+/// How the VM is made.
+#[derive(Debug, Clone)]
+pub struct VmOptions {
+    /// Its memory, bytes.
+    pub memory: usize,
+    /// Use RING_EVENT_IDX.
+    pub event_index: bool,
+    /// Size of the control queue.
+    pub control_size: u16,
+    /// Size of the event queues: buffers for events.
+    pub event_size: u16,
+    /// Tell the memory by one SET_MEM_TABLE, not region by region.
+    pub mem_table: bool,
+    /// How long the device may take for a command.
+    pub timeout: Duration,
+    /// GID at index 0; otherwise one is made from the MAC address. All zero: none.
+    pub gid: Option<[u8; 16]>,
+}
+
+impl Default for VmOptions {
+    fn default() -> Self {
+        Self {
+            memory: 64 << 20,
+            event_index: true,
+            control_size: 64,
+            event_size: 64,
+            mem_table: false,
+            timeout: Duration::from_secs(20),
+            gid: None,
+        }
+    }
+}
+
+/// Serializes commands.
+struct Control {
+    queue: Virtqueue,
+    command: Buffer,
+    response: Buffer,
+}
+
+/// An event queue with its buffers.
+struct EventQueue {
+    queue: Virtqueue,
+    buffers: Buffer,
+    /// The buffer of each chain.
+    slots: Vec<usize>,
+}
+
+impl EventQueue {
+    fn new(region: &Arc<Region>, size: u16, event_index: bool) -> Result<Self, Error> {
+        let buffers = region.buffer(usize::from(size) * EVENT_SIZE, Placement::Contiguous)?;
+        let queue = Virtqueue::new(region, size, event_index)?;
+        let mut events = Self {
+            queue,
+            buffers,
+            slots: vec![0; usize::from(size)],
+        };
+        for slot in 0..usize::from(size) {
+            events.post(slot)?;
+        }
+        Ok(events)
+    }
+
+    fn post(&mut self, slot: usize) -> Result<(), Error> {
+        let offset = slot * EVENT_SIZE;
+        let addr = self.buffers.page(offset / PAGE) + (offset % PAGE) as u64;
+        let head = self.queue.add(&[Piece {
+            addr,
+            len: EVENT_SIZE as u32,
+            writable: true,
+        }])?;
+        self.slots[usize::from(head)] = slot;
+        Ok(())
+    }
+
+    fn wait(&mut self, deadline: Instant) -> Result<Option<Vec<u8>>, Error> {
+        let Some((head, len)) = self.queue.wait_used(deadline)? else {
+            return Ok(None);
+        };
+        let slot = *self.slots.get(usize::from(head)).ok_or(Error::BadAddress)?;
+        let bytes = self
+            .buffers
+            .view()
+            .get(slot * EVENT_SIZE, (len as usize).min(EVENT_SIZE));
+        self.post(slot)?;
+        self.queue.notify()?;
+        Ok(Some(bytes))
+    }
+}
+
+/// A connected, running VM.
+pub struct Vm {
+    path: PathBuf,
+    options: VmOptions,
+    frontend: Frontend,
+    /// A second handle of the connection, to break it.
+    connection: UnixStream,
+    config: Config,
+    features: u64,
+    regions: RwLock<Vec<Arc<Region>>>,
+    control: Mutex<Control>,
+    asynchronous: Mutex<EventQueue>,
+    completion: Vec<Mutex<EventQueue>>,
+    doorbells: Vec<Virtqueue>,
+    bases: Mutex<Vec<u16>>,
+    status_page: Buffer,
+    gid: [u8; 16],
+    notifications: AtomicU64,
+    /// The device does not answer: so that a thousand objects do not wait for it one after the other when dropped.
+    dead: AtomicBool,
+}
+
+impl std::fmt::Debug for Vm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Vm")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Vm {
+    /// Connects to the device behind `path`, and brings up driver and device.
+    ///
+    /// # Errors
+    /// If anything on the way fails.
+    pub fn connect(path: &Path, options: VmOptions) -> Result<Arc<Self>, Error> {
+        let connection = UnixStream::connect(path)?;
+        let mut frontend = Frontend::from_stream(connection.try_clone()?, u64::from(MAX_QUEUES));
+
+        frontend.set_owner()?;
+        let offered = frontend.get_features()?;
+        let mut features = VERSION_1
+            | RING_INDIRECT_DESC
+            | 1 << feature::RC
+            | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        if options.event_index {
+            features |= RING_EVENT_IDX;
+        }
+        if features & !offered != 0 {
+            return Err(Error::Features(offered));
+        }
+        let protocol = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        let offered = frontend.get_protocol_features()?;
+        if !offered.contains(protocol) {
+            return Err(Error::Features(offered.bits()));
+        }
+        frontend.set_protocol_features(protocol)?;
+        frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        let (_, config) = frontend.get_config(
+            0,
+            Config::SIZE as u32,
+            VhostUserConfigFlags::empty(),
+            &[0; Config::SIZE],
+        )?;
+        let config =
+            Config::from_bytes(&config.as_slice().try_into().map_err(|_| Error::BadLayout)?);
+        let queues =
+            first_doorbell_queue(config.num_completion_queues) + config.num_doorbell_queues;
+        if u64::from(queues) != frontend.get_queue_num()? {
+            return Err(Error::BadLayout);
+        }
+
+        let region = Region::new(FIRST_REGION, options.memory)?;
+        let event_index = options.event_index;
+        let control = Control {
+            queue: Virtqueue::new(&region, options.control_size, event_index)?,
+            command: region.buffer(COMMAND_SPACE, Placement::Contiguous)?,
+            response: region.buffer(COMMAND_SPACE, Placement::Contiguous)?,
+        };
+        let events = |_| EventQueue::new(&region, options.event_size, event_index).map(Mutex::new);
+        let completion = (0..config.num_completion_queues)
+            .map(events)
+            .collect::<Result<_, _>>()?;
+        let doorbells = (0..config.num_doorbell_queues)
+            .map(|_| Virtqueue::new(&region, 2, event_index))
+            .collect::<Result<_, _>>()?;
+        let gid = options.gid.unwrap_or_else(|| {
+            let [a, b, c, d, e, f] = config.mac;
+            [
+                0xfe,
+                0x80,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                a ^ 2,
+                b,
+                c,
+                0xff,
+                0xfe,
+                d,
+                e,
+                f,
+            ]
+        });
+        let vm = Self {
+            path: path.to_owned(),
+            frontend,
+            connection,
+            config,
+            features,
+            asynchronous: events(0)?,
+            status_page: region.buffer(PAGE, Placement::Contiguous)?,
+            regions: RwLock::new(vec![region]),
+            control: Mutex::new(control),
+            completion,
+            doorbells,
+            bases: Mutex::new(vec![0; usize::from(queues)]),
+            gid,
+            notifications: AtomicU64::new(0),
+            dead: AtomicBool::new(false),
+            options,
+        };
+        if vm.options.mem_table {
+            vm.frontend.set_mem_table(&[vm.region(0).info()])?;
+        } else {
+            vm.frontend.clone().add_mem_region(&vm.region(0).info())?;
+        }
+        vm.start()?;
+        vm.initialize()?;
+        Ok(Arc::new(vm))
+    }
+
+    /// What the guest driver does once its queues run.
+    fn initialize(&self) -> Result<(), Error> {
+        self.execute::<SetStatusPage>(&virtio_rdma_spec::command::SetStatusPage {
+            addr: self.status_page.page(0),
+        })?;
+        if self.gid != [0; 16] {
+            self.set_gid(0, self.gid)?;
+        }
+        Ok(())
+    }
+
+    /// The socket of its device.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The configuration space.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// GID at index 0.
+    #[must_use]
+    pub fn gid(&self) -> [u8; 16] {
+        self.gid
+    }
+
+    /// The vhost-user connection, for messages that a front end should not send.
+    #[must_use]
+    pub fn frontend(&self) -> Frontend {
+        self.frontend.clone()
+    }
+
+    /// A region of its memory; region 0 is the one it came up with.
+    ///
+    /// # Panics
+    /// If there is no such region.
+    #[must_use]
+    pub fn region(&self, number: usize) -> Arc<Region> {
+        self.regions.read().unwrap_or_else(PoisonError::into_inner)[number].clone()
+    }
+
+    /// A buffer in region 0.
+    ///
+    /// # Errors
+    /// If there is no memory left.
+    pub fn buffer(&self, size: usize, placement: Placement) -> Result<Buffer, Error> {
+        self.region(0).buffer(size, placement)
+    }
+
+    /// The status page, as the device writes it.
+    #[must_use]
+    pub fn status_page(&self) -> &View {
+        self.status_page.view()
+    }
+
+    /// Notifications of doorbell queues so far (what would be VM exits).
+    #[must_use]
+    pub fn notifications(&self) -> u64 {
+        self.notifications.load(Ordering::Relaxed)
+    }
+
+    /// Notifies a doorbell queue, 0 to D - 1.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    ///
+    /// # Panics
+    /// If there is no such queue.
+    pub fn notify_doorbell(&self, queue: u32) -> Result<(), Error> {
+        self.notifications.fetch_add(1, Ordering::Relaxed);
+        self.doorbells[queue as usize].notify()
+    }
+
+    /// Applies `f` to virtqueue `index`, which exists.
+    fn with_queue<R>(&self, index: u16, f: impl FnOnce(&Virtqueue) -> R) -> R {
+        let first_doorbell = first_doorbell_queue(self.config.num_completion_queues);
+        if index == CONTROL_QUEUE {
+            f(&lock(&self.control).queue)
+        } else if index == EVENT_QUEUE {
+            f(&lock(&self.asynchronous).queue)
+        } else if index < first_doorbell {
+            f(&lock(&self.completion[usize::from(index - FIRST_COMPLETION_QUEUE)]).queue)
+        } else {
+            f(&self.doorbells[usize::from(index - first_doorbell)])
+        }
+    }
+
+    /// Number of virtqueues.
+    #[must_use]
+    pub fn queues(&self) -> u16 {
+        first_doorbell_queue(self.config.num_completion_queues) + self.config.num_doorbell_queues
+    }
+
+    /// Starts the virtqueues where they were stopped: the VM runs.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn start(&self) -> Result<(), Error> {
+        self.dead.store(false, Ordering::Relaxed);
+        self.frontend.set_features(self.features)?;
+        for index in 0..self.queues() {
+            let base = lock(&self.bases)[usize::from(index)];
+            let number = usize::from(index);
+            self.with_queue(index, |queue| -> Result<(), Error> {
+                self.frontend.set_vring_num(number, queue.size())?;
+                self.frontend.set_vring_base(number, base)?;
+                self.frontend.set_vring_addr(number, &queue.config())?;
+                self.frontend.set_vring_call(number, &queue.call)?;
+                self.frontend.set_vring_kick(number, &queue.kick)?;
+                self.frontend.clone().set_vring_enable(number, true)?;
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Stops all virtqueues, as QEMU does for a VM that is paused. When this returns, the VM is quiet.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn stop(&self) -> Result<(), Error> {
+        let mut frontend = self.frontend.clone();
+        for index in 0..self.queues() {
+            frontend.set_vring_enable(usize::from(index), false)?;
+        }
+        for index in 0..self.queues() {
+            let base = self.frontend.get_vring_base(usize::from(index))?;
+            lock(&self.bases)[usize::from(index)] = base as u16;
+        }
+        Ok(())
+    }
+
+    /// Resets the device and brings it up again, as a guest that boots does. All objects are gone; drop yours.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn reset(&self) -> Result<(), Error> {
+        self.stop()?;
+        self.frontend.clone().reset_device()?;
+        self.restart()
+    }
+
+    /// As [`Vm::reset`], but without telling the device: the guest's virtqueues just begin anew.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn reset_silently(&self) -> Result<(), Error> {
+        self.stop()?;
+        self.restart()
+    }
+
+    /// Virtqueues from nothing.
+    fn restart(&self) -> Result<(), Error> {
+        let region = self.region(0);
+        lock(&self.control).queue =
+            Virtqueue::new(&region, self.options.control_size, self.options.event_index)?;
+        for events in self.completion.iter().chain([&self.asynchronous]) {
+            *lock(events) =
+                EventQueue::new(&region, self.options.event_size, self.options.event_index)?;
+        }
+        lock(&self.bases).fill(0);
+        self.status_page.view().zero();
+        self.start()?;
+        self.initialize()
+    }
+
+    /// Breaks the connection, as a QEMU that is killed does.
+    pub fn kill(&self) {
+        self.dead.store(true, Ordering::Relaxed);
+        // Broken already is as good.
+        let _ = self.connection.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Plugs in memory; returns the number of the new region.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn add_memory(&self, size: usize) -> Result<usize, Error> {
+        let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
+        let number = regions.len();
+        let region = Region::new(FIRST_REGION + REGION_DISTANCE * number as u64, size)?;
+        self.frontend.clone().add_mem_region(&region.info())?;
+        regions.push(region);
+        Ok(number)
+    }
+
+    /// Unplugs a region. Its number stays taken, and the memory is still ours.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn remove_memory(&self, number: usize) -> Result<(), Error> {
+        Ok(self
+            .frontend
+            .clone()
+            .remove_mem_region(&self.region(number).info())?)
+    }
+
+    /// Plugs a region in that was unplugged.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn replug_memory(&self, number: usize) -> Result<(), Error> {
+        self.frontend
+            .clone()
+            .add_mem_region(&self.region(number).info())?;
+        Ok(())
+    }
+
+    /// Executes a command.
+    ///
+    /// # Errors
+    /// If the device refuses it, or does not answer.
+    pub fn execute<C: Command>(&self, body: &C::Body) -> Result<C::Response, Error> {
+        let mut bytes = vec![0; C::COMMAND_LEN];
+        command::build::<C>(body, &mut bytes)?;
+        Ok(command::parse::<C>(&self.raw_command(&bytes, PAGE)?)?)
+    }
+
+    /// Sends any bytes as a command, with space for a response of `space` bytes; returns the response as far as it was used.
+    ///
+    /// # Errors
+    /// If the device does not answer.
+    pub fn raw_command(&self, bytes: &[u8], space: usize) -> Result<Vec<u8>, Error> {
+        self.raw_chain(bytes, &[bytes.len()], &[space])
+    }
+
+    /// As [`Vm::raw_command`], with the command and the space for the response in pieces of these lengths.
+    ///
+    /// # Errors
+    /// If the device does not answer, or the pieces are too long.
+    pub fn raw_chain(
+        &self,
+        bytes: &[u8],
+        readable: &[usize],
+        writable: &[usize],
+    ) -> Result<Vec<u8>, Error> {
+        let space = COMMAND_SPACE;
+        let mut control = lock(&self.control);
+        let control = &mut *control;
+        if bytes.len() > space
+            || readable.iter().sum::<usize>() > space
+            || writable.iter().sum::<usize>() > space
+        {
+            return Err(Error::BadAddress);
+        }
+        if self.dead.load(Ordering::Relaxed) {
+            return Err(Error::Timeout);
+        }
+        control.command.view().write(0, bytes);
+        let mut pieces = Vec::new();
+        let sides = [
+            (&control.command, readable, false),
+            (&control.response, writable, true),
+        ];
+        for (buffer, lengths, writable) in sides {
+            let mut addr = buffer.page(0);
+            for len in lengths {
+                pieces.push(Piece {
+                    addr,
+                    len: *len as u32,
+                    writable,
+                });
+                addr += *len as u64;
+            }
+        }
+        control.queue.add(&pieces)?;
+        control.queue.notify()?;
+        let deadline = Instant::now() + self.options.timeout;
+        let Some((_, len)) = control.queue.wait_used(deadline)? else {
+            self.dead.store(true, Ordering::Relaxed);
+            return Err(Error::Timeout);
+        };
+        Ok(control.response.view().get(0, (len as usize).min(space)))
+    }
+
+    /// Applies `f` to the control queue, for things that no driver does.
+    pub fn with_control<R>(&self, f: impl FnOnce(&mut Virtqueue) -> R) -> R {
+        f(&mut lock(&self.control).queue)
+    }
+
+    /// Sets an entry of the GID table.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn set_gid(&self, index: u16, gid: [u8; 16]) -> Result<(), Error> {
+        self.execute::<SetGid>(&virtio_rdma_spec::command::SetGid {
+            gid,
+            index,
+            gid_type: gid_type::ROCE_V2,
+            port_num: 1,
+            vlan: 0xffff,
+            mac: self.config.mac,
+            reserved: [0; 12],
+        })?;
+        Ok(())
+    }
+
+    /// Device attributes.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn query_device(&self) -> Result<QueryDeviceResponse, Error> {
+        self.execute::<command::QueryDevice>(&[])
+    }
+
+    /// Port attributes.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn query_port(&self) -> Result<QueryPortResponse, Error> {
+        self.execute::<command::QueryPort>(&QueryPort {
+            port_num: 1,
+            reserved: [0; 7],
+        })
+    }
+
+    /// Waits for the next completion event of a vector: the number of the completion queue. `None`: there was none in time.
+    ///
+    /// # Errors
+    /// If the device writes nonsense.
+    ///
+    /// # Panics
+    /// If there is no such vector.
+    pub fn wait_completion_event(
+        &self,
+        vector: u16,
+        timeout: Duration,
+    ) -> Result<Option<u32>, Error> {
+        let event = lock(&self.completion[usize::from(vector)]).wait(Instant::now() + timeout)?;
+        event
+            .map(|bytes| decode(&bytes).map(|event| CompletionEvent::from_bytes(&event).cqn))
+            .transpose()
+    }
+
+    /// Waits for the next asynchronous event. `None`: there was none in time.
+    ///
+    /// # Errors
+    /// If the device writes nonsense.
+    pub fn wait_async_event(&self, timeout: Duration) -> Result<Option<AsyncEvent>, Error> {
+        let event = lock(&self.asynchronous).wait(Instant::now() + timeout)?;
+        event
+            .map(|bytes| decode(&bytes).map(|event| AsyncEvent::from_bytes(&event)))
+            .transpose()
+    }
+}
+
+fn decode<const N: usize>(bytes: &[u8]) -> Result<[u8; N], Error> {
+    bytes.try_into().map_err(|_| Error::BadLayout)
+}
