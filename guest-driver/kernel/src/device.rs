@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! A device from its discovery to its end.
+use crate::sys::alloc::Array;
+use crate::sys::dma::{DmaDevice, DmaPage};
+use crate::sys::error::{Errno, Result};
+use crate::sys::net::{self, NetdevWatch};
+use crate::sys::rdma::{CqTarget, IbDevice, QpTarget};
+use crate::sys::sync::{SetOnce, Work};
+use crate::sys::table::Table;
+use crate::sys::virtio::{CommandQueue, EventQueue, VirtioDevice, Virtqueues};
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use virtio_rdma_spec::command::{opcode, QueryDeviceResponse, SetStatusPage};
+use virtio_rdma_spec::config::{
+    feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE, MAX_QUEUES,
+};
+use virtio_rdma_spec::doorbell::STATUS_STRIDE;
+use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
+use virtio_rdma_spec::PAGE_SIZE;
+
+/// Where the notify pages of the doorbell queues are.
+#[derive(Clone, Copy)]
+pub(crate) struct NotifyPages {
+    /// Physical address of the first page; the others follow.
+    pub(crate) addr: u64,
+    /// Offset of the two bytes to write in each.
+    pub(crate) offset: u32,
+}
+
+/// One RDMA device. The order of the fields is the order in which they are dropped: what may still call in comes first,
+/// the queues come after everything that uses them.
+pub(crate) struct Device {
+    watch: NetdevWatch,
+    refresh: Work,
+    async_work: Work,
+
+    virtio: VirtioDevice,
+    dma: DmaDevice,
+    ib: IbDevice,
+    config: Config,
+    notify: NotifyPages,
+    limits: SetOnce<QueryDeviceResponse>,
+
+    /// Objects that completion and asynchronous events are for. They outlive the objects: the core destroys those
+    /// before `stop` ends.
+    cqs: Table<CqTarget>,
+    qps: Table<QpTarget>,
+
+    commands: CommandQueue,
+    async_queue: EventQueue<{ AsyncEvent::SIZE }>,
+    completion_queues: Array<EventQueue<{ CompletionEvent::SIZE }>>,
+    /// One status word per worker. The device writes it until it is reset.
+    status_page: Array<DmaPage>,
+    _queues: Virtqueues,
+
+    link_up: AtomicBool,
+    /// The last state of the port that was reported.
+    port_active: AtomicBool,
+    /// The device told that it failed.
+    failed: AtomicBool,
+    /// The driver lets go of the device: nothing new.
+    closing: AtomicBool,
+    registered: AtomicBool,
+    next_key: AtomicU32,
+}
+
+impl Device {
+    /// Looks at the device and sets up its queues; it is not ready yet.
+    pub(crate) fn new(virtio: VirtioDevice, ib: IbDevice) -> Result<Self> {
+        if !virtio.has_feature(feature::RC) {
+            virtio.error("the device offers no RC queue pairs: feature bit", i64::from(feature::RC));
+            return Err(Errno::ENODEV);
+        }
+        let dma = virtio.dma()?;
+        let config = virtio.config();
+        let (completions, doorbells) = (config.num_completion_queues, config.num_doorbell_queues);
+        let first_doorbell = first_doorbell_queue(completions);
+        let total = first_doorbell.saturating_add(doorbells);
+        let status_words = PAGE_SIZE as usize / STATUS_STRIDE;
+        if completions == 0 || doorbells == 0 || total > MAX_QUEUES || usize::from(doorbells) > status_words {
+            virtio.error("bad number of queues in the configuration", i64::from(total));
+            return Err(Errno::EINVAL);
+        }
+        // The driver shows the device addresses for DMA; where the platform translates those, the device must know.
+        let status_page = Array::new(1, |_| DmaPage::new(dma))?;
+        if !has_platform_access(virtio) && !status_page.iter().all(DmaPage::is_physical) {
+            virtio.error("DMA is translated here, and the device cannot (ACCESS_PLATFORM): feature bit", 33);
+            return Err(Errno::EOPNOTSUPP);
+        }
+
+        let queues = Virtqueues::find(virtio, total, first_doorbell)?;
+        let notify = notify_pages(virtio, total, first_doorbell, doorbells)?;
+        let completion_queues = Array::new(usize::from(completions), |i| {
+            let index = FIRST_COMPLETION_QUEUE.wrapping_add(i as u16);
+            queues.spread(index, i as u16);
+            EventQueue::new(&queues, index)
+        })?;
+        Ok(Self {
+            watch: NetdevWatch::new(ib, Device::netdev_changed)?,
+            refresh: Work::new(ib, Device::refresh)?,
+            async_work: Work::new(ib, Device::deliver_async)?,
+            virtio,
+            dma,
+            ib,
+            config,
+            notify,
+            limits: SetOnce::new(QueryDeviceResponse::default()),
+            cqs: Table::new()?,
+            qps: Table::new()?,
+            commands: CommandQueue::new(&queues, CONTROL_QUEUE)?,
+            async_queue: EventQueue::new(&queues, EVENT_QUEUE)?,
+            completion_queues,
+            status_page,
+            _queues: queues,
+            link_up: AtomicBool::new(config.link_up != 0),
+            port_active: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            registered: AtomicBool::new(false),
+            next_key: AtomicU32::new(0),
+        })
+    }
+
+    /// Takes the device into use. On an error, [`Self::stop`] must follow.
+    pub(crate) fn start(&self) -> Result<()> {
+        self.async_queue.fill()?;
+        for queue in self.completion_queues.iter() {
+            queue.fill()?;
+        }
+        self.virtio.ready();
+        self.async_queue.kick();
+        for queue in self.completion_queues.iter() {
+            queue.kick();
+        }
+
+        let limits: QueryDeviceResponse = self.command(opcode::QUERY_DEVICE, &[0u8; 0])?;
+        if limits.gid_table_len == 0 || limits.pkey_table_len == 0 || limits.page_size_cap & PAGE_SIZE == 0 {
+            self.virtio.error("limits of the device that make no sense: page sizes", limits.page_size_cap as i64);
+            return Err(Errno::EINVAL);
+        }
+        self.limits.set(limits);
+        let addr = self.status_page.first().map_or(0, DmaPage::addr);
+        self.simple_command(opcode::SET_STATUS_PAGE, &SetStatusPage { addr })?;
+
+        net::pair(self.ib, &self.config.mac);
+        self.port_active.store(self.port_is_active(), Ordering::Relaxed);
+        let vectors = self.config.num_completion_queues;
+        self.ib.register(self.dma, self.config.node_guid, vectors)?;
+        self.registered.store(true, Ordering::Release);
+        // Also replays what happened to interfaces since `pair`.
+        self.watch.start()?;
+        self.virtio.info("RDMA device ready; doorbell queues", i64::from(self.config.num_doorbell_queues));
+        Ok(())
+    }
+
+    /// Ends all use of the device. Afterwards nothing calls in any more, and the device is reset.
+    pub(crate) fn stop(&self) {
+        self.watch.stop();
+        self.closing.store(true, Ordering::Release);
+        self.refresh.cancel();
+        self.async_work.cancel();
+        if self.registered.swap(false, Ordering::AcqRel) {
+            self.ib.unregister();
+        }
+        self.commands.die();
+        // Interrupts are over; these may have come in between.
+        self.refresh.cancel();
+        self.async_work.cancel();
+    }
+
+    /// The device cannot be used any longer: resets it, so that it has no access to memory, and tells its users.
+    /// Process context.
+    pub(crate) fn fail(&self, why: &str) {
+        if self.commands.die() {
+            self.virtio.error(why, Errno::EIO.number());
+            if self.registered.load(Ordering::Acquire) && !self.is_closing() {
+                self.ib.dispatch(event_type::DEVICE_FATAL);
+                self.report_port();
+            }
+        }
+    }
+
+    /// As [`Self::fail`], later. Any context.
+    pub(crate) fn fail_later(&self) {
+        self.failed.store(true, Ordering::Release);
+        self.schedule_refresh();
+    }
+
+    /// Did [`Self::fail_later`] ask for it?
+    pub(crate) fn take_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    /// The configuration space changed. Any context.
+    pub(crate) fn config_changed(&self) {
+        self.schedule_refresh();
+    }
+
+    /// A network interface came, went or changed. Any context.
+    pub(crate) fn netdev_changed(&self) {
+        self.schedule_refresh();
+    }
+
+    fn schedule_refresh(&self) {
+        if !self.is_closing() && self.registered.load(Ordering::Acquire) {
+            self.refresh.schedule();
+        }
+    }
+
+    /// Lets the work item of the event queue run.
+    pub(crate) fn schedule_async(&self) {
+        if !self.is_closing() {
+            self.async_work.schedule();
+        }
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn virtio(&self) -> VirtioDevice {
+        self.virtio
+    }
+
+    pub(crate) fn dma(&self) -> DmaDevice {
+        self.dma
+    }
+
+    pub(crate) fn ib(&self) -> IbDevice {
+        self.ib
+    }
+
+    pub(crate) fn limits(&self) -> &QueryDeviceResponse {
+        self.limits.get()
+    }
+
+    pub(crate) fn notify(&self) -> NotifyPages {
+        self.notify
+    }
+
+    pub(crate) fn mac(&self) -> &[u8; 6] {
+        &self.config.mac
+    }
+
+    pub(crate) fn node_guid(&self) -> u64 {
+        self.config.node_guid
+    }
+
+    pub(crate) fn completion_vectors(&self) -> u16 {
+        self.config.num_completion_queues
+    }
+
+    pub(crate) fn doorbell_queues(&self) -> u16 {
+        self.config.num_doorbell_queues
+    }
+
+    pub(crate) fn status_page(&self) -> &[DmaPage] {
+        &self.status_page
+    }
+
+    pub(crate) fn cqs(&self) -> &Table<CqTarget> {
+        &self.cqs
+    }
+
+    pub(crate) fn qps(&self) -> &Table<QpTarget> {
+        &self.qps
+    }
+
+    pub(crate) fn commands(&self) -> &CommandQueue {
+        &self.commands
+    }
+
+    pub(crate) fn async_queue(&self) -> &EventQueue<{ AsyncEvent::SIZE }> {
+        &self.async_queue
+    }
+
+    pub(crate) fn completion_queue(&self, index: u16) -> Option<&EventQueue<{ CompletionEvent::SIZE }>> {
+        self.completion_queues.get(usize::from(index))
+    }
+
+    pub(crate) fn link_up(&self) -> &AtomicBool {
+        &self.link_up
+    }
+
+    pub(crate) fn port_active(&self) -> &AtomicBool {
+        &self.port_active
+    }
+
+    /// The part of the next region's keys that the driver chooses: differs from the last ones, so that a stale key
+    /// does not fit.
+    pub(crate) fn next_key(&self) -> u8 {
+        self.next_key.fetch_add(1, Ordering::Relaxed) as u8
+    }
+}
+
+/// VIRTIO_F_ACCESS_PLATFORM, which the virtio core negotiates.
+fn has_platform_access(virtio: VirtioDevice) -> bool {
+    virtio.has_feature(33)
+}
+
+/// Finds the notify pages of the doorbell queues, and sees to it that a process that maps them can notify nothing else.
+fn notify_pages(virtio: VirtioDevice, total: u16, first: u16, count: u16) -> Result<NotifyPages> {
+    let refuse = |number: u32| {
+        virtio.error(
+            "doorbell queues have no notify pages of their own (QEMU: set page-per-vq=on); notify multiplier",
+            i64::from(number),
+        );
+        Err(Errno::EOPNOTSUPP)
+    };
+    let capability = virtio.notify_capability()?;
+    let multiplier = u64::from(capability.multiplier);
+    // With another multiple of the page size they would not follow each other.
+    if multiplier != PAGE_SIZE {
+        return refuse(capability.multiplier);
+    }
+    let offsets = virtio.notify_offsets(usize::from(total))?;
+    let start = offsets.get(usize::from(first)).copied().unwrap_or(0);
+    let expected = |i: usize| usize::from(start).checked_add(i.checked_sub(usize::from(first))?);
+    for (i, offset) in offsets.iter().enumerate() {
+        let ours = usize::from(start) <= usize::from(*offset)
+            && usize::from(*offset) < usize::from(start).saturating_add(usize::from(count));
+        let fits = match expected(i) {
+            Some(expected) => expected == usize::from(*offset),
+            None => !ours,
+        };
+        if !fits {
+            return refuse(capability.multiplier);
+        }
+    }
+    let first_byte = u64::from(start).saturating_mul(multiplier);
+    let needed = u64::from(count).saturating_mul(PAGE_SIZE);
+    let within = capability.start % PAGE_SIZE;
+    if first_byte.saturating_add(needed) > capability.length || within > PAGE_SIZE.saturating_sub(2) {
+        return refuse(capability.multiplier);
+    }
+    Ok(NotifyPages {
+        addr: capability.start.saturating_add(first_byte).saturating_sub(within),
+        offset: within as u32,
+    })
+}

@@ -1,0 +1,654 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+/*
+ * The thin C side of the module: see glue.h. HAVE_* come from probes of the kernel's headers (Kbuild).
+ */
+#include <linux/completion.h>
+#include <linux/cpumask.h>
+#include <linux/etherdevice.h>
+#include <linux/if_arp.h>
+#include <linux/io.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/mutex.h>
+#include <linux/semaphore.h>
+#include <linux/virtio_ids.h>
+#include <linux/virtio_pci.h>
+#include <linux/workqueue.h>
+#include <linux/xarray.h>
+#ifdef HAVE_RDMA_ITER_H
+#include <rdma/iter.h>
+#endif
+
+#include "glue.h"
+
+/* What bindgen (clang) says of the structures, checked by the compiler that builds the kernel. */
+#include "layout.h"
+
+#ifndef CONFIG_X86_64
+#error "virtio_rdma supports x86-64 only: its rings rely on cache-coherent DMA of 4 KiB pages"
+#endif
+
+static const struct virtio_device_id vrdma_ids[] = {
+	{ VRDMA_DEVICE_ID, VIRTIO_DEV_ANY_ID },
+	{ 0 },
+};
+MODULE_DEVICE_TABLE(virtio, vrdma_ids);
+
+static const unsigned int vrdma_features[] = {
+	VRDMA_FEATURE_RC,
+};
+
+static struct virtio_driver vrdma_driver = {
+	.driver.name = KBUILD_MODNAME,
+	.id_table = vrdma_ids,
+	.feature_table = vrdma_features,
+	.feature_table_size = ARRAY_SIZE(vrdma_features),
+	.probe = vrdma_probe,
+	.remove = vrdma_remove,
+	.config_changed = vrdma_config_changed,
+};
+module_virtio_driver(vrdma_driver);
+
+MODULE_DESCRIPTION("Virtio RDMA driver");
+MODULE_AUTHOR("virtio-rdma developers");
+MODULE_LICENSE("GPL");
+
+struct module *vrdma_this_module(void)
+{
+	return THIS_MODULE;
+}
+
+void vrdma_panic(void)
+{
+	BUG();
+}
+
+void vrdma_log_error(struct device *dev, const char *text, size_t length, s64 number)
+{
+	dev_err(dev, "%.*s (%lld)\n", (int)length, text, number);
+}
+
+void vrdma_log_info(struct device *dev, const char *text, size_t length, s64 number)
+{
+	dev_info(dev, "%.*s (%lld)\n", (int)length, text, number);
+}
+
+/* Memory. */
+
+void *vrdma_kzalloc(size_t size)
+{
+	return kzalloc(size, GFP_KERNEL);
+}
+
+void *vrdma_kvzalloc(size_t count, size_t size)
+{
+	return kvcalloc(count, size, GFP_KERNEL);
+}
+
+void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr)
+{
+	void *page = (void *)get_zeroed_page(GFP_KERNEL);
+
+	if (!page)
+		return NULL;
+	*addr = dma_map_single(dev, page, PAGE_SIZE, DMA_BIDIRECTIONAL);
+	if (dma_mapping_error(dev, *addr)) {
+		free_page((unsigned long)page);
+		return NULL;
+	}
+	return page;
+}
+
+void vrdma_page_free(struct device *dev, void *page, dma_addr_t addr)
+{
+	dma_unmap_single(dev, addr, PAGE_SIZE, DMA_BIDIRECTIONAL);
+	free_page((unsigned long)page);
+}
+
+bool vrdma_page_is_physical(void *page, dma_addr_t addr)
+{
+	return addr == virt_to_phys(page);
+}
+
+/* Synchronization. */
+
+spinlock_t *vrdma_spinlock_new(void)
+{
+	spinlock_t *lock = kzalloc(sizeof(*lock), GFP_KERNEL);
+
+	if (lock)
+		spin_lock_init(lock);
+	return lock;
+}
+
+unsigned long vrdma_spinlock_lock(spinlock_t *lock)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(lock, flags);
+	return flags;
+}
+
+void vrdma_spinlock_unlock(spinlock_t *lock, unsigned long flags)
+{
+	spin_unlock_irqrestore(lock, flags);
+}
+
+struct mutex *vrdma_mutex_new(void)
+{
+	struct mutex *lock = kzalloc(sizeof(*lock), GFP_KERNEL);
+
+	if (lock)
+		mutex_init(lock);
+	return lock;
+}
+
+void vrdma_mutex_lock(struct mutex *lock)
+{
+	mutex_lock(lock);
+}
+
+void vrdma_mutex_unlock(struct mutex *lock)
+{
+	mutex_unlock(lock);
+}
+
+struct completion *vrdma_completion_new(void)
+{
+	struct completion *done = kzalloc(sizeof(*done), GFP_KERNEL);
+
+	if (done)
+		init_completion(done);
+	return done;
+}
+
+bool vrdma_completion_wait(struct completion *done, unsigned int milliseconds)
+{
+	return wait_for_completion_timeout(done, msecs_to_jiffies(milliseconds)) != 0;
+}
+
+struct semaphore *vrdma_semaphore_new(int count)
+{
+	struct semaphore *sem = kzalloc(sizeof(*sem), GFP_KERNEL);
+
+	if (sem)
+		sema_init(sem, count);
+	return sem;
+}
+
+struct vrdma_work {
+	struct work_struct work;
+	void (*run)(void *arg);
+	void *arg;
+};
+
+static void vrdma_work_run(struct work_struct *work)
+{
+	struct vrdma_work *this = container_of(work, struct vrdma_work, work);
+
+	this->run(this->arg);
+}
+
+struct vrdma_work *vrdma_work_new(void (*run)(void *arg), void *arg)
+{
+	struct vrdma_work *work = kzalloc(sizeof(*work), GFP_KERNEL);
+
+	if (work) {
+		INIT_WORK(&work->work, vrdma_work_run);
+		work->run = run;
+		work->arg = arg;
+	}
+	return work;
+}
+
+void vrdma_work_schedule(struct vrdma_work *work)
+{
+	schedule_work(&work->work);
+}
+
+void vrdma_work_cancel(struct vrdma_work *work)
+{
+	cancel_work_sync(&work->work);
+}
+
+void vrdma_work_free(struct vrdma_work *work)
+{
+	cancel_work_sync(&work->work);
+	kfree(work);
+}
+
+struct xarray *vrdma_table_new(void)
+{
+	struct xarray *table = kzalloc(sizeof(*table), GFP_KERNEL);
+
+	if (table)
+		xa_init_flags(table, XA_FLAGS_LOCK_IRQ);
+	return table;
+}
+
+void vrdma_table_free(struct xarray *table)
+{
+	xa_destroy(table);
+	kfree(table);
+}
+
+int vrdma_table_insert(struct xarray *table, u32 index, void *entry)
+{
+	return xa_err(xa_store_irq(table, index, entry, GFP_KERNEL));
+}
+
+/* Only if it is still there: the device may already have given the number to a newer object. */
+void vrdma_table_remove(struct xarray *table, u32 index, void *entry)
+{
+	xa_cmpxchg_irq(table, index, entry, NULL, GFP_KERNEL);
+}
+
+unsigned long vrdma_table_lock(struct xarray *table)
+{
+	unsigned long flags;
+
+	xa_lock_irqsave(table, flags);
+	return flags;
+}
+
+void vrdma_table_unlock(struct xarray *table, unsigned long flags)
+{
+	xa_unlock_irqrestore(table, flags);
+}
+
+/* Virtio. */
+
+bool vrdma_has_feature(const struct virtio_device *vdev, unsigned int bit)
+{
+	return virtio_has_feature(vdev, bit);
+}
+
+static struct pci_dev *vrdma_pci(struct virtio_device *vdev)
+{
+	struct device *parent = vdev->dev.parent;
+
+	return parent && dev_is_pci(parent) ? to_pci_dev(parent) : NULL;
+}
+
+bool vrdma_is_gone(struct virtio_device *vdev)
+{
+	struct pci_dev *pdev = vrdma_pci(vdev);
+
+	return pdev && !pci_device_is_present(pdev);
+}
+
+bool vrdma_needs_reset(struct virtio_device *vdev)
+{
+	return vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET;
+}
+
+/* Four bytes at a time: with a device outside of the VMM every access is a message to it. */
+void vrdma_config_read(struct virtio_device *vdev, unsigned int offset, __le32 *to, unsigned int words)
+{
+	u32 generation, again = vdev->config->generation(vdev);
+	unsigned int i, tries = 0;
+
+	do {
+		generation = again;
+		for (i = 0; i < words; i++)
+			vdev->config->get(vdev, offset + 4 * i, &to[i], sizeof(to[i]));
+		again = vdev->config->generation(vdev);
+	} while (again != generation && ++tries < 100);
+}
+
+int vrdma_find_vqs(struct virtio_device *vdev, unsigned int total, unsigned int first_doorbell,
+		   struct virtqueue **vqs)
+{
+	struct virtqueue_info *info;
+	unsigned int i;
+	int ret;
+
+	info = kcalloc(total, sizeof(*info), GFP_KERNEL);
+	if (!info)
+		return -ENOMEM;
+	for (i = 0; i < total; i++) {
+		if (i == 0)
+			info[i].name = "control";
+		else if (i == VRDMA_EVENT_QUEUE)
+			info[i].name = "events";
+		else if (i < first_doorbell)
+			info[i].name = devm_kasprintf(&vdev->dev, GFP_KERNEL, "completion.%u",
+						      i - VRDMA_FIRST_COMPLETION_QUEUE);
+		else
+			info[i].name = devm_kasprintf(&vdev->dev, GFP_KERNEL, "doorbell.%u", i - first_doorbell);
+		if (!info[i].name) {
+			ret = -ENOMEM;
+			goto out;
+		}
+		if (i < first_doorbell)
+			info[i].callback = vrdma_vq_callback;
+	}
+	ret = virtio_find_vqs(vdev, total, vqs, info, NULL);
+out:
+	kfree(info);
+	return ret;
+}
+
+void vrdma_del_vqs(struct virtio_device *vdev)
+{
+	vdev->config->del_vqs(vdev);
+}
+
+void vrdma_device_ready(struct virtio_device *vdev)
+{
+	virtio_device_ready(vdev);
+}
+
+/* A device that was pulled out answers nothing: waiting for its reset would never end. */
+void vrdma_reset(struct virtio_device *vdev)
+{
+	if (vrdma_is_gone(vdev))
+		virtio_break_device(vdev);
+	else
+		virtio_reset_device(vdev);
+}
+
+void vrdma_vq_spread(struct virtqueue *vq, unsigned int index)
+{
+	virtqueue_set_affinity(vq, cpumask_of(cpumask_local_spread(index % num_online_cpus(), NUMA_NO_NODE)));
+}
+
+int vrdma_vq_add(struct virtqueue *vq, void *out, unsigned int out_length, void *in, unsigned int in_length,
+		 void *token)
+{
+	struct scatterlist out_list, in_list, *lists[2];
+	unsigned int outs = 0;
+
+	if (out_length) {
+		sg_init_one(&out_list, out, out_length);
+		lists[outs++] = &out_list;
+	}
+	sg_init_one(&in_list, in, in_length);
+	lists[outs] = &in_list;
+	return virtqueue_add_sgs(vq, lists, outs, 1, token, GFP_ATOMIC);
+}
+
+/* Finds a vendor capability of virtio (by its configuration type); returns its position or 0. */
+static int vrdma_pci_capability(struct pci_dev *pdev, u8 wanted)
+{
+	int pos;
+
+	for (pos = pci_find_capability(pdev, PCI_CAP_ID_VNDR); pos > 0;
+	     pos = pci_find_next_capability(pdev, pos, PCI_CAP_ID_VNDR)) {
+		u8 type = 0, bar = 0;
+
+		pci_read_config_byte(pdev, pos + offsetof(struct virtio_pci_cap, cfg_type), &type);
+		pci_read_config_byte(pdev, pos + offsetof(struct virtio_pci_cap, bar), &bar);
+		if (type == wanted && bar < PCI_STD_NUM_BARS && pci_resource_len(pdev, bar))
+			return pos;
+	}
+	return 0;
+}
+
+int vrdma_notify_capability(struct virtio_device *vdev, struct vrdma_notify_capability *found)
+{
+	struct pci_dev *pdev = vrdma_pci(vdev);
+	u32 offset = 0, length = 0, multiplier = 0;
+	u8 bar = 0;
+	int pos;
+
+	if (!pdev)
+		return -ENODEV;
+	pos = vrdma_pci_capability(pdev, VIRTIO_PCI_CAP_NOTIFY_CFG);
+	if (!pos)
+		return -ENODEV;
+	pci_read_config_byte(pdev, pos + offsetof(struct virtio_pci_cap, bar), &bar);
+	pci_read_config_dword(pdev, pos + offsetof(struct virtio_pci_cap, offset), &offset);
+	pci_read_config_dword(pdev, pos + offsetof(struct virtio_pci_cap, length), &length);
+	pci_read_config_dword(pdev, pos + offsetof(struct virtio_pci_notify_cap, notify_off_multiplier), &multiplier);
+	if ((u64)offset + length > pci_resource_len(pdev, bar))
+		return -EINVAL;
+	found->start = pci_resource_start(pdev, bar) + offset;
+	found->length = length;
+	found->multiplier = multiplier;
+	return 0;
+}
+
+/*
+ * The notification offset of every queue. The virtio core keeps what it read to itself, so this reads the common
+ * configuration again; only during probe, when nobody else selects queues.
+ */
+int vrdma_notify_offsets(struct virtio_device *vdev, unsigned int total, u16 *offsets)
+{
+	struct pci_dev *pdev = vrdma_pci(vdev);
+	struct virtio_pci_common_cfg __iomem *common;
+	u32 offset = 0;
+	unsigned int i;
+	u8 bar = 0;
+	int pos;
+
+	if (!pdev)
+		return -ENODEV;
+	pos = vrdma_pci_capability(pdev, VIRTIO_PCI_CAP_COMMON_CFG);
+	if (!pos)
+		return -ENODEV;
+	pci_read_config_byte(pdev, pos + offsetof(struct virtio_pci_cap, bar), &bar);
+	pci_read_config_dword(pdev, pos + offsetof(struct virtio_pci_cap, offset), &offset);
+	common = pci_iomap_range(pdev, bar, offset, sizeof(*common));
+	if (!common)
+		return -ENOMEM;
+	for (i = 0; i < total; i++) {
+		iowrite16(i, &common->queue_select);
+		offsets[i] = ioread16(&common->queue_notify_off);
+	}
+	pci_iounmap(pdev, common);
+	return 0;
+}
+
+void vrdma_pci_ids(struct virtio_device *vdev, u32 *vendor, u32 *device, u32 *revision)
+{
+	struct pci_dev *pdev = vrdma_pci(vdev);
+
+	*vendor = pdev ? pdev->vendor : 0;
+	*device = pdev ? pdev->device : 0;
+	*revision = pdev ? pdev->revision : 0;
+}
+
+/* RDMA core. */
+
+struct ib_device *vrdma_ib_alloc(size_t size, struct device *parent)
+{
+	struct ib_device *ib;
+
+#ifdef HAVE_IB_ALLOC_DEVICE_NET
+	ib = _ib_alloc_device(size, &init_net);
+#else
+	ib = _ib_alloc_device(size);
+#endif
+	if (ib)
+		ib->dev.parent = parent;
+	return ib;
+}
+
+struct ib_ucontext *vrdma_udata_context(struct ib_udata *udata)
+{
+	return rdma_udata_to_uverbs_attr_bundle(udata)->context;
+}
+
+struct ib_udata *vrdma_attrs_udata(struct uverbs_attr_bundle *attrs)
+{
+	return attrs ? &attrs->driver_udata : NULL;
+}
+
+/* Missing bytes count as zero; bytes that we do not know must be zero. */
+int vrdma_udata_read(struct ib_udata *udata, void *to, size_t length)
+{
+	memset(to, 0, length);
+	if (!udata || !udata->inlen)
+		return 0;
+	if (length && ib_copy_from_udata(to, udata, min(length, udata->inlen)))
+		return -EFAULT;
+	if (udata->inlen > length && !ib_is_udata_cleared(udata, length, udata->inlen - length))
+		return -EOPNOTSUPP;
+	return 0;
+}
+
+/* Cut to what user space has room for; what it has more of is cleared. */
+int vrdma_udata_write(struct ib_udata *udata, const void *from, size_t length)
+{
+	size_t fits;
+
+	if (!udata || !udata->outlen)
+		return 0;
+	fits = min(length, udata->outlen);
+	if (fits && copy_to_user(udata->outbuf, from, fits))
+		return -EFAULT;
+	if (udata->outlen > fits && clear_user(udata->outbuf + fits, udata->outlen - fits))
+		return -EFAULT;
+	return 0;
+}
+
+struct ib_umem *vrdma_umem_get(struct ib_device *ib, u64 addr, size_t length, int access)
+{
+#ifdef HAVE_IB_UMEM_GET_VA
+	return ib_umem_get_va(ib, addr, length, access);
+#else
+	return ib_umem_get(ib, addr, length, access);
+#endif
+}
+
+struct ib_umem *vrdma_umem_get_cq(struct ib_device *ib, struct uverbs_attr_bundle *attrs, u64 addr, size_t length,
+				  int access)
+{
+#ifdef HAVE_IB_UMEM_GET_CQ_BUF_OR_VA
+	return ib_umem_get_cq_buf_or_va(ib, attrs, addr, length, access);
+#else
+	return vrdma_umem_get(ib, addr, length, access);
+#endif
+}
+
+size_t vrdma_umem_blocks(struct ib_umem *umem, unsigned long block)
+{
+	return ib_umem_num_dma_blocks(umem, block);
+}
+
+int vrdma_umem_for_each(struct ib_umem *umem, unsigned long block, int (*each)(void *arg, u64 addr), void *arg)
+{
+	struct ib_block_iter iter;
+	int ret;
+
+	rdma_umem_for_each_dma_block(umem, &iter, block) {
+		ret = each(arg, rdma_block_iter_dma_address(&iter));
+		if (ret)
+			return ret;
+	}
+	return 0;
+}
+
+/* Every page of the mapping holds a reference: it stays valid memory even when the driver has gone. */
+int vrdma_mmap_pages(struct vm_area_struct *vma, void *const *pages, size_t count, bool read_only)
+{
+	size_t i;
+	int ret;
+
+	if (vma_pages(vma) != count)
+		return -EINVAL;
+	if (read_only) {
+		if (vma->vm_flags & VM_WRITE)
+			return -EPERM;
+		vm_flags_clear(vma, VM_MAYWRITE);
+	}
+	vm_flags_set(vma, VM_DONTCOPY | VM_DONTEXPAND | VM_DONTDUMP);
+	for (i = 0; i < count; i++) {
+		ret = vm_insert_page(vma, vma->vm_start + i * PAGE_SIZE, virt_to_page(pages[i]));
+		if (ret)
+			return ret;
+	}
+	return 0;
+}
+
+int vrdma_mmap_io(struct ib_ucontext *context, struct vm_area_struct *vma, u64 addr, size_t length,
+		  struct rdma_user_mmap_entry *entry)
+{
+	return rdma_user_mmap_io(context, vma, addr >> PAGE_SHIFT, length, pgprot_noncached(vma->vm_page_prot), entry);
+}
+
+/* Network interfaces. */
+
+struct vrdma_netdev_watch {
+	struct notifier_block notifier;
+	void (*event)(void *arg, struct net_device *ndev, bool going);
+	void *arg;
+	bool started;
+};
+
+static int vrdma_netdev_event(struct notifier_block *notifier, unsigned long event, void *info)
+{
+	struct vrdma_netdev_watch *watch = container_of(notifier, struct vrdma_netdev_watch, notifier);
+
+	watch->event(watch->arg, netdev_notifier_info_to_dev(info), event == NETDEV_UNREGISTER);
+	return NOTIFY_DONE;
+}
+
+struct vrdma_netdev_watch *vrdma_netdev_watch_new(void (*event)(void *arg, struct net_device *ndev, bool going),
+						  void *arg)
+{
+	struct vrdma_netdev_watch *watch = kzalloc(sizeof(*watch), GFP_KERNEL);
+
+	if (watch) {
+		watch->notifier.notifier_call = vrdma_netdev_event;
+		watch->event = event;
+		watch->arg = arg;
+	}
+	return watch;
+}
+
+int vrdma_netdev_watch_start(struct vrdma_netdev_watch *watch)
+{
+	int ret = register_netdevice_notifier(&watch->notifier);
+
+	watch->started = !ret;
+	return ret;
+}
+
+void vrdma_netdev_watch_stop(struct vrdma_netdev_watch *watch)
+{
+	if (watch->started)
+		unregister_netdevice_notifier(&watch->notifier);
+	watch->started = false;
+}
+
+/*
+ * The interface with this MAC address or, if it is zero, the first with any. Only those with hardware (be it virtual)
+ * behind them: a VLAN, bridge or bond on top has the same address.
+ */
+struct net_device *vrdma_netdev_find(const u8 *mac)
+{
+	struct net_device *ndev;
+
+	ASSERT_RTNL();
+	for_each_netdev(&init_net, ndev) {
+		if (ndev->type != ARPHRD_ETHER || !ndev->dev.parent || ndev->reg_state != NETREG_REGISTERED)
+			continue;
+		if (is_zero_ether_addr(mac) ? is_valid_ether_addr(ndev->dev_addr) :
+		    ether_addr_equal(ndev->dev_addr, mac) || ether_addr_equal(ndev->perm_addr, mac))
+			return ndev;
+	}
+	return NULL;
+}
+
+bool vrdma_netdev_is_up(struct ib_device *ib)
+{
+	struct net_device *ndev = ib_device_get_netdev(ib, 1);
+	bool up;
+
+	if (!ndev)
+		return false;
+	up = netif_running(ndev) && netif_carrier_ok(ndev);
+	dev_put(ndev);
+	return up;
+}
+
+bool vrdma_netdev_is(struct ib_device *ib, struct net_device *ndev)
+{
+	struct net_device *paired = ib_device_get_netdev(ib, 1);
+
+	if (paired)
+		dev_put(paired);
+	return paired == ndev;
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! Owned allocations of kernel memory; running out is an error, not a panic.
+use super::bindings;
+use super::error::{Errno, Result};
+use core::ops::{Deref, DerefMut};
+use core::ptr::NonNull;
+
+/// One value in memory of its own (kmalloc: physically contiguous).
+pub(crate) struct Box<T>(NonNull<T>);
+
+// SAFETY: a Box owns its value like the value itself would be owned.
+unsafe impl<T: Send> Send for Box<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Box<T> {}
+
+impl<T> Box<T> {
+    pub(crate) fn new(value: T) -> Result<Self> {
+        const { assert!(align_of::<T>() <= 8 && size_of::<T>() > 0) };
+        // SAFETY: no preconditions; the result is null or memory of this size, aligned to 8 at least.
+        let memory = unsafe { bindings::vrdma_kzalloc(size_of::<T>()) };
+        let memory = NonNull::new(memory.cast::<T>()).ok_or(Errno::ENOMEM)?;
+        // SAFETY: fresh memory of the right size and alignment.
+        unsafe { memory.write(value) };
+        Ok(Self(memory))
+    }
+
+    /// Where the value is. It stays there until the Box is dropped.
+    pub(super) fn as_ptr(&self) -> *mut T {
+        self.0.as_ptr()
+    }
+
+    /// Gives up ownership; [`Self::from_raw`] takes it back.
+    pub(super) fn into_raw(self) -> *mut T {
+        let raw = self.0.as_ptr();
+        core::mem::forget(self);
+        raw
+    }
+
+    /// # Safety
+    /// `raw` must come from [`Self::into_raw`], and be used no more.
+    pub(super) unsafe fn from_raw(raw: NonNull<T>) -> Self {
+        Self(raw)
+    }
+}
+
+impl<T> Deref for Box<T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        // SAFETY: the memory holds a value as long as self lives.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<T> DerefMut for Box<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as above, and self is borrowed exclusively.
+        unsafe { self.0.as_mut() }
+    }
+}
+
+impl<T> Drop for Box<T> {
+    fn drop(&mut self) {
+        // SAFETY: the value is initialized and dropped once; the memory came from kzalloc.
+        unsafe {
+            self.0.drop_in_place();
+            bindings::kfree(self.0.as_ptr().cast());
+        }
+    }
+}
+
+/// A fixed number of values (kvmalloc: not necessarily physically contiguous).
+pub(crate) struct Array<T> {
+    start: NonNull<T>,
+    length: usize,
+}
+
+// SAFETY: an Array owns its values.
+unsafe impl<T: Send> Send for Array<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Array<T> {}
+
+impl<T> Array<T> {
+    /// `length` values made by `make`; stops at the first error.
+    pub(crate) fn new(length: usize, mut make: impl FnMut(usize) -> Result<T>) -> Result<Self> {
+        const { assert!(align_of::<T>() <= 8 && size_of::<T>() > 0) };
+        if length == 0 {
+            return Ok(Self {
+                start: NonNull::dangling(),
+                length,
+            });
+        }
+        // SAFETY: no preconditions; the result is null or memory for that many values (the product is checked in there).
+        let memory = unsafe { bindings::vrdma_kvzalloc(length, size_of::<T>()) };
+        let start = NonNull::new(memory.cast::<T>()).ok_or(Errno::ENOMEM)?;
+        let mut array = Self { start, length: 0 };
+        for i in 0..length {
+            let value = make(i)?;
+            // SAFETY: i < length, so this is inside of the fresh memory; on an error above, drop frees what there is.
+            unsafe { start.add(i).write(value) };
+            array.length = i.wrapping_add(1);
+        }
+        Ok(array)
+    }
+}
+
+impl<T> Deref for Array<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: `length` values are initialized.
+        unsafe { core::slice::from_raw_parts(self.start.as_ptr(), self.length) }
+    }
+}
+
+impl<T> DerefMut for Array<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and self is borrowed exclusively.
+        unsafe { core::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
+    }
+}
+
+impl<T> Drop for Array<T> {
+    fn drop(&mut self) {
+        if self.start == NonNull::dangling() {
+            return;
+        }
+        // SAFETY: the values are dropped once; the memory came from kvzalloc (a dangling start never does: an
+        // allocation is aligned to 8 and not at so low an address).
+        unsafe {
+            core::ptr::drop_in_place::<[T]>(&mut **self);
+            bindings::kvfree(self.start.as_ptr().cast());
+        }
+    }
+}

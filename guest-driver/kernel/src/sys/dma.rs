@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! Pages that the device reads or writes.
+use super::bindings;
+use super::error::{Errno, Result};
+use core::ffi::c_void;
+use core::ptr::NonNull;
+use virtio_rdma_spec::PAGE_SIZE;
+
+/// The (PCI) device whose DMA addresses the RDMA device understands.
+#[derive(Clone, Copy)]
+pub(crate) struct DmaDevice(pub(super) NonNull<bindings::device>);
+
+// SAFETY: a handle; the kernel's functions that take it may be called from any thread.
+unsafe impl Send for DmaDevice {}
+// SAFETY: as above.
+unsafe impl Sync for DmaDevice {}
+
+/// A zeroed page of our own, mapped for the device in both directions (on x86-64 that is coherent).
+pub(crate) struct DmaPage {
+    device: DmaDevice,
+    memory: NonNull<c_void>,
+    addr: u64,
+}
+
+// SAFETY: the page is owned; access to its words is volatile and through &mut only.
+unsafe impl Send for DmaPage {}
+// SAFETY: as above.
+unsafe impl Sync for DmaPage {}
+
+impl DmaPage {
+    pub(crate) fn new(device: DmaDevice) -> Result<Self> {
+        let mut addr = 0;
+        // SAFETY: the device is alive as long as the driver is bound to it.
+        let memory = unsafe { bindings::vrdma_page_alloc(device.0.as_ptr(), &mut addr) };
+        Ok(Self {
+            device,
+            memory: NonNull::new(memory).ok_or(Errno::ENOMEM)?,
+            addr,
+        })
+    }
+
+    /// The address that the device uses.
+    pub(crate) fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// Is the address that the device uses the physical one?
+    pub(crate) fn is_physical(&self) -> bool {
+        // SAFETY: it only computes with the address of our page.
+        unsafe { bindings::vrdma_page_is_physical(self.memory.as_ptr(), self.addr) }
+    }
+
+    /// Stores a word (little-endian) at `index`; out of range does nothing.
+    pub(crate) fn set(&mut self, index: usize, value: u64) {
+        if index < PAGE_SIZE as usize / 8 {
+            // SAFETY: inside of the page, and aligned.
+            unsafe { self.memory.cast::<u64>().add(index).write_volatile(value.to_le()) };
+        }
+    }
+
+    /// Where the page is, for mapping it to a process.
+    pub(super) fn memory(&self) -> *mut c_void {
+        self.memory.as_ptr()
+    }
+}
+
+impl Drop for DmaPage {
+    fn drop(&mut self) {
+        // SAFETY: allocated by vrdma_page_alloc with this device and address. Processes that still map the page hold
+        // references of their own.
+        unsafe { bindings::vrdma_page_free(self.device.0.as_ptr(), self.memory.as_ptr(), self.addr) }
+    }
+}

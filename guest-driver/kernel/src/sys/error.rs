@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! Errors are errno values.
+use core::ffi::c_int;
+use virtio_rdma_spec::command::status;
+
+/// An errno value (positive inside, negative towards the kernel).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Errno(u16);
+
+/// What almost everything here returns.
+pub(crate) type Result<T> = core::result::Result<T, Errno>;
+
+impl Errno {
+    pub(crate) const EIO: Self = Self(5);
+    pub(crate) const ENOENT: Self = Self(status::ENOENT);
+    pub(crate) const ENOMEM: Self = Self(status::ENOMEM);
+    pub(crate) const ENODEV: Self = Self(19);
+    pub(crate) const EINVAL: Self = Self(status::EINVAL);
+    pub(crate) const EOPNOTSUPP: Self = Self(status::EOPNOTSUPP);
+
+    /// The error that the kernel returned as a negative number.
+    pub(super) fn from_kernel(code: c_int) -> Self {
+        match u16::try_from(code.wrapping_neg()) {
+            Ok(code @ 1..=4095) => Self(code),
+            _ => Self::EIO,
+        }
+    }
+
+    /// `Ok` for a return value of zero or more.
+    pub(super) fn check(code: c_int) -> Result<()> {
+        if code < 0 {
+            Err(Self::from_kernel(code))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The status of a response; one that the specification does not know is an I/O error.
+    pub(crate) fn check_status(value: u16) -> Result<()> {
+        if value == status::OK {
+            Ok(())
+        } else if status::name(value).is_some() {
+            Err(Self(value))
+        } else {
+            Err(Self::EIO)
+        }
+    }
+
+    /// As the kernel wants it: negative.
+    pub(super) fn code(self) -> c_int {
+        -c_int::from(self.0)
+    }
+
+    /// As a number to print.
+    pub(crate) fn number(self) -> i64 {
+        i64::from(self.0)
+    }
+}
+
+/// Turns a result into the kernel's return value.
+pub(super) fn code(result: Result<()>) -> c_int {
+    match result {
+        Ok(()) => 0,
+        Err(error) => error.code(),
+    }
+}

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! The only module that knows the kernel: raw pointers, bindings and calls into C stay in here.
+//!
+//! Rules that the rest rests on:
+//!
+//! - Kernel objects that must not move (locks, completions, work items) are allocations of their own.
+//! - A [`Device`](crate::device::Device) is written into the memory of its `ib_device` before interrupts, work items or
+//!   verbs can reach it, and dropped after all of them ended ([`driver`]).
+//! - The driver's data of a verbs object sits behind the core's structure, is written when its creation succeeded and
+//!   dropped when its destruction did ([`ops`]); the core does not call in between.
+#![allow(unsafe_code)]
+
+pub(crate) mod alloc;
+pub(crate) mod dma;
+mod driver;
+pub(crate) mod error;
+pub(crate) mod net;
+mod ops;
+pub(crate) mod rdma;
+pub(crate) mod sync;
+pub(crate) mod table;
+pub(crate) mod virtio;
+
+/// The kernel's types and functions, and those of `glue.c`, as bindgen reads them.
+mod bindings {
+    #![allow(warnings, clippy::all, missing_docs, unsafe_op_in_unsafe_fn)]
+    include!(env!("VIRTIO_RDMA_BINDINGS"));
+}
+
+// The numbers that the C side needs as constants are those of the specification.
+const _: () = {
+    use virtio_rdma_spec::{config, DEVICE_ID, PAGE_SIZE};
+    assert!(bindings::VRDMA_DEVICE_ID == DEVICE_ID);
+    assert!(bindings::VRDMA_FEATURE_RC == config::feature::RC);
+    assert!(bindings::VRDMA_EVENT_QUEUE == config::EVENT_QUEUE as u32);
+    assert!(bindings::VRDMA_FIRST_COMPLETION_QUEUE == config::FIRST_COMPLETION_QUEUE as u32);
+    assert!(bindings::VRDMA_MAX_QUEUES == config::MAX_QUEUES as u32);
+    assert!(bindings::VRDMA_PAGE_SIZE as u64 == PAGE_SIZE);
+};
+
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    // SAFETY: it stops the kernel thread at once (BUG) and never returns.
+    unsafe { bindings::vrdma_panic() }
+}

@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! What the RDMA core offers to drivers: the device, user memory, driver data of commands, mappings, events.
+use super::alloc::{Array, Box};
+use super::bindings;
+use super::dma::{DmaDevice, DmaPage};
+use super::error::{Errno, Result};
+use super::ops::{self, Object};
+use crate::device::Device;
+use crate::verbs;
+use core::ffi::{c_int, c_void};
+use core::ptr::NonNull;
+use virtio_rdma_spec::PAGE_SIZE;
+
+pub(crate) use super::bindings::{ib_device_attr as DeviceAttr, ib_port_attr as PortAttr};
+
+/// Capability flags of the device.
+pub(crate) mod device_cap {
+    use super::bindings;
+    pub(crate) const RC_RNR_NAK_GEN: u64 = bindings::IB_DEVICE_RC_RNR_NAK_GEN as u64;
+    pub(crate) const SYS_IMAGE_GUID: u64 = bindings::IB_DEVICE_SYS_IMAGE_GUID as u64;
+    pub(crate) const PORT_ACTIVE_EVENT: u64 = bindings::IB_DEVICE_PORT_ACTIVE_EVENT as u64;
+    pub(crate) const CURR_QP_STATE_MOD: u64 = bindings::IB_DEVICE_CURR_QP_STATE_MOD as u64;
+}
+
+/// Capability flag of the port: the communication manager works on it.
+pub(crate) const PORT_CM_SUP: u32 = bindings::IB_PORT_CM_SUP;
+/// Access flags that may be ignored by a driver that does not know them.
+pub(crate) const ACCESS_OPTIONAL: u32 = bindings::IB_ACCESS_OPTIONAL;
+/// No atomic operations.
+pub(crate) const ATOMIC_NONE: bindings::ib_atomic_cap = bindings::IB_ATOMIC_NONE;
+
+/// The `ib_device` with our [`Device`] behind it.
+#[repr(C)]
+pub(super) struct DeviceObject {
+    pub(super) ib: bindings::ib_device,
+    pub(super) device: core::mem::MaybeUninit<Device>,
+}
+
+/// A handle of the `ib_device`; valid as long as the driver is bound.
+#[derive(Clone, Copy)]
+pub(crate) struct IbDevice(pub(super) NonNull<DeviceObject>);
+
+// SAFETY: a handle; what is done with it is safe from any thread.
+unsafe impl Send for IbDevice {}
+// SAFETY: as above.
+unsafe impl Sync for IbDevice {}
+
+impl IbDevice {
+    pub(super) fn as_ptr(self) -> *mut bindings::ib_device {
+        self.0.as_ptr().cast()
+    }
+
+    /// # Safety
+    /// The device must be in place.
+    pub(super) unsafe fn device<'a>(self) -> &'a Device {
+        // SAFETY: the caller says that it is initialized; it is only shared, until it is dropped.
+        unsafe { (*self.0.as_ptr()).device.assume_init_ref() }
+    }
+
+    /// Makes the device known: one port, with this GUID and as many completion vectors.
+    pub(crate) fn register(self, dma: DmaDevice, node_guid: u64, comp_vectors: u16) -> Result<()> {
+        let ib = self.as_ptr();
+        // SAFETY: allocated and not registered yet, so nobody else looks at it.
+        unsafe {
+            (*ib).node_guid = node_guid.to_be();
+            (*ib).num_comp_vectors = c_int::from(comp_vectors);
+            bindings::ib_set_device_ops(ib, &ops::table());
+            Errno::check(bindings::ib_register_device(ib, c"vrdma%d".as_ptr(), dma.0.as_ptr()))
+        }
+    }
+
+    /// Makes it unknown again: destroys what user space has of it. May sleep.
+    pub(crate) fn unregister(self) {
+        // SAFETY: registered (its caller keeps track).
+        unsafe { bindings::ib_unregister_device(self.as_ptr()) }
+    }
+
+    /// Makes the GID table of the port follow the paired network interface. May sleep; not with the RTNL held.
+    pub(crate) fn rescan_gids(self) {
+        // SAFETY: registered.
+        unsafe { bindings::rdma_roce_rescan_device(self.as_ptr()) }
+    }
+
+    /// Dispatches an event of the device or its port.
+    pub(crate) fn dispatch(self, event_type: u16) {
+        let event = bindings::ib_event {
+            device: self.as_ptr(),
+            element: bindings::ib_event__bindgen_ty_1 { port_num: 1 },
+            event: bindings::ib_event_type::from(event_type),
+        };
+        // SAFETY: registered; the event is copied.
+        unsafe { bindings::ib_dispatch_event(&event) }
+    }
+}
+
+/// The completion queue that events are for.
+pub(crate) struct CqTarget(pub(super) NonNull<bindings::ib_cq>);
+/// The queue pair that events are for.
+pub(crate) struct QpTarget(pub(super) NonNull<bindings::ib_qp>);
+
+// SAFETY: the core's structures may be used from any thread, as long as the registration keeps them from going.
+unsafe impl Send for CqTarget {}
+// SAFETY: as above.
+unsafe impl Sync for CqTarget {}
+// SAFETY: as above.
+unsafe impl Send for QpTarget {}
+// SAFETY: as above.
+unsafe impl Sync for QpTarget {}
+
+impl CqTarget {
+    /// Tells its user that there is a completion. Any context.
+    pub(crate) fn complete(&self) {
+        let cq = self.0.as_ptr();
+        // SAFETY: the registration in the table keeps the queue alive; the handler is set by its user at creation.
+        unsafe {
+            if let Some(handler) = (*cq).comp_handler {
+                handler(cq, (*cq).cq_context);
+            }
+        }
+    }
+
+    /// Tells its user of an asynchronous event. Process context.
+    pub(crate) fn event(&self, event_type: u16) {
+        let cq = self.0.as_ptr();
+        // SAFETY: as above.
+        unsafe {
+            let mut event = bindings::ib_event {
+                device: (*cq).device,
+                element: bindings::ib_event__bindgen_ty_1 { cq },
+                event: bindings::ib_event_type::from(event_type),
+            };
+            if let Some(handler) = (*cq).event_handler {
+                handler(&mut event, (*cq).cq_context);
+            }
+        }
+    }
+}
+
+impl QpTarget {
+    /// Tells its user of an asynchronous event. Process context.
+    pub(crate) fn event(&self, event_type: u16) {
+        let qp = self.0.as_ptr();
+        // SAFETY: the registration in the table keeps the queue pair alive.
+        unsafe {
+            let mut event = bindings::ib_event {
+                device: (*qp).device,
+                element: bindings::ib_event__bindgen_ty_1 { qp },
+                event: bindings::ib_event_type::from(event_type),
+            };
+            if let Some(handler) = (*qp).event_handler {
+                handler(&mut event, (*qp).qp_context);
+            }
+        }
+    }
+}
+
+/// The driver data of a command: what the provider sent, and room for an answer. None for commands of the kernel.
+#[derive(Clone, Copy)]
+pub(crate) struct Udata<'a>(*mut bindings::ib_udata, core::marker::PhantomData<&'a ()>);
+
+impl Udata<'_> {
+    /// # Safety
+    /// Null, or what the core gave for the command under way.
+    pub(super) unsafe fn new(udata: *mut bindings::ib_udata) -> Self {
+        Self(udata, core::marker::PhantomData)
+    }
+
+    /// Does the command come from user space?
+    pub(crate) fn is_user(&self) -> bool {
+        !self.0.is_null()
+    }
+
+    /// What the provider sent. Missing bytes are zero; ones that we do not know must be zero.
+    pub(crate) fn read<const N: usize>(&self) -> Result<[u8; N]> {
+        let mut bytes = [0; N];
+        // SAFETY: valid or null (new), and there is room for N bytes.
+        Errno::check(unsafe { bindings::vrdma_udata_read(self.0, bytes.as_mut_ptr().cast(), N) })?;
+        Ok(bytes)
+    }
+
+    /// The answer, cut to the room there is.
+    pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
+        // SAFETY: valid or null (new).
+        Errno::check(unsafe { bindings::vrdma_udata_write(self.0, bytes.as_ptr().cast(), bytes.len()) })
+    }
+
+    /// For commands without driver data: nothing is expected, nothing answered.
+    pub(crate) fn none(&self) -> Result<()> {
+        self.read::<0>()?;
+        self.write(&[])
+    }
+
+    /// The context that the command is in.
+    pub(crate) fn context(&self) -> Result<&verbs::Context> {
+        if self.0.is_null() {
+            return Err(Errno::EOPNOTSUPP);
+        }
+        // SAFETY: the core holds the context while the command runs; ours are all Object<ib_ucontext, Context>, and a
+        // context that commands come from was created.
+        unsafe {
+            let context = bindings::vrdma_udata_context(self.0);
+            let context = NonNull::new(context).ok_or(Errno::EINVAL)?;
+            Ok(Object::data(context))
+        }
+    }
+}
+
+/// Where the buffer of a completion queue comes from: newer cores have attributes for it.
+#[derive(Clone, Copy)]
+pub(crate) struct CqBuffer(pub(super) *mut bindings::uverbs_attr_bundle);
+
+/// Pinned memory of a process, mapped for the device.
+pub(crate) struct Umem(NonNull<bindings::ib_umem>);
+
+// SAFETY: owned; release may be called from any thread.
+unsafe impl Send for Umem {}
+// SAFETY: shared use is read-only.
+unsafe impl Sync for Umem {}
+
+impl Umem {
+    /// Pins `length` bytes at `addr` of the current process, for this (verbs) access.
+    pub(crate) fn new(ib: IbDevice, addr: u64, length: u64, access: u32) -> Result<Self> {
+        let length = usize::try_from(length).map_err(|_| Errno::EINVAL)?;
+        // SAFETY: the device is registered.
+        Self::check(unsafe { bindings::vrdma_umem_get(ib.as_ptr(), addr, length, access as c_int) })
+    }
+
+    /// Pins the buffer of a completion queue, by default at `addr`.
+    pub(crate) fn new_cq(ib: IbDevice, from: CqBuffer, addr: u64, length: u64, access: u32) -> Result<Self> {
+        let length = usize::try_from(length).map_err(|_| Errno::EINVAL)?;
+        // SAFETY: the device is registered; the attributes are those of the command under way.
+        Self::check(unsafe {
+            bindings::vrdma_umem_get_cq(ib.as_ptr(), from.0, addr, length, access as c_int)
+        })
+    }
+
+    fn check(umem: *mut bindings::ib_umem) -> Result<Self> {
+        let code = umem as isize;
+        if (-4095..0).contains(&code) {
+            return Err(Errno::from_kernel(code as c_int));
+        }
+        NonNull::new(umem).map(Self).ok_or(Errno::EINVAL)
+    }
+
+    /// The largest of the page sizes in `sizes` (bit n: 2^n bytes) in which the memory can be described, if addresses
+    /// in it keep their offset in a page from `virt`; zero if none is.
+    pub(crate) fn best_page_size(&self, sizes: u64, virt: u64) -> u64 {
+        // SAFETY: valid.
+        unsafe { bindings::ib_umem_find_best_pgsz(self.0.as_ptr(), sizes, virt) }
+    }
+
+    /// How many pages of this size (4 KiB, or from [`Self::best_page_size`]) describe the memory.
+    pub(crate) fn pages(&self, page_size: u64) -> usize {
+        // SAFETY: valid.
+        unsafe { bindings::vrdma_umem_blocks(self.0.as_ptr(), page_size) }
+    }
+
+    /// Calls `each` with the device's address of every page of this size, in order.
+    pub(crate) fn for_each<F: FnMut(u64) -> Result<()>>(&self, page_size: u64, mut each: F) -> Result<()> {
+        unsafe extern "C" fn call<F: FnMut(u64) -> Result<()>>(each: *mut c_void, addr: u64) -> c_int {
+            // SAFETY: the closure below, which nobody else uses meanwhile.
+            let each = unsafe { &mut *each.cast::<F>() };
+            super::error::code(each(addr))
+        }
+        // SAFETY: valid; the closure lives until the call returns.
+        Errno::check(unsafe {
+            bindings::vrdma_umem_for_each(self.0.as_ptr(), page_size, Some(call::<F>), (&raw mut each).cast())
+        })
+    }
+}
+
+impl Drop for Umem {
+    fn drop(&mut self) {
+        // SAFETY: owned; the device has no access any longer (the command that ends it came back).
+        unsafe { bindings::ib_umem_release(self.0.as_ptr()) }
+    }
+}
+
+/// A context under creation or in use.
+#[derive(Clone, Copy)]
+pub(crate) struct UserContext(pub(super) NonNull<bindings::ib_ucontext>);
+
+/// What a mapping shows.
+enum Mapped {
+    /// Pages of memory.
+    Pages {
+        pages: Array<*mut c_void>,
+        read_only: bool,
+    },
+    /// Device memory.
+    Io { addr: u64, length: usize },
+}
+
+#[repr(C)]
+struct MmapObject {
+    entry: bindings::rdma_user_mmap_entry,
+    mapped: Mapped,
+}
+
+/// Something that a process may map; its offset for mmap is what names it. Gone with this, though mappings that exist
+/// stay until the process unmaps them.
+pub(crate) struct MmapEntry(NonNull<MmapObject>);
+
+// SAFETY: the core's functions on it may be called from any thread.
+unsafe impl Send for MmapEntry {}
+// SAFETY: as above.
+unsafe impl Sync for MmapEntry {}
+
+impl MmapEntry {
+    /// Pages of memory; they must live as long as the context.
+    pub(crate) fn pages(context: UserContext, pages: &[DmaPage], read_only: bool) -> Result<Self> {
+        let list = Array::new(pages.len(), |i| pages.get(i).map(DmaPage::memory).ok_or(Errno::EINVAL))?;
+        let length = pages.len().saturating_mul(PAGE_SIZE as usize);
+        let mapped = Mapped::Pages {
+            pages: list,
+            read_only,
+        };
+        Self::new(context, mapped, length)
+    }
+
+    /// Device memory at a physical address.
+    pub(crate) fn io(context: UserContext, addr: u64, length: usize) -> Result<Self> {
+        Self::new(context, Mapped::Io { addr, length }, length)
+    }
+
+    fn new(context: UserContext, mapped: Mapped, length: usize) -> Result<Self> {
+        let object = Box::new(MmapObject {
+            // SAFETY: plain data for which zero is the initial value.
+            entry: unsafe { core::mem::zeroed() },
+            mapped,
+        })?;
+        // SAFETY: the context is being created or in use; the entry is not inserted yet.
+        Errno::check(unsafe {
+            bindings::rdma_user_mmap_entry_insert(context.0.as_ptr(), object.as_ptr().cast(), length)
+        })?;
+        // From here on the core owns it, until `free_mapping`.
+        NonNull::new(object.into_raw()).map(Self).ok_or(Errno::ENOMEM)
+    }
+
+    /// The offset for mmap on the command file.
+    pub(crate) fn offset(&self) -> u64 {
+        // SAFETY: inserted, and not removed before drop.
+        unsafe { self.0.as_ref() }.entry.start_pgoff.wrapping_mul(PAGE_SIZE)
+    }
+}
+
+impl Drop for MmapEntry {
+    fn drop(&mut self) {
+        // SAFETY: inserted once, removed once.
+        unsafe { bindings::rdma_user_mmap_entry_remove(self.0.as_ptr().cast()) }
+    }
+}
+
+/// `mmap` of the command file.
+///
+/// # Safety
+/// As called by the core.
+pub(super) unsafe extern "C" fn map(
+    context: *mut bindings::ib_ucontext,
+    vma: *mut bindings::vm_area_struct,
+) -> c_int {
+    // SAFETY: the arguments are the core's. An entry that it finds is one of ours, and stays until it is put.
+    unsafe {
+        let entry = bindings::rdma_user_mmap_entry_get(context, vma);
+        let Some(object) = NonNull::new(entry.cast::<MmapObject>()) else {
+            return Errno::EINVAL.code();
+        };
+        let code = match &object.as_ref().mapped {
+            Mapped::Pages { pages, read_only } => {
+                bindings::vrdma_mmap_pages(vma, pages.as_ptr(), pages.len(), *read_only)
+            }
+            Mapped::Io { addr, length } => bindings::vrdma_mmap_io(context, vma, *addr, *length, entry),
+        };
+        bindings::rdma_user_mmap_entry_put(entry);
+        code
+    }
+}
+
+/// The last user of a mapping has gone.
+///
+/// # Safety
+/// As called by the core.
+pub(super) unsafe extern "C" fn free_mapping(entry: *mut bindings::rdma_user_mmap_entry) {
+    if let Some(object) = NonNull::new(entry.cast::<MmapObject>()) {
+        // SAFETY: the entry was made by MmapEntry::new, and the core uses it no more.
+        drop(unsafe { Box::from_raw(object) });
+    }
+}

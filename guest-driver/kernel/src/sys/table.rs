@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! From the number of an object, as events name it, to the object: and the object does not go while an event is being
+//! delivered to it.
+use super::alloc::Box;
+use super::bindings;
+use super::error::{Errno, Result};
+use super::sync::Completion;
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicU32, Ordering};
+
+/// Objects by number.
+pub(crate) struct Table<T>(NonNull<bindings::xarray>, core::marker::PhantomData<T>);
+
+// SAFETY: the xarray is only touched through its functions, which lock; T is handed out by shared reference.
+unsafe impl<T: Send + Sync> Send for Table<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send + Sync> Sync for Table<T> {}
+
+struct Entry<T> {
+    target: T,
+    /// One for the registration, one for every event under delivery.
+    users: AtomicU32,
+    idle: Completion,
+}
+
+/// An object's place in a [`Table`], which must outlive it. Dropping it takes the object out and waits until no event
+/// is being delivered to it any longer.
+pub(crate) struct Registration<T> {
+    table: NonNull<bindings::xarray>,
+    number: u32,
+    entry: Box<Entry<T>>,
+}
+
+// SAFETY: as for the table.
+unsafe impl<T: Send + Sync> Send for Registration<T> {}
+// SAFETY: as for the table.
+unsafe impl<T: Send + Sync> Sync for Registration<T> {}
+
+impl<T> Table<T> {
+    pub(crate) fn new() -> Result<Self> {
+        // SAFETY: no preconditions; null if there is no memory.
+        let table = unsafe { bindings::vrdma_table_new() };
+        NonNull::new(table)
+            .map(|table| Self(table, core::marker::PhantomData))
+            .ok_or(Errno::ENOMEM)
+    }
+
+    /// Enters an object. One that was there before with the same number is no longer found: the device gives a number
+    /// to a new object only after it forgot the old.
+    pub(crate) fn insert(&self, number: u32, target: T) -> Result<Registration<T>> {
+        let entry = Box::new(Entry {
+            target,
+            users: AtomicU32::new(1),
+            idle: Completion::new()?,
+        })?;
+        // SAFETY: the entry lives until the registration is dropped, which takes it out first.
+        Errno::check(unsafe {
+            bindings::vrdma_table_insert(self.0.as_ptr(), number, entry.as_ptr().cast())
+        })?;
+        Ok(Registration {
+            table: self.0,
+            number,
+            entry,
+        })
+    }
+
+    /// Runs `deliver` on the object with this number, if there is one. Any context; no lock is held meanwhile.
+    pub(crate) fn with(&self, number: u32, deliver: impl FnOnce(&T)) {
+        // SAFETY: initialized; released below with the flags from here.
+        let flags = unsafe { bindings::vrdma_table_lock(self.0.as_ptr()) };
+        // SAFETY: what is in the table are entries of type Entry<T> (insert), and while the lock is held none is freed
+        // (Registration::drop takes the lock to remove it).
+        let entry = unsafe {
+            let entry = bindings::xa_load(self.0.as_ptr(), u64::from(number)).cast::<Entry<T>>();
+            entry.as_ref()
+        };
+        if let Some(entry) = entry {
+            entry.users.fetch_add(1, Ordering::Relaxed);
+        }
+        // SAFETY: held since above.
+        unsafe { bindings::vrdma_table_unlock(self.0.as_ptr(), flags) };
+        if let Some(entry) = entry {
+            // The entry stays until its last user has left: Registration::drop waits for that.
+            deliver(&entry.target);
+            entry.leave();
+        }
+    }
+}
+
+impl<T> Entry<T> {
+    fn leave(&self) {
+        if self.users.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.idle.complete();
+        }
+    }
+}
+
+impl<T> Drop for Registration<T> {
+    fn drop(&mut self) {
+        // SAFETY: the table outlives its registrations (a rule of Device).
+        unsafe {
+            bindings::vrdma_table_remove(
+                self.table.as_ptr(),
+                self.number,
+                self.entry.as_ptr().cast(),
+            );
+        }
+        self.entry.leave();
+        self.entry.idle.wait_forever();
+    }
+}
+
+impl<T> Drop for Table<T> {
+    fn drop(&mut self) {
+        // SAFETY: owned; no registrations are left.
+        unsafe { bindings::vrdma_table_free(self.0.as_ptr()) }
+    }
+}
