@@ -9,7 +9,7 @@
 # module uses no Rust metadata of the kernel, so trixie's rustc does for the newer kernel as well.
 # Needs root and mmdebstrap.
 set -euo pipefail
-tree=$1 mirror=$2
+tree=$1 mirror=${2:-}
 
 # Runs inside the new tree, after the packages are in.
 second_stage() {
@@ -54,6 +54,8 @@ mmdebstrap --quiet --mode=root --variant=apt --components=main \
     --dpkgopt='path-exclude=/usr/share/man/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/lib/llvm-*/lib/*.a' \
+    --dpkgopt='path-exclude=/usr/src/rustc-*/src/*' \
+    --dpkgopt='path-exclude=/usr/src/rustc-*/compiler/*' \
     --include=gcc,make,libc6-dev,rustc,rust-src,bindgen,binutils,kmod,libelf-dev,python3-minimal,xz-utils,cpio,e2fsprogs,busybox-static,linux-headers-amd64 \
     --skip=cleanup/apt,cleanup/reproducible \
     --customize-hook="SECOND_STAGE=yes bash '$0' \"\$1\"" \

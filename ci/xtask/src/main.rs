@@ -1,3 +1,129 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! xtask.
-fn main() {}
+//! `cargo xtask`: the one door to every developer command.
+//!
+//! Reading order: a command ([`commands`]) asks [`artifacts`] for everything a VM needs (which [`cache`] keeps), starts a
+//! [`vm::Bed`] of VMs with it, and runs something there; a lane ([`lanes`]) is a list of such somethings with a report.
+#![forbid(unsafe_code)]
+
+mod artifacts;
+mod cache;
+mod commands;
+mod images;
+mod lanes;
+mod report;
+mod setup;
+mod shell;
+mod vm;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+use crate::images::Kernel;
+
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    about = "The developer commands of virtio-rdma",
+    version
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Boot two VMs, run RDMA between them and show the results
+    Demo {
+        /// The guests' kernel
+        #[arg(long, value_enum, default_value_t = Kernel::Trixie)]
+        kernel: Kernel,
+    },
+    /// Boot VMs with the device attached and give a shell in each
+    Vm {
+        /// How many VMs
+        #[arg(short = 'n', long = "number", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+        number: u8,
+        /// The guests' kernel
+        #[arg(long, value_enum, default_value_t = Kernel::Trixie)]
+        kernel: Kernel,
+        /// Stock guests: neither the device nor the driver
+        #[arg(long)]
+        plain: bool,
+        /// Memory of each VM in MiB
+        #[arg(long, default_value_t = 1024)]
+        memory: u32,
+    },
+    /// Formatting, lints, documentation, unit and property tests, and the VM lane `smoke`
+    Test,
+    /// Run VM lanes; reports go to target/reports/
+    Lane {
+        /// Names of lanes
+        #[arg(required = true)]
+        names: Vec<String>,
+        /// Only this guest kernel (default: all that the lane wants)
+        #[arg(long, value_enum)]
+        kernel: Option<Kernel>,
+        /// Only cases whose name contains this
+        #[arg(long)]
+        only: Option<String>,
+    },
+    /// Install the packages that the other commands need
+    Setup,
+    /// Make the guest images
+    Images,
+    /// Print the path of the root in which the module for a guest kernel is compiled, or run a command in it
+    BuildRoot {
+        /// The guest kernel; its release is in KVER for the command
+        #[arg(value_enum)]
+        kernel: Kernel,
+        /// A directory to be found at /out
+        #[arg(long)]
+        out: Option<std::path::PathBuf>,
+        /// The command; the repository is at /src, read-only
+        #[arg(last = true)]
+        command: Vec<String>,
+    },
+}
+
+fn main() {
+    let result = dispatch(Cli::parse().command);
+    match result {
+        Ok(true) => {}
+        Ok(false) => std::process::exit(1),
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            std::process::exit(1);
+        }
+    }
+}
+
+/// Runs the command; false if it ran to its end and something in it failed.
+fn dispatch(command: Command) -> Result<bool> {
+    match command {
+        Command::Demo { kernel } => commands::demo::run(kernel),
+        Command::Vm {
+            number,
+            kernel,
+            plain,
+            memory,
+        } => commands::vm::run(number, kernel, plain, memory),
+        Command::Test => commands::test::run(),
+        Command::Lane {
+            names,
+            kernel,
+            only,
+        } => commands::lane::run(&names, kernel, only.as_deref()),
+        Command::Setup => setup::run().map(|()| true),
+        Command::Images => {
+            setup::run()?;
+            artifacts::images()?;
+            Ok(true)
+        }
+        Command::BuildRoot {
+            kernel,
+            out,
+            command,
+        } => commands::build_root::run(kernel, out.as_deref(), &command),
+    }
+}

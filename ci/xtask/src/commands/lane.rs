@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! `cargo xtask lane`: VM lanes by name.
+
+use anyhow::Result;
+
+use crate::images::Kernel;
+use crate::lanes::{self, Means};
+use crate::setup;
+
+/// Runs the lanes; false if a case failed.
+pub fn run(names: &[String], kernel: Option<Kernel>, only: Option<&str>) -> Result<bool> {
+    let wanted = names
+        .iter()
+        .map(|name| lanes::find(name))
+        .collect::<Result<Vec<_>>>()?;
+    setup::run()?;
+    let means = Means::prepare(&wanted)?;
+    let mut good = true;
+    for lane in &wanted {
+        good &= lanes::run(lane, &means, kernel, only)?.good();
+    }
+    Ok(good)
+}

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! `cargo xtask test`: all that has to hold before a change goes in. Its last line is `N passed, M failed`.
+
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use crate::lanes::{self, Means};
+use crate::report::Outcome;
+use crate::{setup, shell};
+
+/// What was counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Count {
+    passed: usize,
+    failed: usize,
+}
+
+impl Count {
+    fn add(&mut self, other: Count) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+    }
+
+    fn of(good: bool) -> Self {
+        Count {
+            passed: usize::from(good),
+            failed: usize::from(!good),
+        }
+    }
+}
+
+/// Runs all checks, however many fail.
+pub fn run() -> Result<bool> {
+    let start = Instant::now();
+    setup::run()?;
+    let mut count = Count::default();
+    count.add(check("fmt", &["fmt", "--all", "--check"], ""));
+    count.add(check(
+        "clippy",
+        &[
+            "clippy",
+            "--workspace",
+            "--all-targets",
+            "--",
+            "-D",
+            "warnings",
+        ],
+        "",
+    ));
+    count.add(check(
+        "doc",
+        &[
+            "doc",
+            "--workspace",
+            "--no-deps",
+            "--document-private-items",
+        ],
+        "-D warnings",
+    ));
+    count.add(cargo_test().unwrap_or_else(|error| failed("cargo test", &error)));
+    count.add(smoke().unwrap_or_else(|error| failed("lane smoke", &error)));
+    shell::say(format_args!("all took {}", shell::human(start.elapsed())));
+    println!("{} passed, {} failed", count.passed, count.failed);
+    Ok(count.failed == 0)
+}
+
+fn failed(what: &str, error: &anyhow::Error) -> Count {
+    println!("{what}: {error:#}");
+    Count::of(false)
+}
+
+/// One cargo command as one check.
+fn check(name: &str, words: &[&str], rustdoc_flags: &str) -> Count {
+    let mut command = shell::cargo();
+    command.args(words);
+    if !rustdoc_flags.is_empty() {
+        command.env("RUSTDOCFLAGS", rustdoc_flags);
+    }
+    match shell::step(&format!("cargo {}", words.join(" ")), || {
+        shell::logged(name, &mut command)
+    }) {
+        Ok(()) => Count::of(true),
+        Err(error) => failed(name, &error),
+    }
+}
+
+/// Unit, property and documentation tests of the workspace, counted by what the harness says.
+fn cargo_test() -> Result<Count> {
+    shell::say("cargo test --workspace --no-fail-fast ...");
+    let start = Instant::now();
+    let mut child = shell::cargo()
+        .args(["test", "--workspace", "--no-fail-fast"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("cannot run cargo test")?;
+    let mut count = Count::default();
+    let output = child.stdout.take().context("no output")?;
+    for line in BufReader::new(output).lines() {
+        let line = line?;
+        match results(&line) {
+            Some(result) => count.add(result),
+            // Only what is worth reading: the names of passed tests are not.
+            None if line.starts_with("test ")
+                && (line.ends_with("... ok") || line.ends_with("... ignored")) => {}
+            None if line.is_empty() || line.starts_with("running ") => {}
+            None => println!("{line}"),
+        }
+    }
+    let status = child.wait()?;
+    if !status.success() && count.failed == 0 {
+        // It did not compile, or a test took its process down.
+        println!("cargo test: {status}");
+        count.failed = 1;
+    }
+    shell::say(format_args!(
+        "cargo test: {} passed, {} failed in {}",
+        count.passed,
+        count.failed,
+        shell::human(start.elapsed())
+    ));
+    Ok(count)
+}
+
+/// The numbers of a line `test result: ok. 5 passed; 0 failed; …`.
+fn results(line: &str) -> Option<Count> {
+    let (_, numbers) = line.strip_prefix("test result: ")?.split_once(". ")?;
+    let number = |what: &str| {
+        let part = numbers
+            .split(';')
+            .map(str::trim)
+            .find_map(|part| part.strip_suffix(what))?;
+        part.trim().parse().ok()
+    };
+    Some(Count {
+        passed: number(" passed")?,
+        failed: number(" failed")?,
+    })
+}
+
+fn smoke() -> Result<Count> {
+    let lane = lanes::find("smoke")?;
+    let means = Means::prepare(std::slice::from_ref(&lane))?;
+    let report = lanes::run(&lane, &means, None, None)?;
+    Ok(Count {
+        passed: report.count(Outcome::Passed),
+        failed: report.count(Outcome::Failed),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_cargo_test_are_read() {
+        let line = "test result: ok. 12 passed; 3 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s";
+        assert_eq!(
+            results(line),
+            Some(Count {
+                passed: 12,
+                failed: 3
+            })
+        );
+        assert_eq!(
+            results("test result: FAILED. 1 passed; 2 failed; 0 ignored"),
+            Some(Count {
+                passed: 1,
+                failed: 2
+            })
+        );
+        assert_eq!(results("test a::b ... ok"), None);
+    }
+}

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The guest images and the root in which the kernel module is compiled, made by the scripts in `qemu/images/`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{ensure, Context, Result};
+use clap::ValueEnum;
+
+use crate::cache::{self, Key};
+use crate::shell;
+
+/// A guest kernel. The user space is the same for all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Kernel {
+    /// Debian 13's own, 6.12
+    Trixie,
+    /// The one of trixie-backports, 7.x
+    Backports,
+}
+
+impl Kernel {
+    /// All of them.
+    pub const ALL: [Kernel; 2] = [Kernel::Trixie, Kernel::Backports];
+
+    /// Its name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kernel::Trixie => "trixie",
+            Kernel::Backports => "backports",
+        }
+    }
+}
+
+impl std::fmt::Display for Kernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The root in which the kernel module is compiled, for every guest kernel.
+#[derive(Clone, Debug)]
+pub struct BuildRoot {
+    /// The root's directory.
+    pub tree: PathBuf,
+    /// What it was made from.
+    key: String,
+}
+
+/// What a guest kernel needs to boot the root image.
+#[derive(Clone, Debug)]
+pub struct KernelImage {
+    /// The kernel, bzImage.
+    pub vmlinuz: PathBuf,
+    /// The initramfs that finds the root.
+    pub initrd: PathBuf,
+    /// ext4 with its modules.
+    pub modules: PathBuf,
+}
+
+fn scripts() -> PathBuf {
+    shell::root().join("qemu/images")
+}
+
+/// The Debian mirror for guests: the one that the host uses, or the official one. `VIRTIO_RDMA_MIRROR` overrides both.
+fn mirror() -> String {
+    let from_apt = || {
+        let targets = shell::capture(Command::new("apt-get").args([
+            "indextargets",
+            "--format",
+            "$(REPO_URI)",
+            "Created-By: Packages",
+        ]));
+        let targets = targets.ok()?;
+        let found = targets
+            .lines()
+            .map(|uri| uri.trim_end_matches('/'))
+            .find(|uri| uri.ends_with("/debian"));
+        found.map(str::to_owned)
+    };
+    std::env::var("VIRTIO_RDMA_MIRROR")
+        .ok()
+        .or_else(from_apt)
+        .unwrap_or_else(|| "http://deb.debian.org/debian".to_owned())
+}
+
+/// The build root.
+pub fn build_root() -> Result<BuildRoot> {
+    let script = scripts().join("build-root.sh");
+    let key = Key::new().path(&script)?;
+    let dir = cache::entry("build-root", key, |dir| {
+        shell::step("Making the root for compiling the kernel module", || {
+            let tree = dir.join("tree");
+            shell::logged(
+                "build-root",
+                shell::as_root("bash").arg(&script).arg(&tree).arg(mirror()),
+            )?;
+            for kernel in Kernel::ALL {
+                ensure!(
+                    tree.join("etc/virtio-rdma").join(kernel.name()).exists(),
+                    "the root has no {kernel} kernel"
+                );
+            }
+            Ok(())
+        })
+    })?;
+    Ok(BuildRoot {
+        tree: dir.join("tree"),
+        key: key.to_string(),
+    })
+}
+
+impl BuildRoot {
+    /// The release of a guest kernel, as `uname -r` has it.
+    pub fn release(&self, kernel: Kernel) -> Result<String> {
+        let path = self.tree.join("etc/virtio-rdma").join(kernel.name());
+        let text =
+            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok(text.trim().to_owned())
+    }
+
+    /// Adds what the root was made from to a key.
+    pub fn key(&self, key: Key) -> Key {
+        key.text(&self.key)
+    }
+
+    /// A command in the root, in a mount namespace of its own: the repository at /src (read-only, current directory), `out` at
+    /// /out, and KVER set to the kernel's release.
+    pub fn command(&self, kernel: Kernel, out: &Path, words: &[&str]) -> Result<Command> {
+        const SCRIPT: &str = r#"
+root=$1 src=$2 out=$3; shift 3
+mount --bind "$src" "$root/src"
+mount -o remount,bind,ro "$root/src"
+mount --bind "$out" "$root/out"
+mount -t proc proc "$root/proc"
+mount -t tmpfs tmp "$root/tmp"
+mount --rbind /dev "$root/dev"
+exec chroot "$root" /bin/sh -c 'cd /src && exec "$@"' sh "$@"
+"#;
+        let out =
+            fs::canonicalize(out).with_context(|| format!("cannot find {}", out.display()))?;
+        let mut command = shell::as_root("env");
+        command.args([
+            "-i",
+            "PATH=/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME=/tmp",
+            "LC_ALL=C.UTF-8",
+        ]);
+        command.arg(format!("KVER={}", self.release(kernel)?));
+        command.args([
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "--",
+            "/bin/sh",
+            "-ec",
+            SCRIPT,
+            "sh",
+        ]);
+        command
+            .arg(&self.tree)
+            .arg(shell::root())
+            .arg(out)
+            .args(words);
+        Ok(command)
+    }
+}
+
+/// The root image of all guests.
+pub fn root_image() -> Result<PathBuf> {
+    let key = Key::new()
+        .path(&scripts().join("root.sh"))?
+        .path(&scripts().join("guest"))?;
+    let dir = cache::entry("guest-root", key, |dir| {
+        shell::step("Making the guests' root image", || {
+            let script = scripts().join("root.sh");
+            shell::logged(
+                "guest-root",
+                shell::as_root("bash")
+                    .arg(script)
+                    .arg(dir.join("root.img"))
+                    .arg(mirror()),
+            )?;
+            shell::own(dir)
+        })
+    })?;
+    Ok(dir.join("root.img"))
+}
+
+/// What a kernel needs to boot the root image.
+pub fn kernel_image(build_root: &BuildRoot, kernel: Kernel) -> Result<KernelImage> {
+    let key = build_root.key(
+        Key::new()
+            .path(&scripts().join("kernel.sh"))?
+            .path(&scripts().join("guest/initramfs"))?,
+    );
+    let dir = cache::entry(&format!("kernel-{kernel}"), key, |dir| {
+        let release = build_root.release(kernel)?;
+        shell::step(&format!("Making the image of kernel {release}"), || {
+            let words = ["bash", "/src/qemu/images/kernel.sh", &release, "/out"];
+            shell::logged(
+                &format!("kernel-{kernel}"),
+                &mut build_root.command(kernel, dir, &words)?,
+            )?;
+            shell::own(dir)
+        })
+    })?;
+    Ok(KernelImage {
+        vmlinuz: dir.join("vmlinuz"),
+        initrd: dir.join("initrd.img"),
+        modules: dir.join("modules.img"),
+    })
+}

@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! VM lanes: a lane is a list of cases that run one after the other on a bed of VMs, once for each guest kernel.
+//!
+//! After a case the framework looks for what no case may leave behind: a device that ended, or a new warning or oops in a guest's
+//! kernel log. After a case that failed it puts the bed back into order, so that the next case has a fair start.
+
+mod boot;
+mod smoke;
+pub mod tools;
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, Context, Result};
+use serde_json::Value;
+
+use crate::artifacts::{self, Everything, Images};
+use crate::images::Kernel;
+use crate::report::{self, CaseReport, Outcome, Report};
+use crate::shell;
+use crate::vm::{Bed, Plan, Vm};
+
+/// A lane.
+pub struct Lane {
+    /// Its name on the command line and of its reports.
+    pub name: &'static str,
+    /// What it is for.
+    pub about: &'static str,
+    /// False for stock guests without the device.
+    pub with_device: bool,
+    /// How many VMs its cases want.
+    pub vms: u8,
+    /// The kernels it runs on, and the cases it runs there.
+    pub runs: fn() -> Vec<(Kernel, Vec<Case>)>,
+}
+
+/// One case.
+#[derive(Clone, Copy)]
+pub struct Case {
+    /// Unique in its lane.
+    pub name: &'static str,
+    /// What it does: an error is a failure, or a skip if it is a [`Skip`].
+    pub run: fn(&mut Ground) -> Result<()>,
+}
+
+/// The reason for which a case cannot run here, as an error.
+#[derive(Debug)]
+pub struct Skip(pub String);
+
+impl std::fmt::Display for Skip {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Skip {}
+
+/// All lanes.
+pub fn all() -> [Lane; 2] {
+    [boot::lane(), smoke::lane()]
+}
+
+/// The lane of that name.
+pub fn find(name: &str) -> Result<Lane> {
+    let known = || {
+        all()
+            .iter()
+            .map(|lane| format!("\n  {}: {}", lane.name, lane.about))
+            .collect::<String>()
+    };
+    all()
+        .into_iter()
+        .find(|lane| lane.name == name)
+        .with_context(|| format!("there is no lane {name:?}; the lanes are:{}", known()))
+}
+
+/// What a case works on.
+pub struct Ground<'a> {
+    /// The VMs and the device.
+    pub bed: Bed,
+    /// The guests' kernel.
+    pub kernel: Kernel,
+    plan: Plan<'a>,
+    figures: Vec<(String, Value)>,
+    port: u16,
+}
+
+impl Ground<'_> {
+    /// A VM by its number, from 1.
+    pub fn vm(&self, number: u8) -> Result<&Vm> {
+        self.bed.vm(number)
+    }
+
+    /// A VM by its number, from 1.
+    pub fn vm_mut(&mut self, number: u8) -> Result<&mut Vm> {
+        self.bed
+            .vms
+            .iter_mut()
+            .find(|vm| vm.number == number)
+            .with_context(|| format!("there is no vm{number}"))
+    }
+
+    /// A TCP port that no case has used in this run.
+    pub fn port(&mut self) -> u16 {
+        self.port += 1;
+        self.port
+    }
+
+    /// Puts a figure into the report, under the kernel's name.
+    pub fn figure(&mut self, name: &str, value: impl Into<Value>) {
+        self.figures
+            .push((format!("{}_{name}", self.kernel), value.into()));
+    }
+
+    /// What no case may leave behind.
+    fn aftermath(&mut self) -> Result<()> {
+        if let Some(device) = &mut self.bed.device {
+            device.check()?;
+        }
+        for vm in &mut self.bed.vms {
+            vm.check()?;
+            let log = vm.sh("dmesg -c")?;
+            let mut file = File::options()
+                .create(true)
+                .append(true)
+                .open(self.plan.logs.join(format!("vm{}.dmesg", vm.number)))?;
+            file.write_all(log.as_bytes())?;
+            let bad = [
+                "WARNING:",
+                "BUG:",
+                "Oops",
+                "UBSAN",
+                "Call Trace",
+                "blocked for more than",
+                "rcu_sched detected",
+            ];
+            if let Some(at) = log
+                .lines()
+                .position(|line| bad.iter().any(|word| line.contains(word)))
+            {
+                let lines: Vec<_> = log.lines().skip(at).take(40).collect();
+                bail!(
+                    "the kernel of vm{} complains:\n{}",
+                    vm.number,
+                    lines.join("\n")
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the bed into order after a case that failed.
+    fn mend(&mut self) -> Result<()> {
+        let device_lives = self
+            .bed
+            .device
+            .as_mut()
+            .is_none_or(|device| device.check().is_ok());
+        let alive = |vm: &mut Vm| {
+            // Whatever state it was left in.
+            let _ = vm.thaw();
+            let _ = vm.qmp("cont");
+            vm.run("true", Duration::from_secs(15)).is_ok()
+        };
+        if device_lives && self.bed.vms.iter_mut().all(alive) {
+            // Its own warnings are not the next case's.
+            for vm in &self.bed.vms {
+                vm.sh("dmesg -C")?;
+            }
+            return Ok(());
+        }
+        println!("         starting all VMs anew");
+        self.bed.stop();
+        self.bed = Bed::start(&self.plan)?;
+        Ok(())
+    }
+
+    /// What may explain a failure.
+    fn circumstances(&self) -> String {
+        let mut text = String::new();
+        if let Some(device) = &self.bed.device {
+            match device
+                .status()
+                .and_then(|status| Ok(serde_json::to_string(&status)?))
+            {
+                Ok(status) => drop(write!(
+                    text,
+                    "\ndevice status: {}",
+                    status.chars().take(6000).collect::<String>()
+                )),
+                Err(error) => drop(write!(text, "\ndevice status: {error:#}")),
+            }
+            let log = shell::tail(device.log(), 1500);
+            let _ = write!(text, "\nthe end of the device's log:\n{log}");
+        }
+        for vm in &self.bed.vms {
+            if let Ok(output) = vm.run("dmesg | tail -n 12", Duration::from_secs(10)) {
+                let _ = write!(
+                    text,
+                    "\nthe end of vm{}'s kernel log:\n{}",
+                    vm.number, output.text
+                );
+            }
+        }
+        text
+    }
+}
+
+/// What lanes run with.
+pub enum Means {
+    /// Everything.
+    All(Box<Everything>),
+    /// The images, for lanes without the device.
+    Stock(Images),
+}
+
+impl Means {
+    /// Builds what a lane needs.
+    pub fn prepare(lanes: &[Lane]) -> Result<Self> {
+        if lanes.iter().any(|lane| lane.with_device) {
+            Ok(Means::All(Box::new(artifacts::everything()?)))
+        } else {
+            Ok(Means::Stock(artifacts::images()?))
+        }
+    }
+}
+
+/// Runs a lane and writes its report. `only` selects cases by a part of their names.
+pub fn run(
+    lane: &Lane,
+    means: &Means,
+    kernel: Option<Kernel>,
+    only: Option<&str>,
+) -> Result<Report> {
+    let mut lane_report = Report::new(lane.name);
+    for (on, cases) in (lane.runs)() {
+        let cases: Vec<Case> = cases
+            .into_iter()
+            .filter(|case| only.is_none_or(|part| case.name.contains(part)))
+            .collect();
+        if kernel.is_none_or(|wanted| wanted == on) && !cases.is_empty() {
+            run_on(lane, means, on, &cases, &mut lane_report)?;
+        }
+    }
+    let path = lane_report.write()?;
+    shell::say(format_args!(
+        "{}; report: {}",
+        lane_report.summary(),
+        path.display()
+    ));
+    Ok(lane_report)
+}
+
+fn run_on(
+    lane: &Lane,
+    means: &Means,
+    kernel: Kernel,
+    cases: &[Case],
+    lane_report: &mut Report,
+) -> Result<()> {
+    let stock = PathBuf::from("qemu-system-x86_64");
+    let (images, qemu, stack) = match means {
+        Means::All(everything) => (
+            &everything.images,
+            &everything.qemu,
+            Some(everything.stack(kernel)?),
+        ),
+        Means::Stock(images) => (images, &stock, None),
+    };
+    let logs = report::directory()
+        .join(format!("{}-logs", lane.name))
+        .join(kernel.name());
+    let _ = fs::remove_dir_all(&logs);
+    let plan = Plan {
+        stack: stack.as_ref().filter(|_| lane.with_device),
+        qemu,
+        root: &images.root,
+        kernel: images.kernel(kernel)?,
+        vms: lane.vms,
+        memory: 1024,
+        logs,
+        interactive: false,
+    };
+    shell::say(format_args!(
+        "lane {} on kernel {kernel}: booting {} VMs ...",
+        lane.name, lane.vms
+    ));
+    let start = Instant::now();
+    let bed = match Bed::start(&plan) {
+        Ok(bed) => bed,
+        Err(error) => {
+            record(lane_report, kernel, "boot", start, Err(error));
+            return Ok(());
+        }
+    };
+    let mut ground = Ground {
+        bed,
+        kernel,
+        plan,
+        figures: Vec::new(),
+        port: 18600,
+    };
+    ground.figure(
+        "boot_seconds",
+        (start.elapsed().as_secs_f64() * 10.0).round() / 10.0,
+    );
+    record(lane_report, kernel, "boot", start, ground.aftermath());
+    for case in cases {
+        let start = Instant::now();
+        let result = (case.run)(&mut ground).and_then(|()| ground.aftermath());
+        let failed = result
+            .as_ref()
+            .is_err_and(|error| error.downcast_ref::<Skip>().is_none());
+        let result = result.map_err(|error| {
+            if failed {
+                error.context(ground.circumstances())
+            } else {
+                error
+            }
+        });
+        record(lane_report, kernel, case.name, start, result);
+        if failed {
+            if let Err(error) = ground.mend() {
+                record(
+                    lane_report,
+                    kernel,
+                    "starting the VMs anew",
+                    start,
+                    Err(error),
+                );
+                break;
+            }
+        }
+    }
+    lane_report
+        .figures
+        .extend(std::mem::take(&mut ground.figures));
+    Ok(())
+}
+
+/// Adds a case to the report and prints it.
+fn record(
+    lane_report: &mut Report,
+    kernel: Kernel,
+    name: &str,
+    start: Instant,
+    result: Result<()>,
+) {
+    let (outcome, reason) = match result {
+        Ok(()) => (Outcome::Passed, String::new()),
+        Err(error) => match error.downcast_ref::<Skip>() {
+            Some(skip) => (Outcome::Skipped, skip.0.clone()),
+            // The circumstances are the outermost context: the cause goes first.
+            None => (Outcome::Failed, reason(&error)),
+        },
+    };
+    let seconds = (start.elapsed().as_secs_f64() * 100.0).round() / 100.0;
+    println!(
+        "  {:7} {seconds:6.1} s  {kernel}: {name}",
+        report::word(outcome)
+    );
+    let shown: Vec<&str> = reason
+        .lines()
+        .take(if outcome == Outcome::Failed { 30 } else { 1 })
+        .collect();
+    if !shown.is_empty() {
+        println!("          {}", shown.join("\n          "));
+    }
+    lane_report.cases.push(CaseReport {
+        name: format!("{kernel}: {name}"),
+        outcome,
+        reason,
+        seconds,
+    });
+}
+
+/// The chain of causes with what explains them at the end.
+fn reason(error: &anyhow::Error) -> String {
+    let mut parts: Vec<String> = error.chain().map(ToString::to_string).collect();
+    let circumstances = if parts.first().is_some_and(|part| part.starts_with('\n')) {
+        parts.remove(0)
+    } else {
+        String::new()
+    };
+    parts.join(": ") + &circumstances
+}

@@ -1,0 +1,660 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Lane `smoke`: the whole path, from unmodified applications in one VM to such in another, and what it has to survive.
+
+use std::collections::BTreeMap;
+use std::thread::sleep;
+use std::time::Duration;
+
+use anyhow::{ensure, Context, Result};
+use serde_json::Value;
+
+use super::tools::{progress, wait_progress, Pair};
+use super::{Case, Ground, Lane};
+use crate::images::Kernel;
+use crate::vm::{mac, wait_for, Bed, SHORT};
+
+/// How long one run of a tool may take on a busy machine without KVM.
+const LONG: Duration = Duration::from_secs(240);
+
+/// The lane.
+pub fn lane() -> Lane {
+    let runs = || {
+        Kernel::ALL
+            .iter()
+            .map(|kernel| (*kernel, CASES.to_vec()))
+            .collect()
+    };
+    Lane {
+        name: "smoke",
+        about: "the whole path between two VMs, and what it has to survive",
+        with_device: true,
+        vms: 2,
+        runs,
+    }
+}
+
+const CASES: &[Case] = &[
+    Case {
+        name: "tools show the device",
+        run: tools_show_the_device,
+    },
+    Case {
+        name: "rc_pingpong",
+        run: pingpong,
+    },
+    Case {
+        name: "rc_pingpong with events",
+        run: pingpong_events,
+    },
+    Case {
+        name: "rc_pingpong, 10,000 times",
+        run: pingpong_long,
+    },
+    Case {
+        name: "rc_pingpong, 1 B to 1 MiB",
+        run: pingpong_sizes,
+    },
+    Case {
+        name: "rc_pingpong, four at once",
+        run: pingpong_at_once,
+    },
+    Case {
+        name: "rc_pingpong within one VM",
+        run: pingpong_loopback,
+    },
+    Case {
+        name: "data arrives as it was sent",
+        run: verified,
+    },
+    Case {
+        name: "data arrives as it was sent within one VM",
+        run: verified_loopback,
+    },
+    Case {
+        name: "ib_send_bw -a",
+        run: |ground| bandwidth(ground, "ib_send_bw"),
+    },
+    Case {
+        name: "ib_write_bw -a",
+        run: |ground| bandwidth(ground, "ib_write_bw"),
+    },
+    Case {
+        name: "ib_read_bw -a",
+        run: |ground| bandwidth(ground, "ib_read_bw"),
+    },
+    Case {
+        name: "ib_send_lat -a",
+        run: |ground| latency(ground, "ib_send_lat"),
+    },
+    Case {
+        name: "ib_write_lat -a",
+        run: |ground| latency(ground, "ib_write_lat"),
+    },
+    Case {
+        name: "ib_read_lat -a",
+        run: |ground| latency(ground, "ib_read_lat"),
+    },
+    Case {
+        name: "perftest within one VM",
+        run: perftest_loopback,
+    },
+    Case {
+        name: "polling costs no system call and no kick",
+        run: polling_is_free,
+    },
+    Case {
+        name: "one-sided operations on a frozen VM",
+        run: frozen,
+    },
+    Case {
+        name: "traffic to a stopped VM waits and goes on",
+        run: stopped,
+    },
+    Case {
+        name: "1,000 queue pairs and completion queues",
+        run: many,
+    },
+    Case {
+        name: "kill -9 in mid-transfer",
+        run: kill_applications,
+    },
+    Case {
+        name: "rmmod and insmod, 20 times",
+        run: reload,
+    },
+    Case {
+        name: "guest reset under traffic",
+        run: |ground| lose_guest(ground, true),
+    },
+    Case {
+        name: "guest killed under traffic",
+        run: |ground| lose_guest(ground, false),
+    },
+];
+
+impl Ground<'_> {
+    /// A pair on a port of its own.
+    fn pair(&mut self, server: u8, client: u8) -> Pair {
+        Pair {
+            server,
+            client,
+            port: self.port(),
+        }
+    }
+}
+
+/// What the device says of a VM.
+fn device_of(bed: &Bed, number: u8) -> Result<Value> {
+    let status = bed
+        .device
+        .as_ref()
+        .context("there is no device")?
+        .status()?;
+    let of_vm = |device: &&Value| device["mac"] == mac(number).as_str();
+    let found = status["devices"]
+        .as_array()
+        .and_then(|devices| devices.iter().find(of_vm));
+    found
+        .cloned()
+        .with_context(|| format!("the device's status does not know vm{number}"))
+}
+
+type Counts = BTreeMap<String, u64>;
+
+/// How many objects the device holds for each VM.
+fn counts(bed: &Bed) -> Result<Vec<Counts>> {
+    bed.vms
+        .iter()
+        .map(|vm| {
+            let counts = device_of(bed, vm.number)?["counts"].take();
+            serde_json::from_value(counts).context("no counts in the device's status")
+        })
+        .collect()
+}
+
+/// Waits until the device holds what it held before, and nothing else.
+fn settled(bed: &Bed, before: &[Counts]) -> Result<()> {
+    let same = wait_for(Duration::from_secs(20), || {
+        Ok((counts(bed)? == before).then_some(()))
+    })?;
+    let now = counts(bed)?;
+    same.with_context(|| format!("objects are left over: there were {before:?}, there are {now:?}"))
+}
+
+fn tools_show_the_device(ground: &mut Ground) -> Result<()> {
+    for vm in &ground.bed.vms {
+        let n = vm.number;
+        let devices = vm.sh("ibv_devices")?;
+        ensure!(
+            devices.lines().count() == 3,
+            "vm{n}: ibv_devices does not show one device:\n{devices}"
+        );
+        let info = vm.sh("ibv_devinfo -v")?;
+        for wanted in [
+            "PORT_ACTIVE",
+            "link_layer:\t\tEthernet",
+            &format!("::ffff:10.10.0.{n}"),
+            "fe80:",
+            "vendor_id:\t\t\t0x1af4",
+        ] {
+            ensure!(
+                info.contains(wanted),
+                "vm{n}: no {wanted:?} in ibv_devinfo -v:\n{info}"
+            );
+        }
+        for (limit, least) in [
+            ("max_qp:", 1000),
+            ("max_cq:", 1000),
+            ("max_mr:", 1000),
+            ("max_cqe:", 1024),
+            ("max_qp_wr:", 1024),
+            ("max_sge:", 4),
+        ] {
+            let line = info
+                .lines()
+                .find(|line| line.trim_start().starts_with(limit))
+                .unwrap_or_default();
+            let value = line
+                .split_ascii_whitespace()
+                .nth(1)
+                .and_then(|value| value.parse::<u64>().ok());
+            ensure!(
+                value.is_some_and(|value| value >= least),
+                "vm{n}: {limit} is less than {least}: {line:?}"
+            );
+        }
+        let link = vm.sh("rdma link show")?;
+        ensure!(
+            link.contains("state ACTIVE") && link.contains("netdev eth0"),
+            "vm{n}: rdma link: {link}"
+        );
+        let resource = vm.sh("rdma resource show")?;
+        ensure!(
+            ["pd", "cq", "qp", "mr"]
+                .iter()
+                .all(|kind| resource.contains(kind)),
+            "vm{n}: rdma resource: {resource}"
+        );
+        let parent = vm.sh("cd /sys/class/infiniband/*/device/ && pwd -P && cat vendor device")?;
+        ensure!(
+            parent.contains("/pci0000:00/") && parent.contains("0x1af4\n0x106a"),
+            "vm{n}: the parent is no PCI device: {parent}"
+        );
+    }
+    Ok(())
+}
+
+fn pingpong(ground: &mut Ground) -> Result<()> {
+    for (server, client) in [(1, 2), (2, 1)] {
+        ground
+            .pair(server, client)
+            .pingpong(&ground.bed, "", SHORT)?;
+    }
+    Ok(())
+}
+
+fn pingpong_events(ground: &mut Ground) -> Result<()> {
+    ground.pair(2, 1).pingpong(&ground.bed, "-e", LONG)?;
+    ground
+        .pair(1, 1)
+        .pingpong(&ground.bed, "-e", LONG)
+        .map(drop)
+}
+
+fn pingpong_long(ground: &mut Ground) -> Result<()> {
+    let text = ground.pair(2, 1).pingpong(&ground.bed, "-n 10000", LONG)?;
+    let figure = text.lines().find_map(|line| {
+        line.strip_suffix(" usec/iter")?
+            .rsplit(' ')
+            .next()?
+            .parse::<f64>()
+            .ok()
+    });
+    ground.figure("rc_pingpong_us_per_iteration", figure);
+    ground
+        .pair(2, 1)
+        .pingpong(&ground.bed, "-e -n 10000", LONG)
+        .map(drop)
+}
+
+fn pingpong_sizes(ground: &mut Ground) -> Result<()> {
+    for size in [
+        1, 4, 63, 64, 65, 256, 1024, 4096, 4097, 16384, 65536, 262_144, 1_048_576,
+    ] {
+        let pair = ground.pair(2, 1);
+        pair.pingpong(&ground.bed, &format!("-n 100 -s {size}"), SHORT)?;
+    }
+    Ok(())
+}
+
+fn pingpong_at_once(ground: &mut Ground) -> Result<()> {
+    let pairs =
+        [(2, 1), (1, 2), (2, 1), (1, 1)].map(|(server, client)| ground.pair(server, client));
+    let bed = &ground.bed;
+    std::thread::scope(|scope| {
+        let runs = pairs.map(|pair| scope.spawn(move || pair.pingpong(bed, "-n 1000", LONG)));
+        runs.into_iter().try_for_each(|run| {
+            run.join()
+                .unwrap_or_else(|_| Err(anyhow::anyhow!("a run panicked")))
+                .map(drop)
+        })
+    })
+}
+
+fn pingpong_loopback(ground: &mut Ground) -> Result<()> {
+    ground.pair(1, 1).pingpong(&ground.bed, "", LONG)?;
+    ground
+        .pair(2, 2)
+        .pingpong(&ground.bed, "-s 1048576 -n 100", LONG)
+        .map(drop)
+}
+
+fn verified(ground: &mut Ground) -> Result<()> {
+    ground
+        .pair(2, 1)
+        .verified(&ground.bed, "verify", "", LONG)?;
+    ground
+        .pair(1, 2)
+        .verified(&ground.bed, "flow", "1000", LONG)
+        .map(drop)
+}
+
+fn verified_loopback(ground: &mut Ground) -> Result<()> {
+    ground
+        .pair(1, 1)
+        .verified(&ground.bed, "verify", "", LONG)
+        .map(drop)
+}
+
+/// All message sizes of perftest's `-a`.
+fn all_sizes() -> Vec<u64> {
+    (1..=23).map(|shift| 1 << shift).collect()
+}
+
+fn bandwidth(ground: &mut Ground, tool: &str) -> Result<()> {
+    let table = ground
+        .pair(2, 1)
+        .perftest(&ground.bed, tool, "-a -n 200", LONG)?;
+    ensure!(
+        table.sizes() == all_sizes(),
+        "{tool} -a ran with {:?}",
+        table.sizes()
+    );
+    for size in [64, 65536, 1 << 20] {
+        ground.figure(&format!("{tool}_{size}_mib_per_s"), table.bandwidth(size)?);
+    }
+    Ok(())
+}
+
+fn latency(ground: &mut Ground, tool: &str) -> Result<()> {
+    let table = ground
+        .pair(2, 1)
+        .perftest(&ground.bed, tool, "-a -n 100", LONG)?;
+    ensure!(
+        table.sizes() == all_sizes(),
+        "{tool} -a ran with {:?}",
+        table.sizes()
+    );
+    for size in [2, 64, 65536] {
+        ground.figure(&format!("{tool}_{size}_us"), table.latency(size)?);
+    }
+    Ok(())
+}
+
+fn perftest_loopback(ground: &mut Ground) -> Result<()> {
+    for tool in ["ib_send_bw", "ib_write_bw", "ib_read_bw"] {
+        let table = ground
+            .pair(1, 1)
+            .perftest(&ground.bed, tool, "-a -n 50", LONG)?;
+        ensure!(
+            table.sizes() == all_sizes(),
+            "{tool} -a ran with {:?}",
+            table.sizes()
+        );
+    }
+    // Two processes that spin on one vCPU pass each message on when the scheduler takes the CPU away: few and short.
+    for tool in ["ib_send_lat", "ib_write_lat", "ib_read_lat"] {
+        ground
+            .pair(1, 1)
+            .perftest(&ground.bed, tool, "-s 4096 -n 50", LONG)?;
+    }
+    Ok(())
+}
+
+/// What all workers have counted under a name.
+fn worker_sum(bed: &Bed, name: &str) -> Result<u64> {
+    let status = bed
+        .device
+        .as_ref()
+        .context("there is no device")?
+        .status()?;
+    let workers = status["workers"]
+        .as_array()
+        .context("no workers in the device's status")?;
+    workers
+        .iter()
+        .map(|worker| {
+            worker[name]
+                .as_u64()
+                .with_context(|| format!("a worker has no {name}"))
+        })
+        .sum()
+}
+
+/// The number of system calls in a summary of `strace -c`.
+fn system_calls(summary: &str) -> Result<u64> {
+    let line = summary
+        .lines()
+        .find(|line| line.trim_end().ends_with("total"))
+        .context("no total from strace")?;
+    let calls = line
+        .split_ascii_whitespace()
+        .nth(3)
+        .context("no number of calls from strace")?;
+    Ok(calls.parse()?)
+}
+
+fn polling_is_free(ground: &mut Ground) -> Result<()> {
+    // The same run with few and with many messages: the difference is what messages cost.
+    let (few, more) = (2000_u64, 42_000);
+    let mut calls = [0; 2];
+    let mut kicks = [0; 2];
+    for (n, messages) in [few, more].into_iter().enumerate() {
+        let pair = ground.pair(2, 1);
+        let arguments = format!("-s 64 -n {messages}");
+        let server = pair.perftest_command("ib_write_bw", &arguments, false);
+        let client = pair.perftest_command("ib_write_bw", &arguments, true);
+        let before = worker_sum(&ground.bed, "kicks")?;
+        pair.run(
+            &ground.bed,
+            &server,
+            &format!("strace -f -c -o /tmp/calls {client}"),
+            LONG,
+        )?;
+        kicks[n] = worker_sum(&ground.bed, "kicks")?.saturating_sub(before);
+        calls[n] = system_calls(&ground.vm(1)?.sh("cat /tmp/calls")?)?;
+    }
+    let calls_each = calls[1].saturating_sub(calls[0]);
+    let kicks_each = kicks[1].saturating_sub(kicks[0]);
+    let messages = more - few;
+    ground.figure("system_calls_in_40000_writes", calls_each);
+    ground.figure("kicks_in_40000_writes", kicks_each);
+    ensure!(
+        calls_each < messages / 1000,
+        "{messages} writes cost {calls_each} system calls"
+    );
+    ensure!(
+        kicks_each < messages / 20,
+        "{messages} writes cost {kicks_each} kicks"
+    );
+    Ok(())
+}
+
+fn frozen(ground: &mut Ground) -> Result<()> {
+    let pair = ground.pair(2, 1);
+    ground.vm(1)?.sh("rm -f /tmp/frozen /tmp/thawed")?;
+    let target = pair.serve(&ground.bed, &pair.target())?;
+    let job = ground.vm(1)?.spawn(&pair.rdma("onesided", ""))?;
+    job.wait_text(LONG, |text| text.contains("ready"))?;
+    ground.vm(2)?.freeze()?;
+    let result = ground
+        .vm(1)?
+        .sh("touch /tmp/frozen")
+        .and_then(|_| job.wait_text(SHORT, |text| text.contains("done while frozen")));
+    ground.vm(2)?.thaw()?;
+    result?;
+    ground.vm(1)?.sh("touch /tmp/thawed")?;
+    let output = job.wait(LONG)?;
+    ensure!(
+        output.status == 0 && output.text.contains("verified"),
+        "onesided ended with {}:\n{}",
+        output.status,
+        output.text
+    );
+    ensure!(
+        target.wait(SHORT)?.status == 0,
+        "the target failed:\n{}",
+        target.text()
+    );
+    Ok(())
+}
+
+fn stopped(ground: &mut Ground) -> Result<()> {
+    let messages = 3000;
+    let pair = ground.pair(2, 1);
+    let target = pair.serve(&ground.bed, &pair.target())?;
+    let job = ground
+        .vm(1)?
+        .spawn(&pair.rdma("flow", &messages.to_string()))?;
+    wait_progress(&job, 300, LONG)?;
+    ground.vm_mut(2)?.qmp("stop")?;
+    let waits = (|| {
+        let stopped = wait_for(SHORT, || {
+            Ok((device_of(&ground.bed, 2)?["running"] == false).then_some(()))
+        })?;
+        stopped.context("the device does not see that vm2 was stopped")?;
+        // What was complete before is still on its way through the application.
+        sleep(Duration::from_secs(2));
+        let before = progress(&job);
+        // Meanwhile the other VM is served.
+        ground.pair(1, 1).pingpong(&ground.bed, "-n 200", LONG)?;
+        let after = progress(&job);
+        ensure!(
+            before == after && after < messages,
+            "{after} messages are done, {before} before, and the receiver is stopped"
+        );
+        ensure!(
+            job.running(),
+            "the sender ended while the receiver was stopped:\n{}",
+            job.text()
+        );
+        Ok(())
+    })();
+    ground.vm_mut(2)?.qmp("cont")?;
+    waits?;
+    wait_progress(&job, messages / 3, LONG)?;
+    // The sender stops too, and nothing is lost either.
+    ground.vm_mut(1)?.qmp("stop")?;
+    sleep(Duration::from_secs(2));
+    ground.vm_mut(1)?.qmp("cont")?;
+    let output = job.wait(LONG)?;
+    ensure!(
+        output.status == 0 && output.text.contains("verified"),
+        "flow ended with {}:\n{}",
+        output.status,
+        output.text
+    );
+    ensure!(
+        target.wait(SHORT)?.status == 0,
+        "the target failed:\n{}",
+        target.text()
+    );
+    Ok(())
+}
+
+fn many(ground: &mut Ground) -> Result<()> {
+    let before = counts(&ground.bed)?;
+    ground.vm(1)?.sh("rm -f /tmp/counted")?;
+    let job = ground.vm(1)?.spawn("/payload/rdma.py many 1000")?;
+    job.wait_text(LONG, |text| text.contains("all there"))?;
+    let during = counts(&ground.bed)?;
+    for kind in ["qps", "cqs"] {
+        let (had, has) = (
+            before[0].get(kind).copied().unwrap_or(0),
+            during[0].get(kind).copied().unwrap_or(0),
+        );
+        ensure!(
+            has == had + 1000,
+            "the device counts {has} {kind}, and there were {had} before 1,000 more"
+        );
+    }
+    ground.vm(1)?.sh("touch /tmp/counted")?;
+    let output = job.wait(LONG)?;
+    ensure!(
+        output.status == 0 && output.text.contains("all gone"),
+        "many ended with {}:\n{}",
+        output.status,
+        output.text
+    );
+    settled(&ground.bed, &before)
+}
+
+fn kill_applications(ground: &mut Ground) -> Result<()> {
+    let before = counts(&ground.bed)?;
+    for victim in ["the sender", "the receiver"] {
+        let pair = ground.pair(2, 1);
+        let target = pair.serve(&ground.bed, &pair.target())?;
+        let job = ground.vm(1)?.spawn(&pair.rdma("flow", "0"))?;
+        wait_progress(&job, 300, LONG)?;
+        if victim == "the sender" {
+            job.kill(9)?;
+            job.wait(SHORT)?;
+            target.kill(9)?;
+            target.wait(SHORT)?;
+        } else {
+            target.kill(9)?;
+            target.wait(SHORT)?;
+            let output = job.wait(LONG)?;
+            ensure!(
+                output.status != 0 && output.text.contains("IBV_WC_"),
+                "the sender did not see the receiver go:\n{}",
+                output.text
+            );
+        }
+        settled(&ground.bed, &before).with_context(|| format!("after {victim} was killed"))?;
+        ground.pair(2, 1).pingpong(&ground.bed, "", SHORT)?;
+    }
+    Ok(())
+}
+
+fn reload(ground: &mut Ground) -> Result<()> {
+    let before = counts(&ground.bed)?;
+    let command = "for n in $(seq 20); do rmmod virtio_rdma && insmod /payload/virtio_rdma.ko && /payload/wait-active || exit 1; done";
+    let output = ground.vm(2)?.run(command, LONG)?;
+    ensure!(
+        output.status == 0,
+        "ended with {}:\n{}",
+        output.status,
+        output.text
+    );
+    settled(&ground.bed, &before)?;
+    ground.pair(2, 1).pingpong(&ground.bed, "", SHORT).map(drop)
+}
+
+/// vm2 goes away under traffic: vm1 is served on, and vm2 is taken back.
+fn lose_guest(ground: &mut Ground, reset: bool) -> Result<()> {
+    let before = counts(&ground.bed)?;
+    let pairs = [ground.pair(2, 1), ground.pair(1, 1)];
+    let _targets = pairs
+        .iter()
+        .map(|pair| pair.serve(&ground.bed, &pair.target()))
+        .collect::<Result<Vec<_>>>()?;
+    let to_vm2 = ground.vm(1)?.spawn(&pairs[0].rdma("flow", "0"))?;
+    let within_vm1 = ground.vm(1)?.spawn(&pairs[1].rdma("writes", "0"))?;
+    wait_progress(&to_vm2, 100, LONG)?;
+    wait_progress(&within_vm1, 50, LONG)?;
+    let vm2 = ground.vm_mut(2)?;
+    if reset {
+        vm2.reset()?;
+    } else {
+        vm2.kill()?;
+    }
+    let done = progress(&within_vm1);
+    wait_progress(&within_vm1, done + 100, LONG).context("vm1 was not served on")?;
+    let output = to_vm2.wait(LONG)?;
+    ensure!(
+        output.status != 0 && output.text.contains("IBV_WC_"),
+        "the sender did not see vm2 go:\n{}",
+        output.text
+    );
+    let vm2 = ground.vm_mut(2)?;
+    if reset {
+        vm2.wait_up()?;
+    } else {
+        vm2.start_again()?;
+    }
+    let done = progress(&within_vm1);
+    wait_progress(&within_vm1, done + 50, LONG)
+        .context("vm1 was not served on when vm2 came back")?;
+    drop((within_vm1, _targets));
+    settled(&ground.bed, &before)?;
+    ground.pair(2, 1).pingpong(&ground.bed, "", SHORT)?;
+    ground
+        .pair(1, 2)
+        .verified(&ground.bed, "flow", "500", LONG)
+        .map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn summaries_of_strace_are_read() {
+        let summary = "% time     seconds  usecs/call     calls    errors syscall\n\
+                       ------ ----------- ----------- --------- --------- ----------------\n\
+                       100.00    0.012345          12      1029        17 total\n";
+        assert_eq!(system_calls(summary).expect("a total"), 1029);
+        assert!(system_calls("").is_err());
+    }
+}

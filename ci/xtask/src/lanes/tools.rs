@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Running the stock tools between VMs, and reading what they say.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{bail, ensure, Context, Result};
+
+use crate::vm::{Bed, Job, Output};
+
+/// A server in one VM and a client in another, or in the same.
+#[derive(Clone, Copy)]
+pub struct Pair {
+    /// The VM of the server.
+    pub server: u8,
+    /// The VM of the client.
+    pub client: u8,
+    /// The TCP port on which they meet.
+    pub port: u16,
+}
+
+impl Pair {
+    /// The server's address.
+    pub fn host(self) -> String {
+        format!("10.10.0.{}", self.server)
+    }
+
+    /// Starts the server and waits until it listens on the port.
+    pub fn serve(self, bed: &Bed, command: &str) -> Result<Job> {
+        let vm = bed.vm(self.server)?;
+        let job = vm.spawn(command)?;
+        if let Err(error) = vm.sh(&format!("/payload/listening {}", self.port)) {
+            bail!(
+                "`{command}` in vm{} does not listen ({error:#}); it wrote:\n{}",
+                self.server,
+                job.text()
+            );
+        }
+        Ok(job)
+    }
+
+    /// Runs both to their good ends; returns what the client and the server wrote.
+    pub fn run(
+        self,
+        bed: &Bed,
+        server: &str,
+        client: &str,
+        timeout: Duration,
+    ) -> Result<(String, String)> {
+        let serving = self.serve(bed, server)?;
+        let output = bed.vm(self.client)?.run(client, timeout);
+        let output = match output {
+            Ok(output) if output.status == 0 => output,
+            Ok(Output { status, text }) => {
+                bail!(
+                    "client `{client}` ended with {status}:\n{text}\nthe server wrote:\n{}",
+                    serving.text()
+                )
+            }
+            Err(error) => bail!("{error:#}\nthe server wrote:\n{}", serving.text()),
+        };
+        let served = serving.wait(Duration::from_secs(30))?;
+        ensure!(
+            served.status == 0,
+            "server `{server}` ended with {}:\n{}",
+            served.status,
+            served.text
+        );
+        Ok((output.text, served.text))
+    }
+
+    /// The command line of `ibv_rc_pingpong` for the server or the client.
+    fn pingpong_command(self, arguments: &str, host: &str) -> String {
+        format!(
+            "ibv_rc_pingpong -g $(/payload/gid) -p {} -c {arguments} {host}",
+            self.port
+        )
+    }
+
+    /// `ibv_rc_pingpong` with the data checked on arrival.
+    pub fn pingpong(self, bed: &Bed, arguments: &str, timeout: Duration) -> Result<String> {
+        let (server, client) = (
+            self.pingpong_command(arguments, ""),
+            self.pingpong_command(arguments, &self.host()),
+        );
+        let (text, _) = self.run(bed, &server, &client, timeout)?;
+        ensure!(
+            text.contains("iters in"),
+            "no result from ibv_rc_pingpong:\n{text}"
+        );
+        Ok(text)
+    }
+
+    /// A tool of perftest; its table has a row for each message size.
+    pub fn perftest(
+        self,
+        bed: &Bed,
+        tool: &str,
+        arguments: &str,
+        timeout: Duration,
+    ) -> Result<Table> {
+        let (server, client) = (
+            self.perftest_command(tool, arguments, false),
+            self.perftest_command(tool, arguments, true),
+        );
+        let (text, _) = self.run(bed, &server, &client, timeout)?;
+        Table::parse(&text).with_context(|| format!("no table from `{client}`:\n{text}"))
+    }
+
+    /// The command line of a tool of perftest for the server or the client.
+    pub fn perftest_command(self, tool: &str, arguments: &str, client: bool) -> String {
+        let host = if client { self.host() } else { String::new() };
+        format!(
+            "{tool} -F -x $(/payload/gid) -p {} {arguments} {host}",
+            self.port
+        )
+    }
+
+    /// A command of `rdma.py` against a target; returns what it wrote at last.
+    pub fn verified(
+        self,
+        bed: &Bed,
+        command: &str,
+        arguments: &str,
+        timeout: Duration,
+    ) -> Result<String> {
+        let (text, _) = self.run(bed, &self.target(), &self.rdma(command, arguments), timeout)?;
+        let last = text.lines().last().unwrap_or_default();
+        ensure!(
+            last.starts_with("verified"),
+            "rdma.py {command} did not verify:\n{text}"
+        );
+        Ok(last.to_owned())
+    }
+
+    /// The command line of `rdma.py target`.
+    pub fn target(self) -> String {
+        format!("/payload/rdma.py target {}", self.port)
+    }
+
+    /// The command line of another command of `rdma.py`.
+    pub fn rdma(self, command: &str, arguments: &str) -> String {
+        format!(
+            "/payload/rdma.py {command} {} {} {arguments}",
+            self.host(),
+            self.port
+        )
+    }
+}
+
+/// A table of perftest.
+#[derive(Debug)]
+pub struct Table {
+    /// The row for each message size, without the columns `#bytes` and `#iterations`.
+    rows: BTreeMap<u64, Vec<f64>>,
+}
+
+impl Table {
+    fn parse(text: &str) -> Result<Self> {
+        let rows = text.lines().filter_map(|line| {
+            let numbers = line
+                .split_ascii_whitespace()
+                .map(|word| word.parse().ok())
+                .collect::<Option<Vec<f64>>>()?;
+            let (size, rest) = numbers.split_first()?;
+            // The first columns are whole numbers.
+            let size = format!("{size:.0}").parse().ok()?;
+            Some((size, rest.get(1..)?.to_vec()))
+        });
+        let rows: BTreeMap<_, _> = rows.collect();
+        ensure!(!rows.is_empty(), "no rows");
+        Ok(Table { rows })
+    }
+
+    /// The message sizes.
+    pub fn sizes(&self) -> Vec<u64> {
+        self.rows.keys().copied().collect()
+    }
+
+    /// Average bandwidth in MiB/s at a size (of a `_bw` tool).
+    pub fn bandwidth(&self, size: u64) -> Result<f64> {
+        self.column(size, 1)
+    }
+
+    /// Typical latency in µs at a size (of a `_lat` tool).
+    pub fn latency(&self, size: u64) -> Result<f64> {
+        self.column(size, 2)
+    }
+
+    fn column(&self, size: u64, column: usize) -> Result<f64> {
+        let row = self
+            .rows
+            .get(&size)
+            .with_context(|| format!("no row for {size} bytes"))?;
+        row.get(column)
+            .copied()
+            .with_context(|| format!("no column {column}"))
+    }
+}
+
+/// The last progress that a command of `rdma.py` wrote.
+pub fn progress(job: &Job) -> u64 {
+    let text = job.text();
+    let last = text
+        .lines()
+        .rev()
+        .find_map(|line| line.strip_prefix("done "));
+    last.and_then(|number| number.parse().ok()).unwrap_or(0)
+}
+
+/// Waits until a command of `rdma.py` has come so far.
+pub fn wait_progress(job: &Job, wanted: u64, timeout: Duration) -> Result<()> {
+    job.wait_text(timeout, |text| {
+        let last = text
+            .lines()
+            .rev()
+            .find_map(|line| line.strip_prefix("done "));
+        last.and_then(|number| number.parse::<u64>().ok())
+            .is_some_and(|number| number >= wanted)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_of_perftest_are_read() {
+        let bandwidth = " #bytes     #iterations    BW peak[MiB/sec]    BW average[MiB/sec]   MsgRate[Mpps]\n \
+                         65536      200              0.00               1234.50              0.019\n---\n";
+        let table = Table::parse(bandwidth).expect("a table");
+        assert_eq!(table.sizes(), [65536]);
+        assert_eq!(table.bandwidth(65536).expect("a row"), 1234.5);
+        let latency = " 2       100          8.07           25.82        8.47     \t       9.02        \t2.01   \t\t25.82\n";
+        assert_eq!(
+            Table::parse(latency)
+                .expect("a table")
+                .latency(2)
+                .expect("a row"),
+            8.47
+        );
+        assert!(Table::parse("nothing\n").is_err());
+    }
+}

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The host's side of the control channel: runs commands in a guest through `qemu/images/guest/agent`.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, Context, Result};
+use serde::Deserialize;
+use serde_json::json;
+
+/// What a command left behind.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// Its exit status; negative: the signal that ended it.
+    pub status: i32,
+    /// What it wrote, standard output and error together.
+    pub text: String,
+}
+
+/// What the agent sends.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Message {
+    Boot { boot: String },
+    Output { id: u64, out: String },
+    Exit { id: u64, exit: i32 },
+}
+
+#[derive(Default)]
+struct State {
+    /// The boot whose agent spoke last.
+    boot: Option<String>,
+    jobs: HashMap<u64, JobState>,
+    next: u64,
+    closed: bool,
+}
+
+#[derive(Default)]
+struct JobState {
+    text: String,
+    end: Option<End>,
+}
+
+#[derive(Clone, Copy)]
+enum End {
+    Exited(i32),
+    /// The guest went away under it.
+    Lost,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `ready` gives something; None when the time is over.
+    fn wait<T>(
+        &self,
+        timeout: Duration,
+        mut ready: impl FnMut(&mut State) -> Option<T>,
+    ) -> Option<T> {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.lock();
+        loop {
+            if let Some(value) = ready(&mut state) {
+                return Some(value);
+            }
+            let left = deadline.checked_duration_since(Instant::now())?;
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+}
+
+/// A connection to a guest's agent.
+pub struct Agent {
+    shared: Arc<Shared>,
+    stream: UnixStream,
+}
+
+impl Agent {
+    /// Connects to the chardev socket of the control port. The agent need not be there yet.
+    pub fn connect(path: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(path)?;
+        let shared = Arc::new(Shared::default());
+        let (reader, of_reader) = (BufReader::new(stream.try_clone()?), shared.clone());
+        std::thread::spawn(move || read(reader, &of_reader));
+        Ok(Agent { shared, stream })
+    }
+
+    /// Waits for the agent of another boot than `not`, and returns that boot's id.
+    pub fn wait_boot(&self, not: Option<&str>, timeout: Duration) -> Result<String> {
+        let booted = self.shared.wait(timeout, |state| match &state.boot {
+            _ if state.closed => Some(None),
+            Some(boot) if Some(boot.as_str()) != not => Some(Some(boot.clone())),
+            _ => None,
+        });
+        match booted {
+            Some(Some(boot)) => Ok(boot),
+            Some(None) => bail!("QEMU is gone"),
+            None => bail!("the guest was not up after {timeout:?}"),
+        }
+    }
+
+    /// Starts a shell command.
+    pub fn spawn(&self, command: &str) -> Result<Job> {
+        let id = {
+            let mut state = self.shared.lock();
+            if state.closed {
+                bail!("the VM is gone");
+            }
+            state.next += 1;
+            let id = state.next;
+            state.jobs.insert(id, JobState::default());
+            id
+        };
+        let job = Job {
+            id,
+            command: command.to_owned(),
+            shared: self.shared.clone(),
+            stream: self.stream.try_clone()?,
+        };
+        job.send(&json!({ "id": id, "run": command }))
+            .context("the VM is gone")?;
+        Ok(job)
+    }
+}
+
+fn read(reader: BufReader<UnixStream>, shared: &Shared) {
+    for line in reader.split(b'\n') {
+        let Ok(line) = line else { break };
+        // A guest that is reset in the middle of a line leaves half of it.
+        let Ok(message) = serde_json::from_slice::<Message>(&line) else {
+            continue;
+        };
+        let mut state = shared.lock();
+        match message {
+            Message::Boot { boot } => {
+                if state.boot.as_ref().is_some_and(|old| *old != boot) {
+                    lose(&mut state);
+                }
+                state.boot = Some(boot);
+            }
+            Message::Output { id, out } => {
+                if let Some(job) = state.jobs.get_mut(&id) {
+                    job.text.push_str(&out);
+                }
+            }
+            Message::Exit { id, exit } => {
+                if let Some(job) = state.jobs.get_mut(&id) {
+                    job.end = Some(End::Exited(exit));
+                }
+            }
+        }
+        drop(state);
+        shared.changed.notify_all();
+    }
+    let mut state = shared.lock();
+    state.closed = true;
+    lose(&mut state);
+    drop(state);
+    shared.changed.notify_all();
+}
+
+fn lose(state: &mut State) {
+    for job in state.jobs.values_mut() {
+        job.end.get_or_insert(End::Lost);
+    }
+}
+
+/// A command in a guest. Dropping it kills it if it still runs.
+pub struct Job {
+    id: u64,
+    command: String,
+    shared: Arc<Shared>,
+    stream: UnixStream,
+}
+
+impl Job {
+    fn send(&self, message: &serde_json::Value) -> Result<()> {
+        let line = message.to_string() + "\n";
+        // One write per line, so that lines of several threads do not mix.
+        (&self.stream).write_all(line.as_bytes())?;
+        Ok(())
+    }
+
+    /// Waits for the end. It is killed if that does not come in time.
+    pub fn wait(&self, timeout: Duration) -> Result<Output> {
+        let id = self.id;
+        let ended = self.shared.wait(timeout, |state| {
+            let job = state.jobs.get(&id)?;
+            Some((job.end?, job.text.clone()))
+        });
+        match ended {
+            Some((End::Exited(status), text)) => Ok(Output { status, text }),
+            Some((End::Lost, text)) => bail!(
+                "the guest went away under `{}`; it had written:\n{text}",
+                self.command
+            ),
+            None => {
+                self.kill(9)?;
+                bail!(
+                    "no end after {timeout:?} of `{}`; it had written:\n{}",
+                    self.command,
+                    self.text()
+                )
+            }
+        }
+    }
+
+    /// Waits until `found` says yes to what it has written; an error if it ends or the time is over before.
+    pub fn wait_text(&self, timeout: Duration, found: impl Fn(&str) -> bool) -> Result<()> {
+        let id = self.id;
+        let answer = self.shared.wait(timeout, |state| {
+            let job = state.jobs.get(&id)?;
+            if found(&job.text) {
+                Some(true)
+            } else {
+                job.end.map(|_| false)
+            }
+        });
+        match answer {
+            Some(true) => Ok(()),
+            Some(false) => bail!(
+                "`{}` ended too early; it had written:\n{}",
+                self.command,
+                self.text()
+            ),
+            None => bail!(
+                "`{}` did not get there in {timeout:?}; it had written:\n{}",
+                self.command,
+                self.text()
+            ),
+        }
+    }
+
+    /// What it has written so far.
+    pub fn text(&self) -> String {
+        self.shared
+            .lock()
+            .jobs
+            .get(&self.id)
+            .map(|job| job.text.clone())
+            .unwrap_or_default()
+    }
+
+    /// True while it runs.
+    pub fn running(&self) -> bool {
+        self.shared
+            .lock()
+            .jobs
+            .get(&self.id)
+            .is_some_and(|job| job.end.is_none())
+    }
+
+    /// Sends a signal to its process group.
+    pub fn kill(&self, signal: i32) -> Result<()> {
+        self.send(&json!({ "id": self.id, "kill": signal }))
+            .context("the VM is gone")
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        if self.running() {
+            // A VM that is gone has taken its commands along.
+            let _ = self.kill(9);
+        }
+        self.shared.lock().jobs.remove(&self.id);
+    }
+}

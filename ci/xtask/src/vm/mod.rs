@@ -1,0 +1,536 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The launcher: a [`Bed`] is a device process and the VMs on it.
+//!
+//! All processes of a bed end with it, however it ends: each is started with its parent-death signal set. That signal goes
+//! out when the *thread* that started it ends, so beds are started and restarted from the main thread.
+
+mod agent;
+mod device;
+mod qmp;
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, ensure, Context, Result};
+use rustix::process::{kill_process, Pid, Signal};
+
+pub use agent::{Job, Output};
+pub use device::Device;
+
+use crate::artifacts::Stack;
+use crate::images::KernelImage;
+use crate::shell;
+use agent::Agent;
+use qmp::Qmp;
+
+/// How long a guest may take from power-on to its agent, on a machine that is busy with other things.
+const BOOT: Duration = Duration::from_secs(120);
+
+/// How long a short command may take.
+pub const SHORT: Duration = Duration::from_secs(60);
+
+/// What to start.
+pub struct Plan<'a> {
+    /// Binaries, and what the guests get. Without it: stock guests on the QEMU given by `qemu`.
+    pub stack: Option<&'a Stack>,
+    /// The QEMU binary.
+    pub qemu: &'a Path,
+    /// The root image.
+    pub root: &'a Path,
+    /// The kernel.
+    pub kernel: &'a KernelImage,
+    /// How many VMs.
+    pub vms: u8,
+    /// Memory of each in MiB.
+    pub memory: u32,
+    /// Where console and device logs go.
+    pub logs: PathBuf,
+    /// Give the serial consoles sockets (`console-N` in the bed's directory) instead of log files alone.
+    pub interactive: bool,
+}
+
+/// A device process and VMs on it.
+pub struct Bed {
+    /// The device; None for stock guests.
+    pub device: Option<Device>,
+    /// The VMs; `vms[0]` is number 1.
+    pub vms: Vec<Vm>,
+    directory: PathBuf,
+}
+
+impl Bed {
+    /// Starts everything and waits until all guests are up.
+    pub fn start(plan: &Plan) -> Result<Self> {
+        let directory = std::env::temp_dir().join(format!("virtio-rdma-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&directory);
+        fs::create_dir_all(&directory)
+            .with_context(|| format!("cannot create {}", directory.display()))?;
+        fs::create_dir_all(&plan.logs)?;
+        let mut bed = Bed {
+            device: None,
+            vms: Vec::new(),
+            directory,
+        };
+        if let Some(stack) = plan.stack {
+            let sockets: Vec<_> = (1..=plan.vms)
+                .map(|number| (bed.directory.join(format!("rdma-{number}")), mac(number)))
+                .collect();
+            let (status, log) = (bed.directory.join("status"), plan.logs.join("device.log"));
+            bed.device = Some(Device::start(&stack.device, &sockets, &status, &log)?);
+        }
+        for number in 1..=plan.vms {
+            let vm = Vm::start(plan, number, &bed.directory)?;
+            bed.vms.push(vm);
+        }
+        for vm in &mut bed.vms {
+            vm.wait_up()?;
+        }
+        Ok(bed)
+    }
+
+    /// A VM by its number, from 1.
+    pub fn vm(&self, number: u8) -> Result<&Vm> {
+        self.vms
+            .iter()
+            .find(|vm| vm.number == number)
+            .with_context(|| format!("there is no vm{number}"))
+    }
+
+    /// Ends all its processes.
+    pub fn stop(&mut self) {
+        self.vms.clear();
+        self.device = None;
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+
+    /// Where its sockets are.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// The MAC address of a VM's network device, which its RDMA NIC is paired with.
+pub fn mac(number: u8) -> String {
+    format!("52:54:00:12:34:{number:02x}")
+}
+
+/// True if KVM runs guests here. A `/dev/kvm` that opens is no proof: nested without the CPU's help, guests hang in it.
+pub fn kvm() -> bool {
+    let flags = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let able = flags
+        .split_ascii_whitespace()
+        .any(|word| word == "svm" || word == "vmx");
+    able && File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm")
+        .is_ok()
+}
+
+/// One VM.
+pub struct Vm {
+    /// Its number, from 1; its address is 10.10.0.NUMBER.
+    pub number: u8,
+    child: Child,
+    command: Vec<String>,
+    console_log: PathBuf,
+    qemu_log: PathBuf,
+    control: PathBuf,
+    qmp_path: PathBuf,
+    links: Vec<PathBuf>,
+    qmp: Option<Qmp>,
+    agent: Option<Agent>,
+    boot: Option<String>,
+}
+
+impl Vm {
+    /// Starts QEMU. The guest is not up yet when this returns.
+    fn start(plan: &Plan, number: u8, directory: &Path) -> Result<Self> {
+        let console_log = plan.logs.join(format!("vm{number}.console"));
+        let _ = fs::remove_file(&console_log);
+        let qemu_log = plan.logs.join(format!("vm{number}.qemu"));
+        let path = |name: &str| directory.join(format!("{name}-{number}"));
+        let command = command_line(plan, number, directory, &console_log);
+        let mut vm = Vm {
+            number,
+            child: spawn(&command, &qemu_log)?,
+            command,
+            console_log,
+            qemu_log,
+            control: path("control"),
+            qmp_path: path("qmp"),
+            links: if number == 1 {
+                (2..=plan.vms).map(|peer| link(directory, peer)).collect()
+            } else {
+                Vec::new()
+            },
+            qmp: None,
+            agent: None,
+            boot: None,
+        };
+        vm.connect()?;
+        Ok(vm)
+    }
+
+    /// Connects to a QEMU that has just been started.
+    fn connect(&mut self) -> Result<()> {
+        (self.qmp, self.agent, self.boot) = (None, None, None);
+        let deadline = Duration::from_secs(30);
+        let (qmp_path, control) = (self.qmp_path.clone(), self.control.clone());
+        let connected = wait_for(deadline, || {
+            self.check()?;
+            if !self.links.iter().all(|link| link.exists()) {
+                return Ok(None);
+            }
+            let Ok(agent) = Agent::connect(&control) else {
+                return Ok(None);
+            };
+            Ok(Some((agent, Qmp::connect(&qmp_path)?)))
+        })?;
+        let (agent, qmp) = connected
+            .with_context(|| format!("QEMU of vm{} does not open its sockets", self.number))?;
+        (self.agent, self.qmp) = (Some(agent), Some(qmp));
+        Ok(())
+    }
+
+    /// An error if QEMU has ended.
+    pub fn check(&mut self) -> Result<()> {
+        if let Some(status) = self.child.try_wait()? {
+            let log = shell::tail(&self.qemu_log, 2000);
+            bail!(
+                "QEMU of vm{} ended ({status}): {}",
+                self.number,
+                log.trim_end()
+            );
+        }
+        Ok(())
+    }
+
+    /// Waits until the guest is up after power-on or a reset.
+    pub fn wait_up(&mut self) -> Result<()> {
+        let agent = self.agent.as_ref().context("the VM is not connected")?;
+        let boot = agent
+            .wait_boot(self.boot.as_deref(), BOOT)
+            .with_context(|| {
+                format!(
+                    "vm{} does not boot; the end of its console:\n{}",
+                    self.number,
+                    shell::tail(&self.console_log, 2000)
+                )
+            })?;
+        self.boot = Some(boot);
+        Ok(())
+    }
+
+    /// The QEMU command line.
+    pub fn command(&self) -> &[String] {
+        &self.command
+    }
+
+    /// Starts a shell command in the guest.
+    pub fn spawn(&self, command: &str) -> Result<Job> {
+        self.agent
+            .as_ref()
+            .context("the VM is not running")?
+            .spawn(command)
+            .with_context(|| format!("vm{}", self.number))
+    }
+
+    /// Runs a shell command in the guest.
+    pub fn run(&self, command: &str, timeout: Duration) -> Result<Output> {
+        self.spawn(command)?
+            .wait(timeout)
+            .with_context(|| format!("vm{}", self.number))
+    }
+
+    /// Runs a shell command in the guest that has to succeed in [`SHORT`] time, and returns what it wrote.
+    pub fn sh(&self, command: &str) -> Result<String> {
+        let output = self.run(command, SHORT)?;
+        ensure!(
+            output.status == 0,
+            "vm{}: `{command}` ended with {}:\n{}",
+            self.number,
+            output.status,
+            output.text
+        );
+        Ok(output.text)
+    }
+
+    /// Runs a QMP command.
+    pub fn qmp(&mut self, command: &str) -> Result<serde_json::Value> {
+        let number = self.number;
+        self.qmp
+            .as_mut()
+            .context("the VM is not running")?
+            .execute(command)
+            .with_context(|| format!("vm{number}"))
+    }
+
+    /// Resets the guest, as the button would; [`Self::wait_up`] waits for it.
+    pub fn reset(&mut self) -> Result<()> {
+        self.qmp("system_reset").map(drop)
+    }
+
+    /// Freezes the whole QEMU process.
+    pub fn freeze(&self) -> Result<()> {
+        self.signal(Signal::STOP)
+    }
+
+    /// Lets a frozen QEMU process go on.
+    pub fn thaw(&self) -> Result<()> {
+        self.signal(Signal::CONT)
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = i32::try_from(self.child.id())
+            .ok()
+            .and_then(Pid::from_raw)
+            .context("no process")?;
+        Ok(kill_process(pid, signal)?)
+    }
+
+    /// Kills QEMU, as a crash would.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        (self.qmp, self.agent, self.boot) = (None, None, None);
+        Ok(())
+    }
+
+    /// Starts the VM again after [`Self::kill`], on the same sockets, and waits until it is up.
+    pub fn start_again(&mut self) -> Result<()> {
+        for path in [&self.control, &self.qmp_path]
+            .into_iter()
+            .chain(&self.links)
+        {
+            let _ = fs::remove_file(path);
+        }
+        self.child = spawn(&self.command, &self.qemu_log)?;
+        self.connect()?;
+        self.wait_up()
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The socket between vm1 and another VM's network device.
+fn link(directory: &Path, number: u8) -> PathBuf {
+    directory.join(format!("net-{number}"))
+}
+
+/// The QEMU command line of a VM.
+fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -> Vec<String> {
+    let socket = |name: &str| {
+        directory
+            .join(format!("{name}-{number}"))
+            .display()
+            .to_string()
+    };
+    let mut words = vec![plan.qemu.display().to_string()];
+    let mut add = |text: &str, value: String| {
+        words.extend(text.split_ascii_whitespace().map(str::to_owned));
+        if !value.is_empty() {
+            words.push(value);
+        }
+    };
+    add(
+        "-L /usr/share/qemu -L /usr/share/seabios -nodefaults -no-user-config -display none",
+        String::new(),
+    );
+    add("-name", format!("vm{number}"));
+    // TCG runs `rep movsb` very slowly, and guests use it where ERMS is offered.
+    if kvm() {
+        add("-accel kvm -cpu host", String::new());
+    } else {
+        add(
+            "-accel tcg,thread=multi,tb-size=512 -cpu max,-erms,-fsrm",
+            String::new(),
+        );
+    }
+    add(
+        "-machine q35,memory-backend=ram,hpet=off -smp 1 -m",
+        format!("{}M", plan.memory),
+    );
+    add(
+        "-object",
+        format!("memory-backend-memfd,id=ram,size={}M,share=on", plan.memory),
+    );
+
+    let quiet = if plan.interactive { "" } else { " quiet" };
+    add("-kernel", plan.kernel.vmlinuz.display().to_string());
+    add("-initrd", plan.kernel.initrd.display().to_string());
+    let kernel_words = "panic=1 no_timer_check tsc=reliable mitigations=off audit=0";
+    add(
+        "-append",
+        format!("console=ttyS0{quiet} {kernel_words} vr.number={number}"),
+    );
+    for (disk, image) in [
+        ("root", plan.root),
+        ("modules", plan.kernel.modules.as_path()),
+    ] {
+        add(
+            "-drive",
+            format!(
+                "if=none,id={disk},format=raw,readonly=on,file.locking=off,file={}",
+                image.display()
+            ),
+        );
+        add("-device", format!("virtio-blk-pci,drive={disk}"));
+    }
+
+    if plan.interactive {
+        let log = console_log.display();
+        add(
+            "-chardev",
+            format!(
+                "socket,id=console,server=on,wait=off,path={},logfile={log}",
+                socket("console")
+            ),
+        );
+    } else {
+        add(
+            "-chardev",
+            format!("file,id=console,path={}", console_log.display()),
+        );
+    }
+    add(
+        "-serial chardev:console -device virtio-rng-pci -device virtio-serial-pci",
+        String::new(),
+    );
+    add(
+        "-chardev",
+        format!(
+            "socket,id=control,server=on,wait=off,path={}",
+            socket("control")
+        ),
+    );
+    add(
+        "-device virtserialport,chardev=control,name=control",
+        String::new(),
+    );
+    add("-qmp", format!("unix:{},server=on,wait=off", socket("qmp")));
+
+    // vm1 is the hub that connects the network devices of all.
+    let device_net = match (number, plan.vms) {
+        (1, 0 | 1) => {
+            add("-netdev hubport,id=net,hubid=0", String::new());
+            "net"
+        }
+        (1, vms) => {
+            for peer in 2..=vms {
+                let path = link(directory, peer);
+                add(
+                    "-netdev",
+                    format!(
+                        "stream,id=to{peer},server=on,addr.type=unix,addr.path={}",
+                        path.display()
+                    ),
+                );
+                if vms > 2 {
+                    add(
+                        "-netdev",
+                        format!("hubport,id=port{peer},hubid=0,netdev=to{peer}"),
+                    );
+                }
+            }
+            if vms > 2 {
+                add("-netdev hubport,id=net,hubid=0", String::new());
+                "net"
+            } else {
+                "to2"
+            }
+        }
+        _ => {
+            // A stock QEMU may be too old to know how to reconnect.
+            let again = if plan.stack.is_some() {
+                ",reconnect-ms=500"
+            } else {
+                ""
+            };
+            let path = link(directory, number);
+            add(
+                "-netdev",
+                format!(
+                    "stream,id=net,server=off,addr.type=unix,addr.path={}{again}",
+                    path.display()
+                ),
+            );
+            "net"
+        }
+    };
+    add(
+        "-device",
+        format!(
+            "virtio-net-pci,netdev={device_net},mac={},romfile=",
+            mac(number)
+        ),
+    );
+
+    if let Some(stack) = plan.stack {
+        add(
+            "-fsdev",
+            format!(
+                "local,id=payload,security_model=none,readonly=on,path={}",
+                stack.payload.display()
+            ),
+        );
+        add(
+            "-device virtio-9p-pci,fsdev=payload,mount_tag=payload",
+            String::new(),
+        );
+        add(
+            "-chardev",
+            format!("socket,id=rdma,path={}", socket("rdma")),
+        );
+        add("-device vhost-user-rdma-pci,chardev=rdma", String::new());
+    }
+    words
+}
+
+/// Starts a process that ends with this thread, with its output in a file.
+fn spawn(command: &[String], log: &Path) -> Result<Child> {
+    let out = File::options()
+        .create(true)
+        .append(true)
+        .open(log)
+        .with_context(|| format!("cannot open {}", log.display()))?;
+    let program = command.first().map(String::as_str).unwrap_or_default();
+    Command::new("setpriv")
+        .args(["--pdeathsig", "KILL", "--"])
+        .args(command)
+        .stdin(Stdio::null())
+        .stdout(out.try_clone()?)
+        .stderr(out)
+        .spawn()
+        .with_context(|| format!("cannot start {program}"))
+}
+
+/// Asks until there is an answer; None when the time is over.
+pub fn wait_for<T>(
+    timeout: Duration,
+    mut ask: impl FnMut() -> Result<Option<T>>,
+) -> Result<Option<T>> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        if let Some(answer) = ask()? {
+            return Ok(Some(answer));
+        }
+        if Instant::now() >= deadline {
+            return Ok(None);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
