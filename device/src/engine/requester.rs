@@ -123,17 +123,22 @@ impl Requester {
         self.max_rd_atomic = attr.max_rd_atomic;
         self.dest_qp = attr.dest_qp_num;
         self.dest_gid = attr.av.dgid;
-        self.drained_notify = attr.en_sqd_async_notify != 0;
         self.route = Route::default();
-        self.drained = false;
         self.parked = None;
         self.reset_retries();
+    }
+
+    /// The send queue drains from now on; SQ_DRAINED tells when it has, if `notify`.
+    pub(crate) fn drain(&mut self, notify: bool) {
+        self.drained = false;
+        self.drained_notify = notify;
     }
 
     /// Back to the state of creation.
     pub(crate) fn reset(&mut self) {
         self.queue.position = 0;
         self.active = None;
+        self.drain(false);
         self.configure(&QpAttr::default());
     }
 

@@ -209,6 +209,10 @@ impl Qp {
             let mut requester = self.requester();
             let mut responder = self.responder();
             requester.configure(&merged);
+            if (current, next) == (qp_state::RTS, qp_state::SQD) {
+                let notify = mask & qp_attr::EN_SQD_ASYNC_NOTIFY != 0;
+                requester.drain(notify && new.en_sqd_async_notify != 0);
+            }
             responder.configure(&merged);
             // The worker may have failed the queue pair since we looked: then it stays in the error state.
             let stored =
