@@ -204,11 +204,11 @@ unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text: *mut c_char) {
             at = at.add(1);
         }
     };
-    for (shift, end) in [(32, b'.'), (16, b'.'), (0, 0)] {
-        let number = (version >> shift) as u16;
+    let numbers = [(version >> 32) as u16, (version >> 16) as u16, version as u16];
+    for (number, end) in numbers.into_iter().zip([b'.', b'.', 0]) {
         let mut started = false;
-        for unit in [10_000, 1000, 100, 10, 1] {
-            let digit = (number / unit) % 10;
+        for unit in [10_000u16, 1000, 100, 10, 1] {
+            let digit = number.checked_div(unit).unwrap_or(0) % 10;
             started |= digit != 0 || unit == 1;
             if started {
                 put(b'0'.wrapping_add(digit as u8));
