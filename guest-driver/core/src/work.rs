@@ -188,6 +188,44 @@ fn put_sges(
     }
 }
 
+/// Packs bytes into words, which go to memory as they fill up.
+struct Packer<'e> {
+    words: core::slice::Iter<'e, AtomicU64>,
+    /// Bytes that fill no word yet, the first in the lowest bits.
+    pending: u64,
+    /// Bits of them: less than 64.
+    bits: u32,
+}
+
+impl Packer<'_> {
+    /// Adds the lowest `bits` bits of a value, whose others are zero: at least one.
+    #[inline(always)]
+    fn push(&mut self, value: u64, bits: u32) {
+        self.pending |= value << self.bits;
+        self.bits += bits;
+        if self.bits >= 64 {
+            self.put();
+            self.bits -= 64;
+            // What did not fit; shifting by all 64 bits leaves nothing.
+            self.pending = value.checked_shr(bits - self.bits).unwrap_or(0);
+        }
+    }
+
+    #[inline(always)]
+    fn finish(&mut self) {
+        if self.bits > 0 {
+            self.put();
+        }
+    }
+
+    #[inline(always)]
+    fn put(&mut self) {
+        if let Some(at) = self.words.next() {
+            at.store(self.pending.to_le(), Ordering::Relaxed);
+        }
+    }
+}
+
 /// Writes inline data behind the fixed part of an entry; returns how many bytes.
 #[inline(always)]
 fn put_inline<'d>(
@@ -196,41 +234,26 @@ fn put_inline<'d>(
     parts: impl IntoIterator<Item = &'d [u8]>,
 ) -> Result<u16, PostError> {
     let max_inline = max_inline as usize;
-    let mut words = data.iter();
-    let mut length = 0;
-    let mut pending = 0;
-    let mut pending_bits = 0;
-    let mut put = |value: u64| {
-        if let Some(at) = words.next() {
-            at.store(value.to_le(), Ordering::Relaxed);
-        }
+    let mut packer = Packer {
+        words: data.iter(),
+        pending: 0,
+        bits: 0,
     };
+    let mut length = 0;
     for part in parts {
         length += part.len();
         if length > max_inline {
             return Err(PostError::InlineTooLong);
         }
-        for chunk in part.chunks(8) {
-            let mut bytes = [0; 8];
-            for (to, from) in bytes.iter_mut().zip(chunk) {
-                *to = *from;
-            }
-            let value = u64::from_le_bytes(bytes);
-            let bits = 8 * chunk.len() as u32;
-            pending |= value << pending_bits;
-            if pending_bits + bits >= 64 {
-                put(pending);
-                // The part of the value that did not fit; shifting by 64 would be all of it.
-                pending = value.checked_shr(64 - pending_bits).unwrap_or(0);
-                pending_bits = pending_bits + bits - 64;
-            } else {
-                pending_bits += bits;
-            }
+        let mut words = part.chunks_exact(8);
+        for bytes in &mut words {
+            packer.push(u64::from_le(word(bytes, 0)), 64);
+        }
+        for byte in words.remainder() {
+            packer.push(u64::from(*byte), 8);
         }
     }
-    if pending_bits > 0 {
-        put(pending);
-    }
+    packer.finish();
     Ok(length as u16)
 }
 

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Model checks of the protocols between driver and device: every interleaving, every value a load may return.
+//!
+//!     RUSTFLAGS="--cfg loom" cargo test -p virtio-rdma-driver-core --release --test loom
+//!
+//! The driver's side is the real code. The device's side is written here as the specification has it: the device's code
+//! must do the same. The model checker knows sequential consistency from fences only, so the device's side has its
+//! fences spelt out.
+#![cfg(loom)]
+
+use std::ops::Deref;
+
+use loom::sync::Arc;
+use loom::thread;
+use virtio_rdma_driver_core::buffer::{CqLayout, RingLayout};
+use virtio_rdma_driver_core::sync::{fence, AtomicU32, AtomicU64, Ordering::*};
+use virtio_rdma_driver_core::{ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue};
+use virtio_rdma_spec::doorbell::{worker_status, BLOCK_SIZE, LEAF_OFFSET, SUMMARY_OFFSET};
+use virtio_rdma_spec::layout::Layout;
+use virtio_rdma_spec::ring::{CqRecord, Cqe, SendWqe, ARM_NEXT, PHASE};
+
+/// Shared memory of the model: words that are touched are atomics of the model checker, which are dear.
+#[derive(Clone)]
+struct Words(Arc<Vec<AtomicU64>>);
+
+impl Words {
+    fn new(bytes: usize) -> Self {
+        Self(Arc::new(
+            (0..bytes / 8).map(|_| AtomicU64::new(0)).collect(),
+        ))
+    }
+}
+
+impl Deref for Words {
+    type Target = [AtomicU64];
+    fn deref(&self) -> &[AtomicU64] {
+        &self.0
+    }
+}
+
+const SQ: RingLayout = RingLayout {
+    entries: 1,
+    stride: 64,
+    offset: 64,
+};
+const RQ: RingLayout = RingLayout {
+    entries: 1,
+    stride: 32,
+    offset: 64,
+};
+
+/// Looks for an entry as the device does: the phase of the first lap.
+fn posted(ring: &Words, offset: u32) -> bool {
+    ring[offset as usize / 8].load(Acquire).to_ne_bytes()[1] & PHASE != 0
+}
+
+/// Word of a byte offset in doorbell memory.
+fn at(words: &Words, offset: usize) -> &AtomicU64 {
+    &words[offset / 8]
+}
+
+/// A poster and a worker that goes to sleep: either the worker finds the work, or it is woken.
+#[test]
+fn no_wake_up_is_lost() {
+    loom::model(|| {
+        let (queue, blocks, status) = (Words::new(128), Words::new(BLOCK_SIZE), Words::new(8));
+        let notified = Arc::new(AtomicU32::new(0));
+        let poster = {
+            let (queue, blocks, status, notified) = (
+                queue.clone(),
+                blocks.clone(),
+                status.clone(),
+                notified.clone(),
+            );
+            thread::spawn(move || {
+                let sq = SendQueue::new(queue, &SQ, 1, 0).unwrap();
+                let doorbell = Doorbell::new(blocks, status, 0, 0).unwrap();
+                sq.post(&SendWqe::default(), []).unwrap();
+                if doorbell.ring() {
+                    notified.store(1, Release);
+                }
+            })
+        };
+        status[0].store(u64::from(worker_status::SLEEPING).to_le(), SeqCst);
+        fence(SeqCst);
+        let awake = at(&blocks, 0).load(SeqCst) != 0;
+        if awake {
+            assert_ne!(at(&blocks, 0).swap(0, SeqCst), 0);
+            assert!(
+                posted(&queue, SQ.offset),
+                "the bit is there and the entry is not"
+            );
+        }
+        poster.join().unwrap();
+        assert!(
+            awake || notified.load(Acquire) == 1,
+            "asleep, and nobody wakes it"
+        );
+    });
+}
+
+/// One scan of a doorbell block: the leaf bits it takes.
+fn scan(blocks: &Words) -> u64 {
+    if at(blocks, 0).swap(0, AcqRel) == 0 {
+        return 0;
+    }
+    fence(SeqCst);
+    if at(blocks, SUMMARY_OFFSET).swap(0, AcqRel) == 0 {
+        return 0;
+    }
+    fence(SeqCst);
+    at(blocks, LEAF_OFFSET).swap(0, AcqRel)
+}
+
+/// Two posters with bits in the same leaf word, and a worker that scans meanwhile: each bit is taken by that scan or by
+/// the next, though both posters skip the words that are set already.
+#[test]
+fn no_leaf_bit_is_left_behind() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let (blocks, status) = (Words::new(BLOCK_SIZE), Words::new(8));
+        let posters: Vec<_> = [48, 49]
+            .map(|slot| {
+                let doorbell = Doorbell::new(blocks.clone(), status.clone(), 0, slot).unwrap();
+                thread::spawn(move || assert!(!doorbell.ring()))
+            })
+            .into();
+        let meanwhile = scan(&blocks);
+        for poster in posters {
+            poster.join().unwrap();
+        }
+        assert_eq!(meanwhile | scan(&blocks), 3 << 48);
+    });
+}
+
+/// A receive posted while a message finds none: the message finds it at second sight, or the doorbell is rung.
+#[test]
+fn no_receive_is_overlooked() {
+    loom::model(|| {
+        let queue = Words::new(96);
+        let poster = {
+            let queue = queue.clone();
+            thread::spawn(move || RecvQueue::new(queue, &RQ, 1).unwrap().post(1, []).unwrap())
+        };
+        queue[0].store(1u64.to_le(), SeqCst);
+        fence(SeqCst);
+        let found = posted(&queue, RQ.offset);
+        let rung = poster.join().unwrap();
+        assert!(
+            found || rung,
+            "a message waits, and nobody says that there is a receive"
+        );
+    });
+}
+
+/// A completion written while the queue is armed: polled after arming, or announced by an event.
+#[test]
+fn no_completion_is_overlooked() {
+    loom::model(|| {
+        let layout = CqLayout::new(1).unwrap().ring;
+        let queue = Words::new(96);
+        let driver = {
+            let queue = queue.clone();
+            thread::spawn(move || {
+                let cq = CompletionQueue::new(queue, &layout).unwrap();
+                cq.arm(ArmMode::Any);
+                cq.poll().is_some_and(|cqe| {
+                    assert_eq!(cqe.wr_id, 7);
+                    true
+                })
+            })
+        };
+        let cqe = Cqe {
+            wr_id: 7,
+            phase: 1,
+            ..Cqe::default()
+        }
+        .to_bytes();
+        let words = &queue[layout.offset as usize / 8..];
+        for (word, bytes) in words.iter().zip(cqe.chunks_exact(8)) {
+            word.store(u64::from_ne_bytes(bytes.try_into().unwrap()), Release);
+        }
+        fence(SeqCst);
+        let event = CqRecord::get(&queue[0].load(Acquire).to_ne_bytes()).arm & ARM_NEXT != 0;
+        let polled = driver.join().unwrap();
+        assert!(polled || event, "a completion, and nobody looks for it");
+    });
+}
