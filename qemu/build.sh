@@ -90,6 +90,7 @@ as_root() {
     if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -- "$@"; fi
 }
 
+begin=$SECONDS
 packages=(bzip2 ca-certificates debian-archive-keyring dpkg-dev gcc libattr1-dev libc6-dev libcap-ng-dev libfdt-dev
     libglib2.0-dev libslirp-dev ninja-build patch perl pkg-config python3 python3-venv xz-utils zlib1g-dev)
 # Debian 12's meson is too old for QEMU 10.0: there it comes from PyPI.
@@ -98,14 +99,14 @@ if [ "${debian%%.*}" != 12 ]; then
     packages+=(meson)
 fi
 
-# apt's own lock timeout does not cover the lists, so try for up to two minutes.
+# apt's own lock timeout does not cover the lists, so try for up to two minutes. Any other failure, such as an
+# unreachable repository, need not matter: the installation will tell.
 update_lists() {
-    local try
+    local try said
     for try in $(seq 24); do
-        as_root apt-get -q update && return 0
-        echo "apt-get update failed (attempt $try)"
-        # Not locked: an unreachable repository need not matter, the installation will tell.
-        if command -v fuser >/dev/null && ! as_root fuser -s /var/lib/apt/lists/lock; then
+        said=$(as_root env LC_ALL=C apt-get -q update 2>&1) && return 0
+        printf 'attempt %s: %s\n' "$try" "$said"
+        if ! grep -qE 'Could not get lock|Unable to lock' <<<"$said"; then
             return 0
         fi
         sleep 5
@@ -228,7 +229,6 @@ check() {
     echo quit | timeout 60 "$qemu" -machine q35,accel=tcg -nodefaults -display none -monitor stdio -device virtio-net-pci
 }
 
-begin=$SECONDS
 say "building QEMU with vhost-user-rdma-pci in $work"
 step "fetching Debian 13's QEMU source and firmware" download
 step "unpacking and patching" unpack
