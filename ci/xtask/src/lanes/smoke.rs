@@ -332,7 +332,7 @@ fn all_sizes() -> Vec<u64> {
 }
 
 fn bandwidth(ground: &mut Ground, tool: &str) -> Result<()> {
-    let table = ground
+    let (_, table) = ground
         .pair(2, 1)
         .perftest(&ground.bed, tool, "-a -n 200", LONG)?;
     ensure!(
@@ -347,7 +347,7 @@ fn bandwidth(ground: &mut Ground, tool: &str) -> Result<()> {
 }
 
 fn latency(ground: &mut Ground, tool: &str) -> Result<()> {
-    let table = ground
+    let (_, table) = ground
         .pair(2, 1)
         .perftest(&ground.bed, tool, "-a -n 100", LONG)?;
     ensure!(
@@ -363,7 +363,7 @@ fn latency(ground: &mut Ground, tool: &str) -> Result<()> {
 
 fn perftest_loopback(ground: &mut Ground) -> Result<()> {
     for tool in ["ib_send_bw", "ib_write_bw", "ib_read_bw"] {
-        let table = ground
+        let (_, table) = ground
             .pair(1, 1)
             .perftest(&ground.bed, tool, "-a -n 50", LONG)?;
         ensure!(

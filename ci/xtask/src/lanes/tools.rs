@@ -91,20 +91,22 @@ impl Pair {
         Ok(text)
     }
 
-    /// A tool of perftest; its table has a row for each message size.
+    /// A tool of perftest: what the client wrote, and the table in it, with a row for each message size.
     pub fn perftest(
         self,
         bed: &Bed,
         tool: &str,
         arguments: &str,
         timeout: Duration,
-    ) -> Result<Table> {
+    ) -> Result<(String, Table)> {
         let (server, client) = (
             self.perftest_command(tool, arguments, false),
             self.perftest_command(tool, arguments, true),
         );
         let (text, _) = self.run(bed, &server, &client, timeout)?;
-        Table::parse(&text).with_context(|| format!("no table from `{client}`:\n{text}"))
+        let table =
+            Table::parse(&text).with_context(|| format!("no table from `{client}`:\n{text}"))?;
+        Ok((text, table))
     }
 
     /// The command line of a tool of perftest for the server or the client.

@@ -83,16 +83,6 @@ impl Device {
         };
         read().context("no status from the device")
     }
-
-    /// The process's memory in KiB.
-    pub fn resident_kib(&self) -> Result<u64> {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let line = status
-            .lines()
-            .find_map(|line| line.strip_prefix("VmRSS:"))
-            .context("no VmRSS")?;
-        Ok(line.trim().trim_end_matches("kB").trim().parse()?)
-    }
 }
 
 impl Drop for Device {
