@@ -3,8 +3,8 @@
 //! architecture specification, volume 1, 11.2.5.2; specification: "Queue pair states").
 use virtio_rdma_spec::verbs::qp_attr::{
     ACCESS_FLAGS, AV, CUR_STATE, DEST_QPN, EN_SQD_ASYNC_NOTIFY, MAX_DEST_RD_ATOMIC,
-    MAX_QP_RD_ATOMIC, MIN_RNR_TIMER, PATH_MTU, PKEY_INDEX, PORT, RETRY_CNT, RNR_RETRY, RQ_PSN,
-    SQ_PSN, STATE, TIMEOUT,
+    MAX_QP_RD_ATOMIC, MIN_RNR_TIMER, PATH_MTU, PKEY_INDEX, PORT, QKEY, RETRY_CNT, RNR_RETRY,
+    RQ_PSN, SQ_PSN, STATE, TIMEOUT,
 };
 use virtio_rdma_spec::verbs::qp_state::{ERR, INIT, RESET, RTR, RTS, SQD, SQE};
 
@@ -57,6 +57,7 @@ pub fn check_rc(current: u8, next: u8, mask: u32) -> Result<(), Error> {
         | ACCESS_FLAGS
         | PKEY_INDEX
         | PORT
+        | QKEY
         | AV
         | PATH_MTU
         | TIMEOUT

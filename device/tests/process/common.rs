@@ -43,7 +43,6 @@ pub struct Side {
     pub recv_cq: Arc<Cq>,
     pub pd: Arc<Pd>,
     pub context: Arc<Context>,
-    pub vm: Arc<Vm>,
 }
 
 /// What both sides of a [`Pair`] are made with.
@@ -82,7 +81,6 @@ impl Side {
             recv_cq,
             pd,
             context,
-            vm: vm.clone(),
         }
     }
 

@@ -1,4 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Tests of the real process, driven over vhost-user by bare VMs.
+mod commands;
 mod common;
 mod data;
+mod errors;
+mod events;
+mod lifecycle;
+mod scale;
+mod states;

@@ -28,8 +28,69 @@ pub struct Region {
     guest_addr: u64,
     file: File,
     mapping: Arc<Mapping>,
-    /// One flag per page: in use.
-    used: Mutex<Vec<bool>>,
+    pages: Mutex<Pages>,
+}
+
+/// Which pages of a region are in use.
+#[derive(Debug)]
+struct Pages {
+    /// One flag per page.
+    used: Vec<bool>,
+    /// Where to look for the next run of free pages.
+    next: usize,
+    /// Where to look for the next single page, in steps.
+    next_scattered: usize,
+}
+
+/// Distance between the pages of a scattered buffer: a prime number.
+const SCATTER: usize = 1009;
+
+impl Pages {
+    fn take_run(&mut self, count: usize) -> Option<Vec<usize>> {
+        let total = self.used.len();
+        let mut run = 0;
+        for page in (self.next..total).chain(0..total) {
+            if page == 0 {
+                run = 0;
+            }
+            run = if self.used[page] { 0 } else { run + 1 };
+            if run == count {
+                self.next = page + 1;
+                let pages: Vec<usize> = (page + 1 - count..=page).collect();
+                self.used[page + 1 - count..=page].fill(true);
+                return Some(pages);
+            }
+        }
+        None
+    }
+
+    fn take_scattered(&mut self, count: usize) -> Option<Vec<usize>> {
+        let total = self.used.len();
+        let mut pages = Vec::with_capacity(count);
+        // By steps around the region; where the step does not reach every page, one by one.
+        for i in 0..2 * total {
+            if pages.len() == count {
+                break;
+            }
+            let step = if i < total { SCATTER } else { 1 };
+            self.next_scattered = (self.next_scattered + step) % total;
+            if !self.used[self.next_scattered] {
+                self.used[self.next_scattered] = true;
+                pages.push(self.next_scattered);
+            }
+        }
+        if pages.len() < count {
+            self.release(&pages);
+            return None;
+        }
+        Some(pages)
+    }
+
+    fn release(&mut self, pages: &[usize]) {
+        for page in pages {
+            self.used[*page] = false;
+        }
+    }
 }
 
 impl Region {
@@ -42,7 +103,11 @@ impl Region {
             guest_addr,
             file,
             mapping,
-            used: Mutex::new(vec![false; size / PAGE]),
+            pages: Mutex::new(Pages {
+                used: vec![false; size / PAGE],
+                next: 0,
+                next_scattered: 0,
+            }),
         }))
     }
 
@@ -68,8 +133,8 @@ impl Region {
         }
     }
 
-    fn used(&self) -> MutexGuard<'_, Vec<bool>> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pages(&self) -> MutexGuard<'_, Pages> {
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A zeroed buffer of at least `size` bytes.
@@ -78,36 +143,11 @@ impl Region {
     /// If there are not as many free pages, or not one behind the other.
     pub fn buffer(self: &Arc<Self>, size: usize, placement: Placement) -> Result<Buffer, Error> {
         let count = size.div_ceil(PAGE).max(1);
-        let mut used = self.used();
-        let pages: Vec<usize> = match placement {
-            Placement::Contiguous => {
-                let mut run = 0;
-                let end = used.iter().position(|taken| {
-                    run = if *taken { 0 } else { run + 1 };
-                    run == count
-                });
-                let end = end.ok_or(Error::NoMemory)? + 1;
-                (end - count..end).collect()
-            }
-            Placement::Scattered => {
-                // From both ends by turns, so that no two pages are neighbours, nor in order.
-                let free: Vec<usize> = (0..used.len()).filter(|page| !used[*page]).collect();
-                let low = free.iter().step_by(2);
-                let high = free.iter().rev().step_by(2);
-                let mut pages: Vec<usize> = low.zip(high).flat_map(|(a, b)| [*b, *a]).collect();
-                let mut seen = std::collections::HashSet::new();
-                pages.retain(|page| seen.insert(*page));
-                pages.truncate(count);
-                if pages.len() < count {
-                    return Err(Error::NoMemory);
-                }
-                pages
-            }
+        let taken = match placement {
+            Placement::Contiguous => self.pages().take_run(count),
+            Placement::Scattered => self.pages().take_scattered(count),
         };
-        for page in &pages {
-            used[*page] = true;
-        }
-        drop(used);
+        let pages = taken.ok_or(Error::NoMemory)?;
         let view = match placement {
             Placement::Contiguous => {
                 View::new(self.mapping.clone(), pages[0] * PAGE, count * PAGE)?
@@ -223,9 +263,6 @@ pub fn page_list(region: &Arc<Region>, pages: &[u64]) -> Result<(PageList, Optio
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let mut used = self.region.used();
-        for page in &self.pages {
-            used[*page] = false;
-        }
+        self.region.pages().release(&self.pages);
     }
 }

@@ -16,7 +16,7 @@ use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge};
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, wr_opcode};
 
 use crate::mapping::View;
-use crate::memory::{Buffer, Placement};
+use crate::memory::{page_list, Buffer, Placement};
 use crate::{Error, Vm};
 
 /// Bit of `Cqe::opcode` that tells a receive.
@@ -125,7 +125,12 @@ impl Pd {
         length: u64,
         access: u32,
     ) -> Result<Mr, Error> {
-        let (pages, _tables) = buffer.page_list()?;
+        let end = offset.checked_add(length).ok_or(Error::BadAddress)?;
+        let count = end
+            .div_ceil(crate::PAGE as u64)
+            .min(buffer.page_count() as u64);
+        let pages: Vec<u64> = (0..count as usize).map(|page| buffer.page(page)).collect();
+        let (pages, _tables) = page_list(buffer.region(), &pages)?;
         let body = spec::RegMr {
             pd: self.handle,
             access,

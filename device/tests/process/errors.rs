@@ -1,0 +1,867 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Every error completion, on both sides, and what becomes of the queue pairs.
+use std::time::{Duration, Instant};
+
+use vhost_device_rdma_bare::spec::event::event_type;
+use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
+use vhost_device_rdma_bare::spec::verbs::{access, qp_state, vendor_err, wc_status, wr_opcode};
+use vhost_device_rdma_bare::{Cq, Pd, QpOptions, Vm, RECV_FLAG};
+
+use crate::common::{
+    assert_status, assert_success, caps, Pair, Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
+};
+
+fn write(remote_addr: u64, rkey: u32) -> SendWqe {
+    SendWqe {
+        opcode: wr_opcode::RDMA_WRITE,
+        remote_addr,
+        rkey,
+        ..SendWqe::default()
+    }
+}
+
+fn read(remote_addr: u64, rkey: u32) -> SendWqe {
+    SendWqe {
+        opcode: wr_opcode::RDMA_READ,
+        ..write(remote_addr, rkey)
+    }
+}
+
+const SEND: SendWqe = SendWqe {
+    opcode: wr_opcode::SEND,
+    flags: 0,
+    count: 0,
+    imm: 0,
+    wr_id: 0,
+    remote_addr: 0,
+    rkey: 0,
+    srqn: 0,
+    operand0: 0,
+    operand1: 0,
+};
+
+/// The side is in the error state, and everything posted there is flushed, before or after.
+#[track_caller]
+fn assert_in_error(side: &Side) {
+    assert_eq!(side.qp.state().unwrap(), qp_state::ERR);
+    side.qp
+        .post_send(&SendWqe { wr_id: 77, ..SEND }, &[side.mr.sge(0, 1)])
+        .unwrap();
+    side.qp.post_recv(78, &[side.mr.sge(0, 1)]).unwrap();
+    let flushed = side.sent();
+    assert_status(&flushed, wc_status::WR_FLUSH_ERR);
+    assert_eq!(flushed.wr_id, 77);
+    assert_eq!(flushed.opcode & RECV_FLAG, 0);
+    let flushed = side.received();
+    assert_status(&flushed, wc_status::WR_FLUSH_ERR);
+    assert_eq!(flushed.wr_id, 78);
+    assert_eq!(flushed.opcode & RECV_FLAG, RECV_FLAG);
+}
+
+#[track_caller]
+fn assert_works(pair: &Pair) {
+    let (a, b) = (&pair.a, &pair.b);
+    assert_eq!(a.qp.state().unwrap(), qp_state::RTS);
+    assert_eq!(b.qp.state().unwrap(), qp_state::RTS);
+    b.qp.post_recv(500, &[b.mr.sge(0, 64)]).unwrap();
+    a.qp.send(501, &[a.mr.sge(0, 64)]).unwrap();
+    assert_success(&a.sent());
+    assert_success(&b.received());
+}
+
+#[track_caller]
+fn async_event(vm: &Vm, event: u16, number: u32) {
+    let got = vm
+        .wait_async_event(TIMEOUT)
+        .unwrap()
+        .expect("an asynchronous event");
+    assert_eq!(
+        (event_type::name(got.event_type), got.number),
+        (event_type::name(event), number)
+    );
+}
+
+#[track_caller]
+fn no_async_event(vm: &Vm) {
+    assert_eq!(vm.wait_async_event(NOTHING).unwrap(), None);
+}
+
+/// Posts `wqe` at side a; expects that the device refuses it there, and that the peer notices nothing.
+#[track_caller]
+fn refused_locally(
+    two: &Two,
+    wqe: SendWqe,
+    sges: impl Fn(&Side) -> Vec<Sge>,
+    status: u8,
+    reason: u8,
+) {
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    let wqe = SendWqe { wr_id: 7, ..wqe };
+    a.qp.post_send(&wqe, &sges(a)).unwrap();
+    a.qp.send(8, &[]).unwrap();
+    let failed = a.sent();
+    assert_status(&failed, status);
+    assert_eq!(failed.wr_id, 7);
+    assert_eq!(
+        vendor_err::name(failed.vendor_err),
+        vendor_err::name(reason)
+    );
+    let flushed = a.sent();
+    assert_status(&flushed, wc_status::WR_FLUSH_ERR);
+    assert_eq!(flushed.wr_id, 8);
+    assert_in_error(a);
+    assert_eq!(b.qp.state().unwrap(), qp_state::RTS);
+    b.assert_quiet();
+}
+
+#[test]
+fn local_keys_are_checked() {
+    let two = Two::new();
+    let protection = |wqe: fn(&Side) -> SendWqe, sges: fn(&Side) -> Vec<Sge>, reason| {
+        let side = Side::new(&two.b, &SideOptions::default());
+        refused_locally(&two, wqe(&side), sges, wc_status::LOC_PROT_ERR, reason);
+    };
+    let send = |_: &Side| SEND;
+    protection(
+        send,
+        |s| {
+            vec![Sge {
+                lkey: 0,
+                ..s.mr.sge(0, 8)
+            }]
+        },
+        vendor_err::KEY_UNKNOWN,
+    );
+    protection(
+        send,
+        |s| {
+            vec![Sge {
+                lkey: s.mr.lkey ^ 1,
+                ..s.mr.sge(0, 8)
+            }]
+        },
+        vendor_err::KEY_UNKNOWN,
+    );
+    protection(
+        send,
+        |s| {
+            vec![Sge {
+                lkey: u32::MAX,
+                ..s.mr.sge(0, 8)
+            }]
+        },
+        vendor_err::KEY_UNKNOWN,
+    );
+    protection(
+        send,
+        |s| vec![s.mr.sge(s.mr.length, 1)],
+        vendor_err::KEY_RANGE,
+    );
+    protection(send, |s| vec![s.mr.sge(u64::MAX, 8)], vendor_err::KEY_RANGE);
+    protection(
+        send,
+        |s| vec![s.mr.sge(1, s.mr.length as u32)],
+        vendor_err::KEY_RANGE,
+    );
+    protection(
+        send,
+        |s| vec![s.mr.sge(0, 1), s.mr.sge(s.mr.length - 3, 4)],
+        vendor_err::KEY_RANGE,
+    );
+    protection(
+        |peer| write(peer.mr.iova, peer.mr.rkey),
+        |s| {
+            vec![Sge {
+                addr: u64::MAX,
+                ..s.mr.sge(0, 8)
+            }]
+        },
+        vendor_err::KEY_RANGE,
+    );
+}
+
+#[test]
+fn local_regions_are_of_the_same_protection_domain_and_grant_writing() {
+    let two = Two::new();
+    let pair = two.pair();
+    let other = Pd::new(&two.a).unwrap();
+    let foreign = other.register(4096, ALL).unwrap();
+    pair.a.qp.send(1, &[foreign.sge(0, 8)]).unwrap();
+    let cqe = pair.a.sent();
+    assert_status(&cqe, wc_status::LOC_PROT_ERR);
+    assert_eq!(cqe.vendor_err, vendor_err::KEY_PD);
+
+    let pair = two.pair();
+    let read_only = pair.a.pd.register(4096, access::REMOTE_READ).unwrap();
+    // Reading from it is fine.
+    pair.a
+        .qp
+        .write(1, &[read_only.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+        .unwrap();
+    assert_success(&pair.a.sent());
+    pair.a
+        .qp
+        .read(2, &[read_only.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+        .unwrap();
+    let cqe = pair.a.sent();
+    assert_status(&cqe, wc_status::LOC_PROT_ERR);
+    assert_eq!(cqe.vendor_err, vendor_err::KEY_ACCESS);
+    assert_in_error(&pair.a);
+}
+
+#[test]
+fn a_deregistered_key_is_gone() {
+    let two = Two::new();
+    let pair = two.pair();
+    let mr = pair.a.pd.register(4096, ALL).unwrap();
+    let sge = mr.sge(0, 8);
+    mr.destroy().unwrap();
+    pair.a.qp.send(1, &[sge]).unwrap();
+    assert_status(&pair.a.sent(), wc_status::LOC_PROT_ERR);
+
+    let pair = two.pair();
+    let mr = pair.b.pd.register(4096, ALL).unwrap();
+    let (iova, rkey) = (mr.iova, mr.rkey);
+    mr.destroy().unwrap();
+    pair.a
+        .qp
+        .write(1, &[pair.a.mr.sge(0, 8)], iova, rkey)
+        .unwrap();
+    assert_status(&pair.a.sent(), wc_status::REM_ACCESS_ERR);
+}
+
+#[test]
+fn opcodes_that_do_not_exist_are_refused() {
+    let two = Two::new();
+    for opcode in [
+        wr_opcode::LOCAL_INV,
+        wr_opcode::BIND_MW,
+        wr_opcode::SEND_WITH_INV,
+        wr_opcode::REG_MR,
+        10,
+        13,
+        31,
+        33,
+        127,
+        128,
+        255,
+    ] {
+        let wqe = SendWqe { opcode, ..SEND };
+        refused_locally(
+            &two,
+            wqe,
+            |s| vec![s.mr.sge(0, 8)],
+            wc_status::LOC_QP_OP_ERR,
+            vendor_err::OPCODE,
+        );
+    }
+}
+
+#[test]
+fn flags_that_do_not_exist_are_refused() {
+    let two = Two::new();
+    for flags in [0x10, 0x20, 0x40] {
+        let wqe = SendWqe { flags, ..SEND };
+        refused_locally(
+            &two,
+            wqe,
+            |s| vec![s.mr.sge(0, 8)],
+            wc_status::LOC_QP_OP_ERR,
+            vendor_err::FLAGS,
+        );
+    }
+}
+
+#[test]
+fn a_message_is_not_longer_than_the_port_allows() {
+    let two = Two::new();
+    let big = 1u32 << 30;
+    let sges = move |s: &Side| vec![s.mr.sge(0, big), s.mr.sge(0, big), s.mr.sge(0, 1)];
+    refused_locally(
+        &two,
+        SEND,
+        sges,
+        wc_status::LOC_LEN_ERR,
+        vendor_err::MESSAGE_LENGTH,
+    );
+    let max = |s: &Side| vec![s.mr.sge(0, u32::MAX); 4];
+    refused_locally(
+        &two,
+        SEND,
+        max,
+        wc_status::LOC_LEN_ERR,
+        vendor_err::MESSAGE_LENGTH,
+    );
+}
+
+#[test]
+fn an_entry_that_claims_more_than_the_queue_was_created_for_is_refused() {
+    let two = Two::new();
+    // What the driver core would not post: written over an entry of the ring.
+    for (count, inline, status) in [
+        (5u16, false, wc_status::LOC_QP_OP_ERR),
+        (u16::MAX, false, wc_status::LOC_QP_OP_ERR),
+        (129, true, wc_status::LOC_LEN_ERR),
+        (u16::MAX, true, wc_status::LOC_LEN_ERR),
+    ] {
+        let pair = two.pair();
+        let a = &pair.a;
+        let flags = if inline { 8 } else { 0 };
+        let head = u64::from(wr_opcode::SEND) | (0x80 | flags) << 8 | u64::from(count) << 16;
+        // The send queue starts behind the record, at the first multiple of its stride.
+        let offset = 256;
+        a.qp.memory()
+            .u64(offset)
+            .store(head.to_le(), std::sync::atomic::Ordering::Release);
+        a.qp.ring().unwrap();
+        let cqe = a.sent();
+        assert_status(&cqe, status);
+        assert_eq!(cqe.vendor_err, vendor_err::TOO_LONG_ENTRY);
+        assert_eq!(a.qp.state().unwrap(), qp_state::ERR);
+    }
+}
+
+/// Posts `wqe` at side a; expects that the responder refuses it, with these consequences.
+#[track_caller]
+fn refused_remotely(
+    two: &Two,
+    pair: &Pair,
+    wqe: SendWqe,
+    status: u8,
+    reason: u8,
+    event: Option<u16>,
+) {
+    let (a, b) = (&pair.a, &pair.b);
+    a.qp.post_send(&SendWqe { wr_id: 7, ..wqe }, &[a.mr.sge(0, 8)])
+        .unwrap();
+    let failed = a.sent();
+    assert_status(&failed, status);
+    assert_eq!(failed.wr_id, 7);
+    assert_eq!(
+        vendor_err::name(failed.vendor_err),
+        vendor_err::name(reason)
+    );
+    match event {
+        Some(event) => async_event(&two.b, event, b.qp.number()),
+        None => no_async_event(&two.b),
+    }
+    assert_in_error(a);
+    assert_in_error(b);
+}
+
+#[test]
+fn remote_keys_are_checked() {
+    let two = Two::new();
+    let check = |wqe: &dyn Fn(&Side) -> SendWqe, reason| {
+        let pair = two.pair();
+        let event = Some(event_type::QP_ACCESS_ERR);
+        let wqe = wqe(&pair.b);
+        refused_remotely(&two, &pair, wqe, wc_status::REM_ACCESS_ERR, reason, event);
+    };
+    check(&|b| write(b.mr.iova, 0), vendor_err::KEY_UNKNOWN);
+    check(
+        &|b| write(b.mr.iova, b.mr.rkey ^ 1),
+        vendor_err::KEY_UNKNOWN,
+    );
+    check(
+        &|b| write(b.mr.iova, b.mr.rkey ^ 0x100),
+        vendor_err::KEY_UNKNOWN,
+    );
+    check(
+        &|b| write(b.mr.iova + b.mr.length - 7, b.mr.rkey),
+        vendor_err::KEY_RANGE,
+    );
+    check(&|b| write(b.mr.iova - 1, b.mr.rkey), vendor_err::KEY_RANGE);
+    check(&|b| write(u64::MAX - 3, b.mr.rkey), vendor_err::KEY_RANGE);
+    check(
+        &|b| read(b.mr.iova + b.mr.length - 7, b.mr.rkey),
+        vendor_err::KEY_RANGE,
+    );
+    check(&|b| read(b.mr.iova, b.mr.rkey ^ 1), vendor_err::KEY_UNKNOWN);
+}
+
+#[test]
+fn remote_regions_grant_what_they_were_registered_for() {
+    let two = Two::new();
+    let event = Some(event_type::QP_ACCESS_ERR);
+    for (rights, wqe) in [
+        (
+            access::LOCAL_WRITE | access::REMOTE_READ,
+            write as fn(u64, u32) -> SendWqe,
+        ),
+        (access::LOCAL_WRITE | access::REMOTE_WRITE, read),
+        (0, read),
+        (access::LOCAL_WRITE, write),
+    ] {
+        let pair = two.pair();
+        let mr = pair.b.pd.register(4096, rights).unwrap();
+        let wqe = wqe(mr.iova, mr.rkey);
+        refused_remotely(
+            &two,
+            &pair,
+            wqe,
+            wc_status::REM_ACCESS_ERR,
+            vendor_err::KEY_ACCESS,
+            event,
+        );
+        assert_eq!(mr.read(0, 8), [0; 8]);
+    }
+    let pair = two.pair();
+    let other = Pd::new(&two.b).unwrap();
+    let mr = other.register(4096, ALL).unwrap();
+    let wqe = write(mr.iova, mr.rkey);
+    refused_remotely(
+        &two,
+        &pair,
+        wqe,
+        wc_status::REM_ACCESS_ERR,
+        vendor_err::KEY_PD,
+        event,
+    );
+}
+
+#[test]
+fn queue_pairs_grant_what_their_access_flags_say() {
+    let two = Two::new();
+    for (rights, wqe) in [
+        (access::REMOTE_READ, write as fn(u64, u32) -> SendWqe),
+        (access::REMOTE_WRITE, read),
+    ] {
+        let pair = two.pair_with(&SideOptions::default(), |c| c.access = rights);
+        let wqe = wqe(pair.b.mr.iova, pair.b.mr.rkey);
+        let event = Some(event_type::QP_ACCESS_ERR);
+        refused_remotely(
+            &two,
+            &pair,
+            wqe,
+            wc_status::REM_ACCESS_ERR,
+            vendor_err::QP_ACCESS,
+            event,
+        );
+    }
+}
+
+#[test]
+fn reads_need_a_responder_that_is_set_up_for_them() {
+    let two = Two::new();
+    let pair = Pair {
+        a: Side::new(&two.a, &SideOptions::default()),
+        b: Side::new(&two.b, &SideOptions::default()),
+    };
+    let usual = vhost_device_rdma_bare::Connection::to(&pair.b.qp);
+    pair.a.qp.connect(&usual).unwrap();
+    let none = vhost_device_rdma_bare::Connection {
+        max_rd_atomic: 0,
+        ..vhost_device_rdma_bare::Connection::to(&pair.a.qp)
+    };
+    pair.b.qp.connect(&none).unwrap();
+    let wqe = read(pair.b.mr.iova, pair.b.mr.rkey);
+    let event = Some(event_type::QP_REQ_ERR);
+    refused_remotely(
+        &two,
+        &pair,
+        wqe,
+        wc_status::REM_INV_REQ_ERR,
+        vendor_err::RD_ATOMIC,
+        event,
+    );
+}
+
+#[test]
+fn a_receive_that_is_too_short_ends_both() {
+    let two = Two::new();
+    for size in [101u32, 70_000, 200_000] {
+        let pair = two.pair();
+        let (a, b) = (&pair.a, &pair.b);
+        let room = if size > 100_000 { 150_000 } else { 100 };
+        b.qp.post_recv(1, &[b.mr.sge(0, room)]).unwrap();
+        b.qp.post_recv(2, &[b.mr.sge(0, room)]).unwrap();
+        a.qp.send(3, &[a.mr.sge(0, size)]).unwrap();
+        assert_status(&a.sent(), wc_status::REM_INV_REQ_ERR);
+        let failed = b.received();
+        assert_status(&failed, wc_status::LOC_LEN_ERR);
+        assert_eq!(
+            (failed.wr_id, failed.vendor_err),
+            (1, vendor_err::RECV_TOO_SHORT)
+        );
+        let flushed = b.received();
+        assert_status(&flushed, wc_status::WR_FLUSH_ERR);
+        assert_eq!(flushed.wr_id, 2);
+        assert_in_error(a);
+        assert_in_error(b);
+        // What lies behind the buffer is untouched.
+        assert_eq!(b.mr.read(room as usize, 100), [0; 100]);
+    }
+}
+
+#[test]
+fn a_bad_receive_is_the_responders_error() {
+    let two = Two::new();
+    for bad in [
+        |b: &Side| Sge {
+            lkey: b.mr.lkey ^ 0x300,
+            ..b.mr.sge(0, 64)
+        },
+        |b: &Side| b.mr.sge(b.mr.length - 1, 64),
+    ] {
+        let pair = two.pair();
+        let (a, b) = (&pair.a, &pair.b);
+        b.qp.post_recv(1, &[bad(b)]).unwrap();
+        a.qp.send(2, &[a.mr.sge(0, 8)]).unwrap();
+        assert_status(&a.sent(), wc_status::REM_OP_ERR);
+        let failed = b.received();
+        assert_status(&failed, wc_status::LOC_PROT_ERR);
+        assert_eq!(failed.wr_id, 1);
+        assert_in_error(a);
+        assert_in_error(b);
+    }
+    // A region that grants no local write is no place to receive.
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    let read_only = b.pd.register(4096, 0).unwrap();
+    b.qp.post_recv(1, &[read_only.sge(0, 64)]).unwrap();
+    a.qp.send(2, &[a.mr.sge(0, 8)]).unwrap();
+    assert_status(&a.sent(), wc_status::REM_OP_ERR);
+    assert_status(&b.received(), wc_status::LOC_PROT_ERR);
+}
+
+/// Sends into nowhere: completes by itself after the retries, and takes about as long as they do.
+#[track_caller]
+fn nobody_answers(a: &Side, retry_cnt: u32, timeout: u32) {
+    let start = Instant::now();
+    a.qp.send(1, &[a.mr.sge(0, 8)]).unwrap();
+    let cqe = a.sent();
+    assert_status(&cqe, wc_status::RETRY_EXC_ERR);
+    assert_eq!(cqe.vendor_err, vendor_err::NO_ANSWER);
+    let expected = Duration::from_nanos(4096) * (1 << timeout) * (retry_cnt + 1);
+    let took = start.elapsed();
+    assert!(took >= expected, "{took:?} of {expected:?}");
+    assert!(
+        took < expected * 4 + Duration::from_secs(1),
+        "{took:?} of {expected:?}"
+    );
+    assert_in_error(a);
+}
+
+#[test]
+fn nobody_answers_for_a_queue_pair_that_is_not_there_or_not_ours() {
+    let two = Two::new();
+    let options = SideOptions::default();
+    let quick = |c: &mut vhost_device_rdma_bare::Connection| {
+        c.timeout = 12;
+        c.retry_cnt = 2;
+    };
+    // No such number.
+    let a = Side::new(&two.a, &options);
+    let b = Side::new(&two.b, &options);
+    let mut connection = vhost_device_rdma_bare::Connection::to(&b.qp);
+    quick(&mut connection);
+    connection.dest_qp_num = 0x00ff_fff0;
+    a.qp.connect(&connection).unwrap();
+    nobody_answers(&a, 2, 12);
+    // No such GID.
+    let a = Side::new(&two.a, &options);
+    let mut connection = vhost_device_rdma_bare::Connection::to(&b.qp);
+    quick(&mut connection);
+    connection.dgid[15] ^= 0xff;
+    a.qp.connect(&connection).unwrap();
+    nobody_answers(&a, 2, 12);
+    // It is in RESET.
+    let a = Side::new(&two.a, &options);
+    let mut connection = vhost_device_rdma_bare::Connection::to(&b.qp);
+    quick(&mut connection);
+    a.qp.connect(&connection).unwrap();
+    nobody_answers(&a, 2, 12);
+    // It is connected to another.
+    let c = Side::new(&two.a, &options);
+    b.qp.connect(&vhost_device_rdma_bare::Connection::to(&c.qp))
+        .unwrap();
+    let a = Side::new(&two.a, &options);
+    a.qp.connect(&connection).unwrap();
+    nobody_answers(&a, 2, 12);
+    // It is in the error state.
+    let pair = two.pair_with(&options, quick);
+    pair.b.qp.set_state(qp_state::ERR).unwrap();
+    nobody_answers(&pair.a, 2, 12);
+}
+
+#[test]
+fn nobody_answers_from_another_network() {
+    let options = vhost_device_rdma_bare::ProcessOptions {
+        vms: vec![
+            "mac=52:54:00:00:00:01,network=x".into(),
+            "mac=52:54:00:00:00:02,network=y".into(),
+        ],
+        ..vhost_device_rdma_bare::ProcessOptions::vms(0)
+    };
+    let process = vhost_device_rdma_bare::DeviceProcess::start(
+        &options.binary(env!("CARGO_BIN_EXE_vhost-device-rdma")),
+    )
+    .unwrap();
+    let two = Two {
+        a: crate::common::vm(process.socket(0)),
+        b: crate::common::vm(process.socket(1)),
+        process,
+    };
+    let pair = two.pair_with(&SideOptions::default(), |c| {
+        c.timeout = 10;
+        c.retry_cnt = 1;
+    });
+    nobody_answers(&pair.a, 1, 10);
+    assert_eq!(pair.b.qp.state().unwrap(), qp_state::RTS);
+}
+
+#[test]
+fn a_peer_that_comes_late_is_reached_by_a_retry() {
+    let two = Two::new();
+    let a = Side::new(&two.a, &SideOptions::default());
+    let b = Side::new(&two.b, &SideOptions::default());
+    let connection = |to: &Side| vhost_device_rdma_bare::Connection {
+        timeout: 14,
+        retry_cnt: 7,
+        ..vhost_device_rdma_bare::Connection::to(&to.qp)
+    };
+    a.qp.connect(&connection(&b)).unwrap();
+    a.qp.send(1, &[a.mr.sge(0, 8)]).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    b.qp.connect(&connection(&a)).unwrap();
+    b.qp.post_recv(2, &[b.mr.sge(0, 8)]).unwrap();
+    assert_success(&a.sent());
+    assert_success(&b.received());
+}
+
+#[test]
+fn without_a_receive_a_send_fails_after_the_rnr_retries() {
+    let two = Two::new();
+    // Codes and times of the RNR NAK timer: 18 is 5.12 ms, 20 is 10.24 ms.
+    for (retries, code, at_least) in [(0, 20, 0u32), (1, 20, 10_240), (6, 18, 6 * 5_120)] {
+        let pair = two.pair_with(&SideOptions::default(), |c| {
+            c.rnr_retry = retries;
+            c.min_rnr_timer = code;
+        });
+        let start = Instant::now();
+        pair.a.qp.send(1, &[pair.a.mr.sge(0, 8)]).unwrap();
+        let cqe = pair.a.sent();
+        assert_status(&cqe, wc_status::RNR_RETRY_EXC_ERR);
+        assert_eq!(cqe.vendor_err, vendor_err::NO_RECEIVE);
+        let took = start.elapsed();
+        assert!(took >= Duration::from_micros(at_least.into()), "{took:?}");
+        assert!(took < Duration::from_secs(2), "{took:?}");
+        assert_in_error(&pair.a);
+        // The responder is as it was.
+        assert_eq!(pair.b.qp.state().unwrap(), qp_state::RTS);
+        pair.b.assert_quiet();
+    }
+}
+
+#[test]
+fn a_receive_wakes_the_sender_at_once() {
+    let two = Two::new();
+    // Timer code 0 is the longest: 655.36 ms.
+    let pair = two.pair_with(&SideOptions::default(), |c| {
+        c.rnr_retry = 7;
+        c.min_rnr_timer = 0;
+    });
+    let (a, b) = (&pair.a, &pair.b);
+    for opcode in [wr_opcode::SEND, wr_opcode::RDMA_WRITE_WITH_IMM] {
+        for round in 0..5u64 {
+            let wqe = SendWqe {
+                opcode,
+                ..write(b.mr.iova, b.mr.rkey)
+            };
+            a.qp.post_send(&wqe, &[a.mr.sge(0, 8)]).unwrap();
+            a.assert_quiet();
+            let start = Instant::now();
+            b.qp.post_recv(round, &[b.mr.sge(0, 8)]).unwrap();
+            assert_success(&a.sent());
+            assert_success(&b.received());
+            let took = start.elapsed();
+            assert!(took < Duration::from_millis(300), "woken after {took:?}");
+        }
+    }
+    let port = two.a.query_port().unwrap();
+    assert!(port.rnr_naks >= 10, "{}", port.rnr_naks);
+}
+
+#[test]
+fn writes_need_no_receive() {
+    let two = Two::new();
+    let pair = two.pair_with(&SideOptions::default(), |c| c.rnr_retry = 0);
+    pair.a
+        .qp
+        .write(1, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+        .unwrap();
+    assert_success(&pair.a.sent());
+    // A zero-length write or read needs no key either.
+    pair.a.qp.write(1, &[], 0, 0).unwrap();
+    assert_success(&pair.a.sent());
+    pair.a.qp.read(1, &[], 0, 0).unwrap();
+    assert_success(&pair.a.sent());
+    assert_works(&pair);
+}
+
+#[test]
+fn the_error_state_flushes_everything_in_order() {
+    let two = Two::new();
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    // Sends that wait for a receive, and receives that wait for a send.
+    for i in 0..20 {
+        a.qp.send(i, &[a.mr.sge(0, 8)]).unwrap();
+        a.qp.post_recv(100 + i, &[a.mr.sge(0, 8)]).unwrap();
+    }
+    a.assert_quiet();
+    a.qp.set_state(qp_state::ERR).unwrap();
+    for i in 0..20 {
+        let sent = a.sent();
+        assert_status(&sent, wc_status::WR_FLUSH_ERR);
+        assert_eq!((sent.wr_id, sent.opcode & RECV_FLAG), (i, 0));
+        assert_eq!(sent.qp_num, a.qp.number());
+        let received = a.received();
+        assert_status(&received, wc_status::WR_FLUSH_ERR);
+        assert_eq!(
+            (received.wr_id, received.opcode & RECV_FLAG),
+            (100 + i, RECV_FLAG)
+        );
+    }
+    assert_in_error(a);
+    a.assert_quiet();
+    assert_eq!(b.qp.state().unwrap(), qp_state::RTS);
+    // From the error state there is a way back.
+    for side in [a, b] {
+        side.qp.set_state(qp_state::RESET).unwrap();
+    }
+    a.qp.connect(&vhost_device_rdma_bare::Connection::to(&b.qp))
+        .unwrap();
+    b.qp.connect(&vhost_device_rdma_bare::Connection::to(&a.qp))
+        .unwrap();
+    assert_works(&pair);
+}
+
+#[test]
+fn unsignaled_sends_are_told_of_when_they_fail() {
+    let two = Two::new();
+    let options = SideOptions {
+        qp: QpOptions {
+            signal_all: false,
+            ..QpOptions::default()
+        },
+        ..SideOptions::default()
+    };
+    let pair = two.pair_with(&options, |_| ());
+    let a = &pair.a;
+    a.qp.write(1, &[a.mr.sge(0, 8)], 0, 0).unwrap();
+    a.qp.write(2, &[a.mr.sge(0, 8)], 0, 0).unwrap();
+    let failed = a.sent();
+    assert_status(&failed, wc_status::REM_ACCESS_ERR);
+    assert_eq!(failed.wr_id, 1);
+    let flushed = a.sent();
+    assert_status(&flushed, wc_status::WR_FLUSH_ERR);
+    assert_eq!(flushed.wr_id, 2);
+}
+
+#[test]
+fn a_completion_queue_that_overflows_is_in_error_with_its_queue_pairs() {
+    let two = Two::new();
+    let options = SideOptions {
+        qp: QpOptions {
+            caps: caps(64, 1, 0),
+            ..QpOptions::default()
+        },
+        cqe: 16,
+        ..SideOptions::default()
+    };
+    let pair = two.pair_with(&options, |_| ());
+    let (a, b) = (&pair.a, &pair.b);
+    for i in 0..32 {
+        a.qp.write(i, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+            .unwrap();
+    }
+    async_event(&two.a, event_type::CQ_ERR, a.send_cq.number());
+    let deadline = Instant::now() + TIMEOUT;
+    while a.qp.state().unwrap() != qp_state::ERR {
+        assert!(Instant::now() < deadline, "the queue pair is not in error");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // What is in the queue is right, and no more comes.
+    for i in 0..16 {
+        let cqe = a.sent();
+        assert_success(&cqe);
+        assert_eq!(cqe.wr_id, i);
+    }
+    std::thread::sleep(NOTHING);
+    assert_eq!(a.send_cq.poll(), None);
+    // Just once.
+    loop {
+        match two.a.wait_async_event(NOTHING).unwrap() {
+            Some(event) => assert_ne!(event.event_type, event_type::CQ_ERR),
+            None => break,
+        }
+    }
+    // Others are not concerned.
+    assert_works(&two.pair());
+}
+
+#[test]
+fn a_full_completion_queue_that_is_polled_goes_on() {
+    let two = Two::new();
+    let options = SideOptions {
+        qp: QpOptions {
+            caps: caps(16, 1, 0),
+            ..QpOptions::default()
+        },
+        cqe: 16,
+        ..SideOptions::default()
+    };
+    let pair = two.pair_with(&options, |_| ());
+    let (a, b) = (&pair.a, &pair.b);
+    for round in 0..100 {
+        for i in 0..16 {
+            a.qp.write(round * 16 + i, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+                .unwrap();
+        }
+        for i in 0..16 {
+            let cqe = a.sent();
+            assert_success(&cqe);
+            assert_eq!(cqe.wr_id, round * 16 + i);
+        }
+    }
+}
+
+#[test]
+fn one_completion_queue_serves_many_queue_pairs() {
+    let two = Two::new();
+    let shared = Cq::new(&two.a, 1024, 0).unwrap();
+    let side = Side::new(&two.a, &SideOptions::default());
+    let mut pairs = Vec::new();
+    for _ in 0..16 {
+        let qp = vhost_device_rdma_bare::Qp::new(
+            &side.context,
+            &side.pd,
+            &shared,
+            &shared,
+            &QpOptions::default(),
+        )
+        .unwrap();
+        let peer = Side::new(&two.b, &SideOptions::default());
+        qp.connect(&vhost_device_rdma_bare::Connection::to(&peer.qp))
+            .unwrap();
+        peer.qp
+            .connect(&vhost_device_rdma_bare::Connection::to(&qp))
+            .unwrap();
+        pairs.push((qp, peer));
+    }
+    for (i, (qp, peer)) in (0u64..).zip(&pairs) {
+        qp.post_recv(1000 + i, &[side.mr.sge(0, 8)]).unwrap();
+        qp.write(i, &[side.mr.sge(0, 8)], peer.mr.iova, peer.mr.rkey)
+            .unwrap();
+        peer.qp.send(i, &[peer.mr.sge(0, 8)]).unwrap();
+    }
+    let mut seen = std::collections::HashSet::new();
+    for _ in 0..32 {
+        let cqe = shared.wait(TIMEOUT).unwrap();
+        assert_success(&cqe);
+        assert!(seen.insert((cqe.wr_id, cqe.qp_num)));
+    }
+}

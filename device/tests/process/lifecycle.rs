@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The life of a VM: paused, reset, killed, back again, with memory coming and going.
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use vhost_device_rdma_bare::spec::verbs::{qp_state, wc_status};
+use vhost_device_rdma_bare::{Context, Pd, Placement, Vm, VmOptions};
+
+use crate::common::{
+    assert_status, assert_success, counts, pattern, process, vm, Pair, SideOptions, Two, ALL,
+    TIMEOUT,
+};
+
+/// A buffer's contents do not change for a while.
+fn assert_still(pair: &Pair) {
+    let before = pair.b.mr.read(0, 1 << 20);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(
+        before == pair.b.mr.read(0, 1 << 20),
+        "the memory of a stopped VM changes"
+    );
+}
+
+#[test]
+fn a_stopped_vm_is_quiet_and_goes_on_with_nothing_lost() {
+    let two = Two::new();
+    // A retry counter that would run out in no time: it must not run while the peer is stopped.
+    let pair = two.pair_with(&SideOptions::default(), |c| {
+        c.timeout = 8;
+        c.retry_cnt = 1;
+        c.rnr_retry = 0;
+    });
+    let (a, b) = (&pair.a, &pair.b);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let mut n = 0u64;
+            let mut done = 0u64;
+            while !stop.load(Ordering::Relaxed) || done < n {
+                if n < done + 16 && !stop.load(Ordering::Relaxed) {
+                    // A long message and its number behind it.
+                    let sges = [a.mr.sge(0, 200_000)];
+                    a.qp.write(n, &sges, b.mr.iova, b.mr.rkey).unwrap();
+                    n += 1;
+                }
+                while let Some(cqe) = a.send_cq.poll() {
+                    assert_success(&cqe);
+                    assert_eq!(cqe.wr_id, done);
+                    done += 1;
+                }
+            }
+            done
+        });
+        for round in 0..10u8 {
+            std::thread::sleep(Duration::from_millis(10));
+            two.b.stop().unwrap();
+            // Quiet: from now on every byte that arrives would be seen.
+            a.mr.write(0, &vec![round; 200_000]);
+            b.mr.write(0, &vec![0xff; 200_000]);
+            assert_still(&pair);
+            assert_eq!(b.mr.read(0, 200_000), vec![0xff; 200_000]);
+            two.b.start().unwrap();
+        }
+        // And the requester's VM.
+        for _ in 0..10 {
+            std::thread::sleep(Duration::from_millis(5));
+            two.a.stop().unwrap();
+            assert_still(&pair);
+            two.a.start().unwrap();
+        }
+        stop.store(true, Ordering::Relaxed);
+        let done = writer.join().unwrap();
+        assert!(done > 0);
+    });
+    assert_eq!(a.qp.state().unwrap(), qp_state::RTS);
+    assert_eq!(b.qp.state().unwrap(), qp_state::RTS);
+}
+
+#[test]
+fn commands_and_objects_survive_a_stop() {
+    let two = Two::new();
+    let pair = two.pair();
+    for vm in [&two.a, &two.b] {
+        vm.stop().unwrap();
+        vm.start().unwrap();
+    }
+    assert_eq!(counts(&two.process, two.a.path()), [1, 1, 1, 2, 1]);
+    pair.b.qp.post_recv(1, &[pair.b.mr.sge(0, 8)]).unwrap();
+    pair.a.qp.send(1, &[pair.a.mr.sge(0, 8)]).unwrap();
+    assert_success(&pair.a.sent());
+    assert_success(&pair.b.received());
+}
+
+#[test]
+fn work_posted_while_stopped_is_done_afterwards() {
+    let two = Two::new();
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    two.a.stop().unwrap();
+    a.qp.write(1, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+        .unwrap();
+    std::thread::sleep(Duration::from_millis(30));
+    assert_eq!(a.send_cq.poll(), None);
+    two.a.start().unwrap();
+    assert_success(&a.sent());
+}
+
+#[test]
+fn reset_destroys_all_objects() {
+    let two = Two::new();
+    for silently in [false, true] {
+        let pair = two.pair_with(&SideOptions::default(), |c| {
+            c.timeout = 10;
+            c.retry_cnt = 1;
+        });
+        if silently {
+            two.b.reset_silently().unwrap();
+        } else {
+            two.b.reset().unwrap();
+        }
+        assert_eq!(counts(&two.process, two.b.path()), [0; 5]);
+        assert_eq!(counts(&two.process, two.a.path()), [1, 1, 1, 2, 1]);
+        // The peer sees that nobody answers.
+        pair.a
+            .qp
+            .write(1, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+            .unwrap();
+        assert_status(&pair.a.sent(), wc_status::RETRY_EXC_ERR);
+        drop(pair);
+        // And the same VM works again.
+        let pair = two.pair();
+        pair.a
+            .qp
+            .write(1, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+            .unwrap();
+        assert_success(&pair.a.sent());
+    }
+}
+
+#[test]
+fn many_resets_under_traffic() {
+    let two = Two::new();
+    for _ in 0..20 {
+        let pair = two.pair();
+        for i in 0..32 {
+            pair.a
+                .qp
+                .write(
+                    i,
+                    &[pair.a.mr.sge(0, 1 << 20)],
+                    pair.b.mr.iova,
+                    pair.b.mr.rkey,
+                )
+                .unwrap();
+            pair.b
+                .qp
+                .write(
+                    i,
+                    &[pair.b.mr.sge(0, 1 << 20)],
+                    pair.a.mr.iova,
+                    pair.a.mr.rkey,
+                )
+                .unwrap();
+        }
+        two.b.reset().unwrap();
+        assert_eq!(counts(&two.process, two.b.path()), [0; 5]);
+    }
+    assert_eq!(counts(&two.process, two.a.path()), [0; 5]);
+}
+
+#[test]
+fn a_killed_front_end_is_cleaned_up_and_taken_back() {
+    let mut two = Two::new();
+    let bystander = process_pair(&two);
+    for _ in 0..10 {
+        let pair = two.pair_with(&SideOptions::default(), |c| {
+            c.timeout = 10;
+            c.retry_cnt = 1;
+        });
+        for i in 0..16 {
+            pair.a
+                .qp
+                .write(
+                    i,
+                    &[pair.a.mr.sge(0, 1 << 20)],
+                    pair.b.mr.iova,
+                    pair.b.mr.rkey,
+                )
+                .unwrap();
+            pair.b
+                .qp
+                .read(
+                    i,
+                    &[pair.b.mr.sge(0, 1 << 20)],
+                    pair.a.mr.iova,
+                    pair.a.mr.rkey,
+                )
+                .unwrap();
+        }
+        two.b.kill();
+        // The survivor gets all its completions, of which the last ones tell that nobody answers.
+        pair.a
+            .qp
+            .write(99, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+            .unwrap();
+        loop {
+            let cqe = pair.a.sent();
+            if cqe.wr_id == 99 {
+                assert_ne!(cqe.status, wc_status::SUCCESS);
+                break;
+            }
+        }
+        drop(pair);
+        two.b = vm(two.process.socket(1));
+        assert_eq!(counts(&two.process, two.b.path()), [0; 5]);
+        // Others were served all the time.
+        bystander
+            .a
+            .qp
+            .write(
+                1,
+                &[bystander.a.mr.sge(0, 8)],
+                bystander.b.mr.iova,
+                bystander.b.mr.rkey,
+            )
+            .unwrap();
+        assert_success(&bystander.a.sent());
+    }
+    let pair = two.pair();
+    pair.a
+        .qp
+        .write(1, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+        .unwrap();
+    assert_success(&pair.a.sent());
+    assert!(two.process.is_alive());
+}
+
+/// A pair within the first VM.
+fn process_pair(two: &Two) -> Pair {
+    Pair::new(&two.a, &two.a)
+}
+
+#[test]
+fn memory_may_come_in_any_way() {
+    let process = process(1);
+    for mem_table in [true, false] {
+        let vm = Vm::connect(
+            process.socket(0),
+            VmOptions {
+                mem_table,
+                ..VmOptions::default()
+            },
+        )
+        .unwrap();
+        let pair = Pair::new(&vm, &vm);
+        pair.a
+            .qp
+            .write(1, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+            .unwrap();
+        assert_success(&pair.a.sent());
+    }
+}
+
+#[test]
+fn memory_comes_and_goes_under_traffic() {
+    let two = Two::new();
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    let number = two.b.add_memory(4 << 20).unwrap();
+    let buffer = two
+        .b
+        .region(number)
+        .buffer(1 << 20, Placement::Scattered)
+        .unwrap();
+    let iova = buffer.addr();
+    let mr = b.pd.register_buffer(buffer, iova, 0, 1 << 20, ALL).unwrap();
+    let data = pattern(1, 1 << 20);
+    a.mr.write(0, &data);
+    a.qp.write(1, &[a.mr.sge(0, 1 << 20)], mr.iova, mr.rkey)
+        .unwrap();
+    assert_success(&a.sent());
+    assert!(mr.read(0, 1 << 20) == data);
+    // Other regions come and go: nothing of it is seen.
+    for _ in 0..5 {
+        for i in 0..8 {
+            a.qp.write(i, &[a.mr.sge(0, 1 << 20)], mr.iova, mr.rkey)
+                .unwrap();
+        }
+        let other = two.b.add_memory(1 << 20).unwrap();
+        two.b.remove_memory(other).unwrap();
+        for _ in 0..8 {
+            assert_success(&a.sent());
+        }
+    }
+    // The region itself goes: its key is there, its memory is not.
+    two.b.remove_memory(number).unwrap();
+    a.qp.write(2, &[a.mr.sge(0, 8)], mr.iova, mr.rkey).unwrap();
+    let cqe = a.sent();
+    assert_ne!(cqe.status, wc_status::SUCCESS);
+    // And comes back.
+    two.b.replug_memory(number).unwrap();
+    let pair = Pair::new(&two.a, &two.b);
+    let buffer = two
+        .b
+        .region(number)
+        .buffer(4096, Placement::Scattered)
+        .unwrap();
+    let iova = buffer.addr();
+    let mr = pair
+        .b
+        .pd
+        .register_buffer(buffer, iova, 0, 4096, ALL)
+        .unwrap();
+    pair.a
+        .qp
+        .write(2, &[pair.a.mr.sge(0, 8)], mr.iova, mr.rkey)
+        .unwrap();
+    assert_success(&pair.a.sent());
+}
+
+#[test]
+fn the_process_ends_on_sigterm_with_vms_attached() {
+    let two = Two::new();
+    let pair = two.pair();
+    for i in 0..32 {
+        pair.a
+            .qp
+            .write(
+                i,
+                &[pair.a.mr.sge(0, 1 << 20)],
+                pair.b.mr.iova,
+                pair.b.mr.rkey,
+            )
+            .unwrap();
+    }
+    let sockets = [
+        two.process.socket(0).to_owned(),
+        two.process.socket(1).to_owned(),
+    ];
+    let start = Instant::now();
+    two.a.kill();
+    two.b.kill();
+    assert!(two.process.terminate().unwrap());
+    assert!(start.elapsed() < TIMEOUT);
+    for socket in sockets {
+        assert!(!socket.exists());
+    }
+}
+
+#[test]
+fn a_vm_connects_and_disconnects_many_times() {
+    let process = process(1);
+    for _ in 0..50 {
+        let vm = vm(process.socket(0));
+        let context = Context::new(&vm).unwrap();
+        let pd = Pd::new(&vm).unwrap();
+        assert_eq!(counts(&process, process.socket(0)), [1, 1, 0, 0, 0]);
+        // Without saying goodbye.
+        vm.kill();
+        drop((context, pd));
+    }
+}

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Many objects, and fairness between them.
+use std::time::Instant;
+
+use vhost_device_rdma_bare::core::buffer::QpCaps;
+use vhost_device_rdma_bare::spec::ring::SendWqe;
+use vhost_device_rdma_bare::spec::verbs::wr_opcode;
+use vhost_device_rdma_bare::{Connection, Cq, Pd, Qp, QpOptions, Vm, VmOptions};
+
+use crate::common::{assert_success, counts, process, Side, SideOptions, Two, ALL, TIMEOUT};
+
+#[test]
+fn a_thousand_queue_pairs_with_a_completion_queue_each() {
+    const COUNT: usize = 1000;
+    let process = process(2);
+    let options = VmOptions {
+        memory: 128 << 20,
+        ..VmOptions::default()
+    };
+    let vms = [0, 1].map(|i| Vm::connect(process.socket(i), options.clone()).unwrap());
+    let small = QpOptions {
+        caps: QpCaps {
+            max_send_wr: 4,
+            max_recv_wr: 4,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        },
+        ..QpOptions::default()
+    };
+    let sides = vms.each_ref().map(|vm| {
+        let context = vhost_device_rdma_bare::Context::new(vm).unwrap();
+        let pd = Pd::new(vm).unwrap();
+        let mr = pd.register(1 << 20, ALL).unwrap();
+        let qps: Vec<Qp> = (0..COUNT)
+            .map(|i| {
+                let cq = Cq::new(vm, 16, (i % 2) as u16).unwrap();
+                Qp::new(&context, &pd, &cq, &cq, &small).unwrap()
+            })
+            .collect();
+        (qps, mr, pd, context)
+    });
+    for (a, b) in sides[0].0.iter().zip(&sides[1].0) {
+        a.connect(&Connection::to(b)).unwrap();
+        b.connect(&Connection::to(a)).unwrap();
+    }
+    for vm in &vms {
+        assert_eq!(
+            counts(&process, vm.path()),
+            [1, 1, 1, COUNT as u64, COUNT as u64]
+        );
+    }
+    for round in 0..3u64 {
+        for (i, (a, b)) in (0u64..).zip(sides[0].0.iter().zip(&sides[1].0)) {
+            b.post_recv(i, &[sides[1].1.sge(i * 8, 8)]).unwrap();
+            sides[0]
+                .1
+                .write(i as usize * 8, &(i * 3 + round).to_le_bytes());
+            a.send(i, &[sides[0].1.sge(i * 8, 8)]).unwrap();
+        }
+        for (i, (a, b)) in (0u64..).zip(sides[0].0.iter().zip(&sides[1].0)) {
+            assert_success(&a.send_cq().wait(TIMEOUT).unwrap());
+            let cqe = b.recv_cq().wait(TIMEOUT).unwrap();
+            assert_success(&cqe);
+            assert_eq!(cqe.wr_id, i);
+            assert_eq!(
+                sides[1].1.read(i as usize * 8, 8),
+                (i * 3 + round).to_le_bytes()
+            );
+        }
+    }
+    drop(sides);
+    for vm in &vms {
+        assert_eq!(counts(&process, vm.path()), [0; 5]);
+    }
+}
+
+#[test]
+fn a_queue_pair_with_long_messages_does_not_starve_another() {
+    let two = Two::with(&["--workers", "1"]);
+    let greedy = two.pair_with(
+        &SideOptions {
+            memory: 8 << 20,
+            ..SideOptions::default()
+        },
+        |_| (),
+    );
+    let modest = two.pair();
+    let flood = || {
+        let wqe = SendWqe {
+            opcode: wr_opcode::RDMA_WRITE,
+            remote_addr: greedy.b.mr.iova,
+            rkey: greedy.b.mr.rkey,
+            ..SendWqe::default()
+        };
+        greedy
+            .a
+            .qp
+            .post_send(&wqe, &[greedy.a.mr.sge(0, 8 << 20)])
+            .unwrap();
+    };
+    // How long 256 MiB take.
+    let start = Instant::now();
+    for _ in 0..32 {
+        flood();
+    }
+    for _ in 0..32 {
+        assert_success(&greedy.a.sent());
+    }
+    let all = start.elapsed();
+    let mut waits = Vec::new();
+    let mut outstanding = 0;
+    for i in 0..100u64 {
+        while outstanding < 32 {
+            flood();
+            outstanding += 1;
+        }
+        let start = Instant::now();
+        modest
+            .a
+            .qp
+            .write(
+                i,
+                &[modest.a.mr.sge(0, 8)],
+                modest.b.mr.iova,
+                modest.b.mr.rkey,
+            )
+            .unwrap();
+        assert_success(&modest.a.sent());
+        waits.push(start.elapsed());
+        while let Some(cqe) = greedy.a.send_cq.poll() {
+            assert_success(&cqe);
+            outstanding -= 1;
+        }
+    }
+    waits.sort_unstable();
+    // (The median: on a busy machine anything may take long once.)
+    let usual = waits[waits.len() / 2];
+    assert!(
+        usual < all / 8,
+        "a small write took {usual:?} behind what takes {all:?}"
+    );
+}
+
+#[test]
+fn several_workers_share_the_queue_pairs() {
+    let two = Two::with(&["--workers", "2"]);
+    let pairs: Vec<_> = (0..8).map(|_| two.pair()).collect();
+    let queues: std::collections::HashSet<u32> = pairs
+        .iter()
+        .map(|pair| pair.a.qp.doorbell_queue())
+        .collect();
+    assert_eq!(queues.len(), 2);
+    std::thread::scope(|scope| {
+        for pair in &pairs {
+            scope.spawn(move || {
+                for i in 0..500 {
+                    pair.b.qp.post_recv(i, &[pair.b.mr.sge(0, 4096)]).unwrap();
+                    pair.a.qp.send(i, &[pair.a.mr.sge(0, 4096)]).unwrap();
+                    assert_success(&pair.a.sent());
+                    assert_success(&pair.b.received());
+                    pair.b
+                        .qp
+                        .write(i, &[pair.b.mr.sge(0, 100)], pair.a.mr.iova, pair.a.mr.rkey)
+                        .unwrap();
+                    assert_success(&pair.b.sent());
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn posting_to_a_polling_worker_notifies_nobody() {
+    // A worker that polls for so long polls all the time.
+    let two = Two::with(&["--poll-us", "5000000"]);
+    let pair = two.pair();
+    pair.a
+        .qp
+        .write(0, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+        .unwrap();
+    assert_success(&pair.a.sent());
+    let before = two.a.notifications();
+    for i in 0..1000 {
+        pair.a
+            .qp
+            .write(i, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+            .unwrap();
+        assert_success(&pair.a.sent());
+    }
+    assert_eq!(two.a.notifications(), before);
+}
+
+#[test]
+fn sleeping_workers_are_woken_whenever_needed() {
+    let two = Two::with(&["--poll-us", "0", "--workers", "2"]);
+    let side = |vm| Side::new(vm, &SideOptions::default());
+    let (a, b) = (side(&two.a), side(&two.b));
+    a.qp.connect(&Connection::to(&b.qp)).unwrap();
+    b.qp.connect(&Connection::to(&a.qp)).unwrap();
+    for i in 0..5000 {
+        a.qp.write(i, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+            .unwrap();
+        assert_success(&a.sent());
+    }
+    assert!(two.a.notifications() > 0);
+}

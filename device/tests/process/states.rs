@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The state machine of RC queue pairs, as the device enforces it.
+use vhost_device_rdma_bare::spec::command::{status, QpAttr};
+use vhost_device_rdma_bare::spec::verbs::{qp_attr, qp_state, wc_status};
+use vhost_device_rdma_bare::{Connection, Qp};
+
+use crate::common::{assert_success, Pair, Side, SideOptions, Two, NOTHING};
+
+use qp_state::{ERR, INIT, RESET, RTR, RTS, SQD, SQE};
+
+/// Brings a queue pair from RESET to `state`.
+fn bring_to(qp: &Qp, connection: &Connection, state: u8) {
+    qp.set_state(RESET).unwrap();
+    if state != RESET {
+        qp.modify(connection.init()).unwrap();
+    }
+    if [RTR, RTS, SQD].contains(&state) {
+        qp.modify(connection.rtr()).unwrap();
+    }
+    if [RTS, SQD].contains(&state) {
+        qp.modify(connection.rts()).unwrap();
+    }
+    if state == SQD || state == ERR {
+        qp.set_state(state).unwrap();
+    }
+    assert_eq!(qp.state().unwrap(), state);
+}
+
+/// A change to `state` with all that is required on the usual way there, and nothing else.
+fn change(connection: &Connection, from: u8, to: u8) -> (QpAttr, u32) {
+    match (from, to) {
+        (RESET, INIT) => connection.init(),
+        (INIT, RTR) => connection.rtr(),
+        (RTR, RTS) => connection.rts(),
+        _ => (
+            QpAttr {
+                qp_state: to,
+                ..QpAttr::default()
+            },
+            qp_attr::STATE,
+        ),
+    }
+}
+
+#[test]
+fn every_change_of_state_is_allowed_or_refused_as_the_specification_says() {
+    let two = Two::new();
+    let side = Side::new(&two.a, &SideOptions::default());
+    let peer = Side::new(&two.b, &SideOptions::default());
+    let connection = Connection::to(&peer.qp);
+    let allowed = [
+        (RESET, vec![RESET, INIT]),
+        (INIT, vec![RESET, INIT, RTR, ERR]),
+        (RTR, vec![RESET, RTS, ERR]),
+        (RTS, vec![RESET, RTS, SQD, ERR]),
+        (SQD, vec![RESET, RTS, SQD, ERR]),
+        (ERR, vec![RESET, ERR]),
+    ];
+    for (from, to_allowed) in allowed {
+        for to in [RESET, INIT, RTR, RTS, SQD, SQE, ERR, 7, 255] {
+            bring_to(&side.qp, &connection, from);
+            let result = side.qp.modify(change(&connection, from, to));
+            let name = |state| qp_state::name(state).unwrap_or("?");
+            if to_allowed.contains(&to) {
+                result.unwrap_or_else(|e| panic!("{} to {}: {e}", name(from), name(to)));
+                assert_eq!(side.qp.state().unwrap(), to);
+            } else {
+                let error = result.expect_err(&format!("{} to {}", name(from), name(to)));
+                assert_eq!(
+                    error.status(),
+                    Some(status::EINVAL),
+                    "{} to {}",
+                    name(from),
+                    name(to)
+                );
+                assert_eq!(side.qp.state().unwrap(), from);
+            }
+        }
+    }
+}
+
+#[test]
+fn required_attributes_are_required_and_others_refused() {
+    let two = Two::new();
+    let side = Side::new(&two.a, &SideOptions::default());
+    let peer = Side::new(&two.b, &SideOptions::default());
+    let connection = Connection::to(&peer.qp);
+    for (from, to) in [(RESET, INIT), (INIT, RTR), (RTR, RTS)] {
+        bring_to(&side.qp, &connection, from);
+        let (attr, mask) = change(&connection, from, to);
+        for bit in (0..32).map(|i| 1u32 << i) {
+            if bit == qp_attr::STATE {
+                continue;
+            }
+            let result = side.qp.modify((attr, mask ^ bit));
+            if mask & bit != 0 {
+                assert_eq!(
+                    result.unwrap_err().status(),
+                    Some(status::EINVAL),
+                    "without {bit:#x}"
+                );
+            } else if let Err(error) = result {
+                let unsupported = [
+                    qp_attr::ALT_PATH,
+                    qp_attr::PATH_MIG_STATE,
+                    qp_attr::CAP,
+                    qp_attr::RATE_LIMIT,
+                ];
+                let expected = if unsupported.contains(&bit) {
+                    status::EOPNOTSUPP
+                } else {
+                    status::EINVAL
+                };
+                assert_eq!(error.status(), Some(expected), "with {bit:#x}");
+            } else {
+                // An optional attribute.
+                bring_to(&side.qp, &connection, from);
+            }
+            assert_eq!(side.qp.state().unwrap(), from);
+        }
+    }
+}
+
+#[test]
+fn attributes_out_of_range_are_refused() {
+    let two = Two::new();
+    let side = Side::new(&two.a, &SideOptions::default());
+    let peer = Side::new(&two.b, &SideOptions::default());
+    let connection = Connection::to(&peer.qp);
+    let refused = |from: u8, to: u8, spoil: &dyn Fn(&mut QpAttr)| {
+        bring_to(&side.qp, &connection, from);
+        let (mut attr, mask) = change(&connection, from, to);
+        spoil(&mut attr);
+        let error = side
+            .qp
+            .modify((attr, mask))
+            .expect_err(&format!("{attr:?}"));
+        assert_eq!(error.status(), Some(status::EINVAL), "{attr:?}");
+        assert_eq!(side.qp.state().unwrap(), from);
+    };
+    refused(RESET, INIT, &|a| a.port_num = 0);
+    refused(RESET, INIT, &|a| a.port_num = 2);
+    refused(RESET, INIT, &|a| a.pkey_index = 1);
+    refused(RESET, INIT, &|a| a.access_flags = 0x4000_0000);
+    refused(INIT, RTR, &|a| a.path_mtu = 0);
+    refused(INIT, RTR, &|a| a.path_mtu = 6);
+    refused(INIT, RTR, &|a| a.dest_qp_num = 1 << 24);
+    refused(INIT, RTR, &|a| a.rq_psn = 1 << 24);
+    refused(INIT, RTR, &|a| a.min_rnr_timer = 32);
+    refused(INIT, RTR, &|a| a.max_dest_rd_atomic = 255);
+    refused(INIT, RTR, &|a| a.av.sgid_index = 999);
+    refused(INIT, RTR, &|a| a.av.port_num = 2);
+    refused(INIT, RTR, &|a| a.av.reserved[0] = 1);
+    refused(RTR, RTS, &|a| a.timeout = 32);
+    refused(RTR, RTS, &|a| a.retry_cnt = 8);
+    refused(RTR, RTS, &|a| a.rnr_retry = 8);
+    refused(RTR, RTS, &|a| a.sq_psn = 1 << 24);
+    refused(RTR, RTS, &|a| a.max_rd_atomic = 255);
+    refused(RTR, RTS, &|a| a.reserved0[0] = 1);
+    refused(RTR, RTS, &|a| a.reserved1[15] = 1);
+}
+
+#[test]
+fn query_tells_what_modify_set() {
+    let two = Two::new();
+    let pair = two.pair_with(&SideOptions::default(), |c| {
+        c.timeout = 11;
+        c.retry_cnt = 3;
+        c.rnr_retry = 5;
+        c.min_rnr_timer = 9;
+        c.max_rd_atomic = 4;
+    });
+    let attr = pair.a.qp.query().unwrap();
+    assert_eq!((attr.qp_state, attr.cur_qp_state), (RTS, RTS));
+    assert_eq!((attr.timeout, attr.retry_cnt, attr.rnr_retry), (11, 3, 5));
+    assert_eq!(
+        (
+            attr.min_rnr_timer,
+            attr.max_rd_atomic,
+            attr.max_dest_rd_atomic
+        ),
+        (9, 4, 4)
+    );
+    assert_eq!(attr.dest_qp_num, pair.b.qp.number());
+    assert_eq!(attr.av.dgid, two.b.gid());
+    assert_eq!(attr.port_num, 1);
+    assert_eq!(attr.path_mtu, 5);
+}
+
+#[test]
+fn receives_may_be_posted_before_the_queue_pair_is_ready() {
+    let two = Two::new();
+    let a = Side::new(&two.a, &SideOptions::default());
+    let b = Side::new(&two.b, &SideOptions::default());
+    let connection = Connection::to(&a.qp);
+    b.qp.modify(connection.init()).unwrap();
+    for i in 0..10 {
+        b.qp.post_recv(i, &[b.mr.sge(0, 8)]).unwrap();
+    }
+    // RTR is enough to receive.
+    b.qp.modify(connection.rtr()).unwrap();
+    a.qp.connect(&Connection::to(&b.qp)).unwrap();
+    for i in 0..10 {
+        a.qp.send(i, &[a.mr.sge(0, 8)]).unwrap();
+        assert_success(&a.sent());
+        let cqe = b.received();
+        assert_success(&cqe);
+        assert_eq!(cqe.wr_id, i);
+    }
+}
+
+#[test]
+fn reset_forgets_what_was_posted() {
+    let two = Two::new();
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    for round in 0..5 {
+        for i in 0..7 {
+            a.qp.send(i, &[a.mr.sge(0, 8)]).unwrap();
+            a.qp.post_recv(i, &[a.mr.sge(0, 8)]).unwrap();
+        }
+        a.qp.set_state(RESET).unwrap();
+        a.assert_quiet();
+        a.qp.connect(&Connection::to(&b.qp)).unwrap();
+        a.assert_quiet();
+        a.qp.write(round, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+            .unwrap();
+        let cqe = a.sent();
+        assert_success(&cqe);
+        assert_eq!(cqe.wr_id, round);
+    }
+}
+
+#[test]
+fn a_drained_send_queue_says_so_and_goes_on_later() {
+    use vhost_device_rdma_bare::spec::event::event_type;
+    let two = Two::new();
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    a.qp.write(1, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+        .unwrap();
+    assert_success(&a.sent());
+    let attr = QpAttr {
+        qp_state: SQD,
+        en_sqd_async_notify: 1,
+        ..QpAttr::default()
+    };
+    a.qp.modify((attr, qp_attr::STATE | qp_attr::EN_SQD_ASYNC_NOTIFY))
+        .unwrap();
+    let event = two
+        .a
+        .wait_async_event(crate::common::TIMEOUT)
+        .unwrap()
+        .expect("SQ_DRAINED");
+    assert_eq!(
+        (event.event_type, event.number),
+        (event_type::SQ_DRAINED, a.qp.number())
+    );
+    assert_eq!(a.qp.query().unwrap().sq_draining, 0);
+    // New work waits; receiving goes on.
+    a.qp.write(2, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+        .unwrap();
+    std::thread::sleep(NOTHING);
+    assert_eq!(a.send_cq.poll(), None);
+    a.qp.post_recv(3, &[a.mr.sge(0, 8)]).unwrap();
+    b.qp.send(4, &[b.mr.sge(0, 8)]).unwrap();
+    assert_success(&b.sent());
+    assert_success(&a.received());
+    a.qp.set_state(RTS).unwrap();
+    let cqe = a.sent();
+    assert_success(&cqe);
+    assert_eq!(cqe.wr_id, 2);
+}
+
+#[test]
+fn sends_before_rts_wait_or_are_flushed() {
+    let two = Two::new();
+    let pair = Pair {
+        a: Side::new(&two.a, &SideOptions::default()),
+        b: Side::new(&two.b, &SideOptions::default()),
+    };
+    let a = &pair.a;
+    let connection = Connection::to(&pair.b.qp);
+    a.qp.modify(connection.init()).unwrap();
+    a.qp.write(1, &[a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
+        .unwrap();
+    a.assert_quiet();
+    a.qp.set_state(ERR).unwrap();
+    let cqe = a.sent();
+    crate::common::assert_status(&cqe, wc_status::WR_FLUSH_ERR);
+}
