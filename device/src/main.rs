@@ -13,7 +13,7 @@ use signal_hook::iterator::Signals;
 use vhost_device_rdma::config::{Args, Command, Config, ServeArgs};
 use vhost_device_rdma::rnic::Adapter;
 use vhost_device_rdma::status::{self, StatusServer};
-use vhost_device_rdma::vhost_user::Server;
+use vhost_device_rdma::vhost_user::{sentence, Server};
 
 fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
@@ -29,18 +29,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// An error and its causes, in one line.
-fn sentence(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(error.to_string().trim_end());
-        cause = error.source();
-    }
-    text
 }
 
 fn print_status(path: &std::path::Path, pretty: bool) -> Result<(), Box<dyn Error>> {

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use log::{debug, info, warn};
+use log::{debug, info};
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
     VhostUserLog, VhostUserMemoryRegion, VhostUserShMemConfig, VhostUserSharedMsg,
@@ -77,6 +77,7 @@ impl Device {
     /// `rnic` behind a new connection; kicks go to `epoll`.
     pub fn new(rnic: Arc<Rnic>, epoll: Arc<Epoll>) -> Self {
         let config = rnic.config();
+        let events = Arc::new(Events::new(&rnic));
         let first_doorbell_queue = first_doorbell_queue(config.num_completion_queues);
         let end = first_doorbell_queue.saturating_add(config.num_doorbell_queues);
         Self {
@@ -86,7 +87,7 @@ impl Device {
             first_doorbell_queue,
             memory: None,
             control: Ring::new(CONTROL_QUEUE),
-            events: Arc::new(Events::new(config.num_completion_queues)),
+            events,
             doorbells: (first_doorbell_queue..end).map(Ring::new).collect(),
             running: false,
             stopped_at: None,
@@ -132,7 +133,8 @@ impl Device {
         self.more_commands = match result {
             Ok(more) => more,
             Err(error) => {
-                warn!("{error}: {}", super::source(&error));
+                self.rnic
+                    .complain(format_args!("{}", super::sentence(&error)));
                 false
             }
         };
@@ -222,8 +224,8 @@ impl Device {
 }
 
 /// An error that the front end is told of in the acknowledgement; the connection goes on.
-fn refuse(error: impl std::error::Error + Send + Sync + 'static) -> Error {
-    Error::ReqHandlerError(io::Error::other(error))
+fn refuse(error: impl std::error::Error) -> Error {
+    Error::ReqHandlerError(io::Error::other(super::sentence(&error)))
 }
 
 fn unsupported() -> Error {
@@ -353,8 +355,15 @@ impl VhostUserBackendReqHandlerMut for Device {
         }
         let epoll = self.epoll.clone();
         let token = FIRST_KICK_TOKEN + u64::from(index);
-        self.with_ring(index, |ring| ring.set_kick(fd, &epoll, token))?
-            .map_err(refuse)?;
+        let placed = self.with_ring(index, |ring| {
+            ring.set_kick(fd, &epoll, token)?;
+            Ok(ring.is_placed())
+        })?;
+        if !placed.map_err(|error: ring::Error| refuse(error))? {
+            self.rnic.complain(format_args!(
+                "virtqueue {index} was started, but is not in guest memory"
+            ));
+        }
         self.started(index);
         Ok(())
     }

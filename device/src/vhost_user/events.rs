@@ -5,14 +5,13 @@
 //! completion queue, however often it is raised.
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hash;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use log::warn;
 use virtio_rdma_spec::config::{EVENT_QUEUE, FIRST_COMPLETION_QUEUE};
 use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 
 use super::ring::Ring;
-use crate::rnic::EventSink;
+use crate::rnic::{EventSink, Rnic};
 
 /// Events that wait for a buffer, at most, per queue. There are no more objects to raise events for.
 const MAX_WAITING: usize = 1 << 17;
@@ -22,7 +21,6 @@ const MAX_WAITING: usize = 1 << 17;
 struct Waiting<T> {
     order: VecDeque<T>,
     known: HashSet<T>,
-    dropped: u64,
 }
 
 impl<T: Copy + Eq + Hash> Waiting<T> {
@@ -30,21 +28,20 @@ impl<T: Copy + Eq + Hash> Waiting<T> {
         Self {
             order: VecDeque::new(),
             known: HashSet::new(),
-            dropped: 0,
         }
     }
 
-    fn add(&mut self, event: T) {
-        if self.order.len() >= MAX_WAITING {
-            if self.dropped == 0 {
-                warn!("the guest does not take its events: the oldest are dropped");
-            }
-            self.dropped = self.dropped.saturating_add(1);
+    /// Adds an event. Returns whether that was one too many, and the oldest was dropped for it.
+    fn add(&mut self, event: T) -> bool {
+        if !self.known.insert(event) {
+            return false;
+        }
+        self.order.push_back(event);
+        let full = self.order.len() > MAX_WAITING;
+        if full {
             self.remove();
         }
-        if self.known.insert(event) {
-            self.order.push_back(event);
-        }
+        full
     }
 
     fn first(&self) -> Option<T> {
@@ -68,7 +65,6 @@ impl<T: Copy + Eq + Hash> Waiting<T> {
     fn clear(&mut self) {
         self.order.clear();
         self.known.clear();
-        self.dropped = 0;
     }
 }
 
@@ -87,13 +83,18 @@ impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
         }
     }
 
-    fn raise(&mut self, event: T) {
-        self.waiting.add(event);
-        self.deliver();
+    fn raise(&mut self, rnic: &Weak<Rnic>, event: T) {
+        if self.waiting.add(event) {
+            complain(
+                rnic,
+                "it does not take its events, and the oldest are dropped",
+            );
+        }
+        self.deliver(rnic);
     }
 
     /// Gives the guest what waits, as far as it has buffers.
-    fn deliver(&mut self) {
+    fn deliver(&mut self, rnic: &Weak<Rnic>) {
         let mut delivered = false;
         while let Some(event) = self.waiting.first() {
             match self.ring.push(event.as_ref()) {
@@ -103,7 +104,7 @@ impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
                 }
                 Ok(false) => break,
                 Err(error) => {
-                    warn!("{error}: {}", super::source(&error));
+                    complain(rnic, &super::sentence(&error));
                     break;
                 }
             }
@@ -117,8 +118,16 @@ impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
 /// All event queues of a device.
 #[derive(Debug)]
 pub struct Events {
+    /// For complaints about the guest. (The RNIC in turn holds this.)
+    rnic: Weak<Rnic>,
     asynchronous: Mutex<EventQueue<[u8; AsyncEvent::SIZE]>>,
     completion: Vec<Mutex<EventQueue<[u8; CompletionEvent::SIZE]>>>,
+}
+
+fn complain(rnic: &Weak<Rnic>, what: &str) {
+    if let Some(rnic) = rnic.upgrade() {
+        rnic.complain(format_args!("{what}"));
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -126,9 +135,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Events {
-    /// The queues of a device with so many completion-event queues, stopped.
-    pub fn new(completion_queues: u16) -> Self {
+    /// The event queues of `rnic`, stopped.
+    pub fn new(rnic: &Arc<Rnic>) -> Self {
+        let completion_queues = rnic.config().num_completion_queues;
         Self {
+            rnic: Arc::downgrade(rnic),
             asynchronous: Mutex::new(EventQueue::new(EVENT_QUEUE)),
             completion: (0..completion_queues)
                 .map(|i| Mutex::new(EventQueue::new(FIRST_COMPLETION_QUEUE.saturating_add(i))))
@@ -151,10 +162,10 @@ impl Events {
     /// Delivers what waits for virtqueue `index`.
     pub fn deliver(&self, index: u16) {
         if index == EVENT_QUEUE {
-            lock(&self.asynchronous).deliver();
+            lock(&self.asynchronous).deliver(&self.rnic);
         } else if let Some(i) = index.checked_sub(FIRST_COMPLETION_QUEUE) {
             if let Some(queue) = self.completion.get(usize::from(i)) {
-                lock(queue).deliver();
+                lock(queue).deliver(&self.rnic);
             }
         }
     }
@@ -171,12 +182,12 @@ impl Events {
 impl EventSink for Events {
     fn completion(&self, vector: u16, event: CompletionEvent) {
         if let Some(queue) = self.completion.get(usize::from(vector)) {
-            lock(queue).raise(event.to_bytes());
+            lock(queue).raise(&self.rnic, event.to_bytes());
         }
     }
 
     fn asynchronous(&self, event: AsyncEvent) {
-        lock(&self.asynchronous).raise(event.to_bytes());
+        lock(&self.asynchronous).raise(&self.rnic, event.to_bytes());
     }
 
     fn forget_cq(&self, vector: u16, cqn: u32) {

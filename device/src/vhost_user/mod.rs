@@ -17,7 +17,15 @@ mod server;
 
 pub use server::{bind, Error, Server};
 
-/// The cause of `error` as text, for log messages.
-fn source(error: &dyn std::error::Error) -> String {
-    error.source().map(ToString::to_string).unwrap_or_default()
+/// `error` and its causes in one line.
+#[must_use]
+pub fn sentence(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(error.to_string().trim_end());
+        cause = error.source();
+    }
+    text
 }

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
-use log::{debug, warn};
+use log::debug;
 use rustix::io::ioctl_fionbio;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -96,6 +96,11 @@ impl Ring {
         self.kick.is_some() && self.enabled
     }
 
+    /// Whether its three parts are in guest memory.
+    pub fn is_placed(&self) -> bool {
+        self.queue.ready()
+    }
+
     /// Number of descriptors.
     pub fn set_size(&mut self, size: u32) -> Result<(), Error> {
         let narrow = u16::try_from(size).map_err(|_| Error::Size(size))?;
@@ -154,12 +159,6 @@ impl Ring {
         self.kick = Some(kick);
         self.broken = false;
         self.place();
-        if !self.queue.ready() {
-            warn!(
-                "virtqueue {} was started, but is not in guest memory",
-                self.index
-            );
-        }
         Ok(())
     }
 

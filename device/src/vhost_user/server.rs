@@ -5,6 +5,7 @@ use std::net::Shutdown;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -167,13 +168,18 @@ impl Listening {
             match self.accept() {
                 Ok(Some(stream)) => {
                     info!("{}: a front end connected", self.path.display());
-                    match self.session(stream) {
-                        Ok(()) => info!("{}: the front end disconnected", self.path.display()),
-                        Err(e) => warn!(
-                            "{}: disconnected: {e}: {}",
-                            self.path.display(),
-                            super::source(&e)
-                        ),
+                    // A panic would be a bug. It must not cost the next VM its socket.
+                    let session = catch_unwind(AssertUnwindSafe(|| self.session(stream)));
+                    match session {
+                        Ok(Ok(())) => info!("{}: the front end disconnected", self.path.display()),
+                        Ok(Err(e)) => {
+                            warn!(
+                                "{}: disconnected: {}",
+                                self.path.display(),
+                                super::sentence(&e)
+                            );
+                        }
+                        Err(_) => error!("{}: disconnected by a panic", self.path.display()),
                     }
                     *self
                         .connection
@@ -242,10 +248,18 @@ impl Listening {
 
         let rnic = self.adapter.attach(self.settings.clone());
         let device = Arc::new(Mutex::new(Device::new(rnic, epoll.clone())));
+        let _attached = Attached(&device);
         let requests = BackendReqHandler::from_stream(stream, device.clone());
-        let result = serve(&epoll, &device, requests);
-        lock(&device).disconnect();
-        result
+        serve(&epoll, &device, requests, &self.path)
+    }
+}
+
+/// A VM that is attached; detaches it when dropped.
+struct Attached<'a>(&'a Mutex<Device>);
+
+impl Drop for Attached<'_> {
+    fn drop(&mut self) {
+        lock(self.0).disconnect();
     }
 }
 
@@ -257,6 +271,7 @@ fn serve(
     epoll: &Epoll,
     device: &Mutex<Device>,
     mut requests: BackendReqHandler<Mutex<Device>>,
+    path: &Path,
 ) -> Result<(), SessionError> {
     let mut events = [EpollEvent::default(); 16];
     loop {
@@ -272,7 +287,9 @@ fn serve(
                 SOCKET => match requests.handle_request() {
                     Ok(()) => {}
                     // The front end was told, and may go on.
-                    Err(VhostUserError::ReqHandlerError(e)) => warn!("a request was refused: {e}"),
+                    Err(VhostUserError::ReqHandlerError(e)) => {
+                        warn!("{}: a request was refused: {e}", path.display());
+                    }
                     Err(VhostUserError::SocketRetry(_)) => {}
                     Err(VhostUserError::Disconnected | VhostUserError::SocketBroken(_)) => {
                         return Ok(())

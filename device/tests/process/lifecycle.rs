@@ -338,9 +338,10 @@ fn the_process_ends_on_sigterm_with_vms_attached() {
         two.process.socket(1).to_owned(),
     ];
     let start = Instant::now();
+    assert!(two.process.terminate().unwrap());
+    // Nobody there to say goodbye to.
     two.a.kill();
     two.b.kill();
-    assert!(two.process.terminate().unwrap());
     assert!(start.elapsed() < TIMEOUT);
     for socket in sockets {
         assert!(!socket.exists());

@@ -5,6 +5,7 @@ mod common;
 mod data;
 mod errors;
 mod events;
+mod frontend;
 mod lifecycle;
 mod scale;
 mod states;
