@@ -411,6 +411,27 @@ mod tests {
     }
 
     #[test]
+    fn documentation_names_every_option_and_its_example_is_valid() {
+        use clap::CommandFactory;
+        let readme = include_str!("../README.md");
+        let manual = include_str!("../vhost-device-rdma.1").replace("\\-", "-");
+        for arg in Args::command().get_arguments() {
+            let option = format!("--{}", arg.get_long().unwrap());
+            assert!(manual.contains(&option), "{option} in the manual page");
+            assert!(
+                readme.contains(&option) || ["--help", "--version"].contains(&&*option),
+                "{option} in the README"
+            );
+        }
+        let (_, example) = readme.split_once("```toml\n").unwrap();
+        let (example, _) = example.split_once("```").unwrap();
+        let example = config(&[], example).unwrap();
+        assert_eq!(example.devices.len(), 2);
+        assert_eq!(example.devices[1].1.completion_queues, 2);
+        assert_eq!(example.devices[0].1.limits.qps, 4096);
+    }
+
+    #[test]
     fn the_command_line_is_consistent() {
         use clap::CommandFactory;
         Args::command().debug_assert();
