@@ -30,10 +30,14 @@ impl Device {
         }
         let mut response = [0; MAX_BYTES];
         let room = ResponseHeader::SIZE + <R as Layout>::SIZE;
-        let (Some(command), Some(answer)) = (command.get(..length), response.get_mut(..room)) else {
+        let (Some(command), Some(answer)) = (command.get(..length), response.get_mut(..room))
+        else {
             return Err(Errno::EINVAL);
         };
-        let used = self.commands().execute(command, answer)?;
+        let used = self
+            .commands()
+            .execute(command, answer)
+            .inspect_err(|_| self.note_death())?;
         // A chain that the device cannot make sense of comes back empty.
         if used < ResponseHeader::SIZE {
             return Err(Errno::EIO);
@@ -74,4 +78,3 @@ impl Device {
         }
     }
 }
-

@@ -3,7 +3,7 @@
 use crate::sys::alloc::Array;
 use crate::sys::dma::{DmaDevice, DmaPage};
 use crate::sys::error::{Errno, Result};
-use crate::sys::net::{self, NetdevWatch};
+use crate::sys::net::Pairing;
 use crate::sys::rdma::{CqTarget, IbDevice, QpTarget};
 use crate::sys::sync::{SetOnce, Work};
 use crate::sys::table::Table;
@@ -11,7 +11,8 @@ use crate::sys::virtio::{CommandQueue, EventQueue, VirtioDevice, Virtqueues};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use virtio_rdma_spec::command::{opcode, QueryDeviceResponse, SetStatusPage};
 use virtio_rdma_spec::config::{
-    feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE, MAX_QUEUES,
+    feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE,
+    MAX_QUEUES,
 };
 use virtio_rdma_spec::doorbell::STATUS_STRIDE;
 use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
@@ -29,7 +30,7 @@ pub(crate) struct NotifyPages {
 /// One RDMA device. The order of the fields is the order in which they are dropped: what may still call in comes first,
 /// the queues come after everything that uses them.
 pub(crate) struct Device {
-    watch: NetdevWatch,
+    pairing: Pairing,
     refresh: Work,
     async_work: Work,
 
@@ -55,6 +56,8 @@ pub(crate) struct Device {
     link_up: AtomicBool,
     /// The last state of the port that was reported.
     port_active: AtomicBool,
+    /// Its users were told that the device died.
+    death_reported: AtomicBool,
     /// The device told that it failed.
     failed: AtomicBool,
     /// The driver lets go of the device: nothing new.
@@ -67,7 +70,10 @@ impl Device {
     /// Looks at the device and sets up its queues; it is not ready yet.
     pub(crate) fn new(virtio: VirtioDevice, ib: IbDevice) -> Result<Self> {
         if !virtio.has_feature(feature::RC) {
-            virtio.error("the device offers no RC queue pairs: feature bit", i64::from(feature::RC));
+            virtio.error(
+                "the device offers no RC queue pairs: feature bit",
+                i64::from(feature::RC),
+            );
             return Err(Errno::ENODEV);
         }
         let dma = virtio.dma()?;
@@ -76,14 +82,24 @@ impl Device {
         let first_doorbell = first_doorbell_queue(completions);
         let total = first_doorbell.saturating_add(doorbells);
         let status_words = PAGE_SIZE as usize / STATUS_STRIDE;
-        if completions == 0 || doorbells == 0 || total > MAX_QUEUES || usize::from(doorbells) > status_words {
-            virtio.error("bad number of queues in the configuration", i64::from(total));
+        if completions == 0
+            || doorbells == 0
+            || total > MAX_QUEUES
+            || usize::from(doorbells) > status_words
+        {
+            virtio.error(
+                "bad number of queues in the configuration",
+                i64::from(total),
+            );
             return Err(Errno::EINVAL);
         }
         // The driver shows the device addresses for DMA; where the platform translates those, the device must know.
         let status_page = Array::new(1, |_| DmaPage::new(dma))?;
         if !has_platform_access(virtio) && !status_page.iter().all(DmaPage::is_physical) {
-            virtio.error("DMA is translated here, and the device cannot (ACCESS_PLATFORM): feature bit", 33);
+            virtio.error(
+                "DMA is translated here, and the device cannot (ACCESS_PLATFORM): feature bit",
+                33,
+            );
             return Err(Errno::EOPNOTSUPP);
         }
 
@@ -95,7 +111,7 @@ impl Device {
             EventQueue::new(&queues, index)
         })?;
         Ok(Self {
-            watch: NetdevWatch::new(ib, Device::netdev_changed)?,
+            pairing: Pairing::new(ib, Device::netdev_changed)?,
             refresh: Work::new(ib, Device::refresh)?,
             async_work: Work::new(ib, Device::deliver_async)?,
             virtio,
@@ -113,6 +129,7 @@ impl Device {
             _queues: queues,
             link_up: AtomicBool::new(config.link_up != 0),
             port_active: AtomicBool::new(false),
+            death_reported: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             registered: AtomicBool::new(false),
@@ -133,28 +150,38 @@ impl Device {
         }
 
         let limits: QueryDeviceResponse = self.command(opcode::QUERY_DEVICE, &[0u8; 0])?;
-        if limits.gid_table_len == 0 || limits.pkey_table_len == 0 || limits.page_size_cap & PAGE_SIZE == 0 {
-            self.virtio.error("limits of the device that make no sense: page sizes", limits.page_size_cap as i64);
+        if limits.gid_table_len == 0
+            || limits.pkey_table_len == 0
+            || limits.page_size_cap & PAGE_SIZE == 0
+        {
+            self.virtio.error(
+                "limits of the device that make no sense: page sizes",
+                limits.page_size_cap as i64,
+            );
             return Err(Errno::EINVAL);
         }
         self.limits.set(limits);
         let addr = self.status_page.first().map_or(0, DmaPage::addr);
         self.simple_command(opcode::SET_STATUS_PAGE, &SetStatusPage { addr })?;
 
-        net::pair(self.ib, &self.config.mac);
-        self.port_active.store(self.port_is_active(), Ordering::Relaxed);
+        self.pairing.pair(&self.config.mac);
+        self.port_active
+            .store(self.port_is_active(), Ordering::Relaxed);
         let vectors = self.config.num_completion_queues;
         self.ib.register(self.dma, self.config.node_guid, vectors)?;
         self.registered.store(true, Ordering::Release);
         // Also replays what happened to interfaces since `pair`.
-        self.watch.start()?;
-        self.virtio.info("RDMA device ready; doorbell queues", i64::from(self.config.num_doorbell_queues));
+        self.pairing.start()?;
+        self.virtio.info(
+            "RDMA device ready; doorbell queues",
+            i64::from(self.config.num_doorbell_queues),
+        );
         Ok(())
     }
 
     /// Ends all use of the device. Afterwards nothing calls in any more, and the device is reset.
     pub(crate) fn stop(&self) {
-        self.watch.stop();
+        self.pairing.stop();
         self.closing.store(true, Ordering::Release);
         self.refresh.cancel();
         self.async_work.cancel();
@@ -170,12 +197,19 @@ impl Device {
     /// The device cannot be used any longer: resets it, so that it has no access to memory, and tells its users.
     /// Process context.
     pub(crate) fn fail(&self, why: &str) {
-        if self.commands.die() {
+        if !self.commands.is_dead() {
             self.virtio.error(why, Errno::EIO.number());
-            if self.registered.load(Ordering::Acquire) && !self.is_closing() {
-                self.ib.dispatch(event_type::DEVICE_FATAL);
-                self.report_port();
-            }
+        }
+        self.commands.die();
+        self.note_death();
+    }
+
+    /// Tells the device's users, once, if it died. Process context.
+    pub(crate) fn note_death(&self) {
+        let wanted = self.registered.load(Ordering::Acquire) && !self.is_closing();
+        if wanted && self.commands.is_dead() && !self.death_reported.swap(true, Ordering::AcqRel) {
+            self.ib.dispatch(event_type::DEVICE_FATAL);
+            self.report_port();
         }
     }
 
@@ -237,8 +271,14 @@ impl Device {
         self.notify
     }
 
-    pub(crate) fn mac(&self) -> &[u8; 6] {
-        &self.config.mac
+    /// Pairs the port with its interface, as interfaces are now. True if that changed anything. May sleep.
+    pub(crate) fn pair(&self) -> bool {
+        self.pairing.pair(&self.config.mac)
+    }
+
+    /// Is the paired interface up?
+    pub(crate) fn netdev_is_up(&self) -> bool {
+        self.pairing.is_up()
     }
 
     pub(crate) fn node_guid(&self) -> u64 {
@@ -273,7 +313,10 @@ impl Device {
         &self.async_queue
     }
 
-    pub(crate) fn completion_queue(&self, index: u16) -> Option<&EventQueue<{ CompletionEvent::SIZE }>> {
+    pub(crate) fn completion_queue(
+        &self,
+        index: u16,
+    ) -> Option<&EventQueue<{ CompletionEvent::SIZE }>> {
         self.completion_queues.get(usize::from(index))
     }
 
@@ -329,11 +372,15 @@ fn notify_pages(virtio: VirtioDevice, total: u16, first: u16, count: u16) -> Res
     let first_byte = u64::from(start).saturating_mul(multiplier);
     let needed = u64::from(count).saturating_mul(PAGE_SIZE);
     let within = capability.start % PAGE_SIZE;
-    if first_byte.saturating_add(needed) > capability.length || within > PAGE_SIZE.saturating_sub(2) {
+    if first_byte.saturating_add(needed) > capability.length || within > PAGE_SIZE.saturating_sub(2)
+    {
         return refuse(capability.multiplier);
     }
     Ok(NotifyPages {
-        addr: capability.start.saturating_add(first_byte).saturating_sub(within),
+        addr: capability
+            .start
+            .saturating_add(first_byte)
+            .saturating_sub(within),
         offset: within as u32,
     })
 }

@@ -14,7 +14,6 @@ impl Device {
             Ok(CONTROL_QUEUE) => self.commands().interrupt(),
             Ok(EVENT_QUEUE) => {
                 // Handlers of asynchronous events want process context.
-                self.async_queue().disable();
                 self.schedule_async();
             }
             Ok(queue) => {
@@ -51,7 +50,9 @@ impl Device {
             | event_type::QP_LAST_WQE_REACHED => self.qps().with(event.number, |qp| qp.event(kind)),
             event_type::DEVICE_FATAL => self.fail_later(),
             event_type::PORT_ACTIVE | event_type::PORT_ERR => self.config_changed(),
-            _ => self.virtio().error("an event of unknown type", i64::from(kind)),
+            _ => self
+                .virtio()
+                .error("an event of unknown type", i64::from(kind)),
         }
     }
 }

@@ -643,12 +643,3 @@ bool vrdma_netdev_is_up(struct ib_device *ib)
 	dev_put(ndev);
 	return up;
 }
-
-bool vrdma_netdev_is(struct ib_device *ib, struct net_device *ndev)
-{
-	struct net_device *paired = ib_device_get_netdev(ib, 1);
-
-	if (paired)
-		dev_put(paired);
-	return paired == ndev;
-}

@@ -95,7 +95,9 @@ impl PageTree {
     /// The list of the pages of user memory, in pages of `page_size`, a power of two.
     pub(crate) fn of_umem(dma: DmaDevice, umem: &Umem, page_size: u64) -> Result<Self> {
         let shift = page_size.trailing_zeros() as u8;
-        Self::new(dma, umem.pages(page_size), shift, |add| umem.for_each(page_size, add))
+        Self::new(dma, umem.pages(page_size), shift, |add| {
+            umem.for_each(page_size, add)
+        })
     }
 
     /// What goes into the command.

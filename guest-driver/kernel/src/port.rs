@@ -2,7 +2,6 @@
 //! The port and its network interface: they are paired by MAC address, and the port is active when the device's link
 //! and the interface are up.
 use crate::device::Device;
-use crate::sys::net;
 use core::sync::atomic::Ordering;
 use virtio_rdma_spec::event::event_type;
 
@@ -17,7 +16,7 @@ pub(crate) mod state {
 impl Device {
     /// Is the port active, as things are now?
     pub(crate) fn port_is_active(&self) -> bool {
-        !self.commands().is_dead() && self.link_up().load(Ordering::Relaxed) && net::is_up(self.ib())
+        !self.commands().is_dead() && self.link_up().load(Ordering::Relaxed) && self.netdev_is_up()
     }
 
     /// Something about the device, its link or an interface changed: looks at all of it again. The work item for that;
@@ -30,8 +29,9 @@ impl Device {
             self.fail("the device says that it failed");
             return;
         }
-        self.link_up().store(self.virtio().link_up(), Ordering::Relaxed);
-        if net::pair(self.ib(), self.mac()) {
+        self.link_up()
+            .store(self.virtio().link_up(), Ordering::Relaxed);
+        if self.pair() {
             self.ib().rescan_gids();
         }
         self.report_port();

@@ -10,19 +10,20 @@ use crate::sys::alloc::Array;
 use crate::sys::dma::DmaPage;
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{
-    device_cap, CqBuffer, CqTarget, DeviceAttr, MmapEntry, PortAttr, QpTarget, Udata, Umem, UserContext,
-    ACCESS_OPTIONAL, ATOMIC_NONE, PORT_CM_SUP,
+    device_cap, CqBuffer, CqTarget, DeviceAttr, MmapEntry, PortAttr, QpTarget, Udata, Umem,
+    UserContext, ACCESS_OPTIONAL, ATOMIC_NONE, PORT_CM_SUP,
 };
 use crate::sys::table::Registration;
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_spec::command::{
-    create_qp_flag, opcode, CreateContext, CreateCq, CreateQp, CreateQpResponse, Handle, HandleResponse, ModifyQp,
-    QpAttr, QueryPort, QueryPortResponse, QueryQpResponse, RegMr, RegMrResponse, SetGid,
+    create_qp_flag, opcode, CreateContext, CreateCq, CreateQp, CreateQpResponse, Handle,
+    HandleResponse, ModifyQp, QpAttr, QueryPort, QueryPortResponse, QueryQpResponse, RegMr,
+    RegMrResponse, SetGid,
 };
 use virtio_rdma_spec::config::first_doorbell_queue;
 use virtio_rdma_spec::doorbell::BLOCK_PAGES;
 use virtio_rdma_spec::ring::{CqRecord, Cqe, QpRecord};
-use virtio_rdma_spec::verbs::{access, qp_attr, qp_type};
+use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_type};
 use virtio_rdma_spec::PAGE_SIZE;
 
 /// The only port.
@@ -83,7 +84,18 @@ pub(crate) fn query_port(device: &Device, port: u32, attr: &mut PortAttr) -> Res
         port_num: PORT,
         ..Default::default()
     };
-    let answer: QueryPortResponse = device.command(opcode::QUERY_PORT, &body)?;
+    let answer = match device.command(opcode::QUERY_PORT, &body) {
+        // The port of a device that failed is down: an error here would keep tools from showing any other device.
+        Err(_) if device.commands().is_dead() => QueryPortResponse {
+            state: state::DOWN,
+            max_mtu: mtu::MTU_4096,
+            active_mtu: mtu::MTU_4096,
+            active_width: 1,
+            active_speed: 1,
+            ..Default::default()
+        },
+        answer => answer?,
+    };
     let active = answer.state == state::ACTIVE && device.port_is_active();
     /// Physical states of a port, as in verbs.
     const PHYS_DISABLED: u8 = 3;
@@ -105,7 +117,14 @@ pub(crate) fn query_port(device: &Device, port: u32, attr: &mut PortAttr) -> Res
 }
 
 /// Enters a GID into the device's table.
-pub(crate) fn add_gid(device: &Device, index: u16, gid: [u8; 16], kind: u8, vlan: u16, mac: [u8; 6]) -> Result<()> {
+pub(crate) fn add_gid(
+    device: &Device,
+    index: u16,
+    gid: [u8; 16],
+    kind: u8,
+    vlan: u16,
+    mac: [u8; 6],
+) -> Result<()> {
     let body = SetGid {
         gid,
         index,
@@ -142,7 +161,11 @@ pub(crate) struct Context {
 }
 
 /// Creates a context with `BLOCK_PAGES` pages of doorbell memory per doorbell queue.
-pub(crate) fn alloc_context(device: &Device, context: UserContext, udata: Udata<'_>) -> Result<Context> {
+pub(crate) fn alloc_context(
+    device: &Device,
+    context: UserContext,
+    udata: Udata<'_>,
+) -> Result<Context> {
     udata.read::<0>()?;
     let queues = device.doorbell_queues();
     let pages = usize::from(queues).saturating_mul(BLOCK_PAGES as usize);
@@ -234,12 +257,23 @@ impl Mr {
 }
 
 /// Registers `length` bytes at `start` of the current process, which work requests name by addresses from `virt` on.
-pub(crate) fn reg_mr(device: &Device, pd: &Pd, start: u64, length: u64, virt: u64, access: u32) -> Result<Mr> {
+pub(crate) fn reg_mr(
+    device: &Device,
+    pd: &Pd,
+    start: u64,
+    length: u64,
+    virt: u64,
+    access: u32,
+) -> Result<Mr> {
     /// Flags that the core lets through and the device may know; optional ones that it cannot are left out.
     const KNOWN: u32 = access::RELAXED_ORDERING | !ACCESS_OPTIONAL;
     let access = access & KNOWN;
     if length == 0 || access & access::ON_DEMAND != 0 {
-        return Err(if length == 0 { Errno::EINVAL } else { Errno::EOPNOTSUPP });
+        return Err(if length == 0 {
+            Errno::EINVAL
+        } else {
+            Errno::EOPNOTSUPP
+        });
     }
     let umem = Umem::new(device.ib(), start, length, access)?;
     /// Page sizes that a page list can have: 2^12 to 2^31.
@@ -324,13 +358,23 @@ pub(crate) struct CqInit {
 }
 
 /// Creates a completion queue over a buffer of the process.
-pub(crate) fn create_cq(device: &Device, target: CqTarget, init: &CqInit, udata: Udata<'_>) -> Result<Cq> {
+pub(crate) fn create_cq(
+    device: &Device,
+    target: CqTarget,
+    init: &CqInit,
+    udata: Udata<'_>,
+) -> Result<Cq> {
     if init.flags != 0 || !udata.is_user() {
         return Err(Errno::EOPNOTSUPP);
     }
     let request = abi::CreateCqRequest::from_bytes(&udata.read()?);
     check_buffer(request.buffer, request.length)?;
-    check_ring(request.length, request.ring_offset, request.entries, request.stride)?;
+    check_ring(
+        request.length,
+        request.ring_offset,
+        request.entries,
+        request.stride,
+    )?;
     if request.flags != 0
         || request.stride != Cqe::SIZE as u32
         || request.ring_offset < CqRecord::SIZE as u32
@@ -341,7 +385,13 @@ pub(crate) fn create_cq(device: &Device, target: CqTarget, init: &CqInit, udata:
     {
         return Err(Errno::EINVAL);
     }
-    let umem = Umem::new_cq(device.ib(), init.buffer, request.buffer, request.length, access::LOCAL_WRITE)?;
+    let umem = Umem::new_cq(
+        device.ib(),
+        init.buffer,
+        request.buffer,
+        request.length,
+        access::LOCAL_WRITE,
+    )?;
     let tree = PageTree::of_umem(device.dma(), &umem, PAGE_SIZE)?;
     let body = CreateCq {
         entries: request.entries,
@@ -431,7 +481,12 @@ pub(crate) struct QpInit<'a> {
 }
 
 /// Creates a queue pair over a buffer of the process.
-pub(crate) fn create_qp(device: &Device, target: QpTarget, init: &QpInit<'_>, udata: Udata<'_>) -> Result<Qp> {
+pub(crate) fn create_qp(
+    device: &Device,
+    target: QpTarget,
+    init: &QpInit<'_>,
+    udata: Udata<'_>,
+) -> Result<Qp> {
     if init.qp_type != qp_type::RC || init.create_flags != 0 || init.has_srq || !udata.is_user() {
         return Err(Errno::EOPNOTSUPP);
     }
@@ -440,11 +495,24 @@ pub(crate) fn create_qp(device: &Device, target: QpTarget, init: &QpInit<'_>, ud
     let request = abi::CreateQpRequest::from_bytes(&udata.read()?);
     check_buffer(request.buffer, request.length)?;
     for (entries, wanted, offset, stride) in [
-        (request.sq_entries, init.max_send_wr, request.sq_offset, request.sq_stride),
-        (request.rq_entries, init.max_recv_wr, request.rq_offset, request.rq_stride),
+        (
+            request.sq_entries,
+            init.max_send_wr,
+            request.sq_offset,
+            request.sq_stride,
+        ),
+        (
+            request.rq_entries,
+            init.max_recv_wr,
+            request.rq_offset,
+            request.rq_stride,
+        ),
     ] {
         check_ring(request.length, offset, entries, stride)?;
-        if entries < wanted || entries > limits.max_qp_wr || (entries != 0 && offset < QpRecord::SIZE as u32) {
+        if entries < wanted
+            || entries > limits.max_qp_wr
+            || (entries != 0 && offset < QpRecord::SIZE as u32)
+        {
             return Err(Errno::EINVAL);
         }
     }
@@ -455,7 +523,12 @@ pub(crate) fn create_qp(device: &Device, target: QpTarget, init: &QpInit<'_>, ud
     {
         return Err(Errno::EINVAL);
     }
-    let umem = Umem::new(device.ib(), request.buffer, request.length, access::LOCAL_WRITE)?;
+    let umem = Umem::new(
+        device.ib(),
+        request.buffer,
+        request.length,
+        access::LOCAL_WRITE,
+    )?;
     let tree = PageTree::of_umem(device.dma(), &umem, PAGE_SIZE)?;
     let body = CreateQp {
         pd: init.pd.handle,
@@ -463,7 +536,11 @@ pub(crate) fn create_qp(device: &Device, target: QpTarget, init: &QpInit<'_>, ud
         send_cq: init.send_cq.number,
         recv_cq: init.recv_cq.number,
         qp_type: init.qp_type,
-        flags: if init.signal_all { create_qp_flag::SIGNAL_ALL } else { 0 },
+        flags: if init.signal_all {
+            create_qp_flag::SIGNAL_ALL
+        } else {
+            0
+        },
         reserved0: 0,
         sq_entries: request.sq_entries,
         sq_stride: request.sq_stride,

@@ -54,7 +54,12 @@ impl DmaPage {
     pub(crate) fn set(&mut self, index: usize, value: u64) {
         if index < PAGE_SIZE as usize / 8 {
             // SAFETY: inside of the page, and aligned.
-            unsafe { self.memory.cast::<u64>().add(index).write_volatile(value.to_le()) };
+            unsafe {
+                self.memory
+                    .cast::<u64>()
+                    .add(index)
+                    .write_volatile(value.to_le())
+            };
         }
     }
 
@@ -68,6 +73,8 @@ impl Drop for DmaPage {
     fn drop(&mut self) {
         // SAFETY: allocated by vrdma_page_alloc with this device and address. Processes that still map the page hold
         // references of their own.
-        unsafe { bindings::vrdma_page_free(self.device.0.as_ptr(), self.memory.as_ptr(), self.addr) }
+        unsafe {
+            bindings::vrdma_page_free(self.device.0.as_ptr(), self.memory.as_ptr(), self.addr)
+        }
     }
 }

@@ -7,71 +7,93 @@ use super::rdma::IbDevice;
 use crate::device::Device;
 use core::ffi::c_void;
 use core::ptr::NonNull;
+use core::sync::atomic::{AtomicPtr, Ordering};
 
-/// Finds the interface for this MAC address (zero: any) and makes it the one of the port. True if that changed
-/// anything. May sleep; must not be called with the RTNL held.
-pub(crate) fn pair(ib: IbDevice, mac: &[u8; 6]) -> bool {
-    // SAFETY: process context; released below.
-    unsafe { bindings::rtnl_lock() };
-    // SAFETY: with the RTNL held an interface does not go away; the core takes a reference of its own.
-    let changed = unsafe {
-        let found = bindings::vrdma_netdev_find(mac.as_ptr());
-        !bindings::vrdma_netdev_is(ib.as_ptr(), found)
-            && bindings::ib_device_set_netdev(ib.as_ptr(), found, 1) == 0
-    };
-    // SAFETY: held since above.
-    unsafe { bindings::rtnl_unlock() };
-    changed
-}
-
-/// Is the paired interface up, with carrier?
-pub(crate) fn is_up(ib: IbDevice) -> bool {
-    // SAFETY: the device is allocated, and has one port.
-    unsafe { bindings::vrdma_netdev_is_up(ib.as_ptr()) }
-}
-
-/// Tells when interfaces come, go or change.
-pub(crate) struct NetdevWatch {
+/// The pairing of the port with an interface, and a watch on interfaces that come, go or change.
+pub(crate) struct Pairing {
     watch: NonNull<bindings::vrdma_netdev_watch>,
-    _context: Box<WatchContext>,
+    context: Box<Context>,
 }
 
-struct WatchContext {
+struct Context {
     ib: IbDevice,
     changed: fn(&Device),
+    /// The paired interface, only for comparing. Written with the RTNL held.
+    paired: AtomicPtr<bindings::net_device>,
 }
 
-// SAFETY: start and stop are called by one thread at a time (probe and remove).
-unsafe impl Send for NetdevWatch {}
+// SAFETY: start and stop are called by one thread at a time (probe and remove); the rest is under the RTNL.
+unsafe impl Send for Pairing {}
 // SAFETY: as above.
-unsafe impl Sync for NetdevWatch {}
+unsafe impl Sync for Pairing {}
 
-impl NetdevWatch {
-    /// `changed` must not sleep for long: it runs with the RTNL held.
+impl Context {
+    /// Makes this interface (or none) the one of the port; true if it was not.
+    ///
+    /// # Safety
+    /// The RTNL must be held, and the interface registered.
+    unsafe fn set(&self, ndev: *mut bindings::net_device) -> bool {
+        if self.paired.load(Ordering::Relaxed) == ndev {
+            return false;
+        }
+        // SAFETY: the device is allocated and has port 1; the core takes a reference of its own.
+        let set = unsafe { bindings::ib_device_set_netdev(self.ib.as_ptr(), ndev, 1) } == 0;
+        if set {
+            self.paired.store(ndev, Ordering::Relaxed);
+        }
+        set
+    }
+}
+
+impl Pairing {
+    /// `changed` is called when something about interfaces changed. It must not sleep for long: the RTNL is held.
     pub(crate) fn new(ib: IbDevice, changed: fn(&Device)) -> Result<Self> {
-        let context = Box::new(WatchContext { ib, changed })?;
+        let context = Box::new(Context {
+            ib,
+            changed,
+            paired: AtomicPtr::new(core::ptr::null_mut()),
+        })?;
         // SAFETY: the context lives until drop, and the watch is stopped there.
-        let watch = unsafe { bindings::vrdma_netdev_watch_new(Some(on_event), context.as_ptr().cast()) };
+        let watch =
+            unsafe { bindings::vrdma_netdev_watch_new(Some(on_event), context.as_ptr().cast()) };
         Ok(Self {
             watch: NonNull::new(watch).ok_or(Errno::ENOMEM)?,
-            _context: context,
+            context,
         })
     }
 
-    /// From here on, and first for all interfaces that are there already. The device must be in place.
+    /// Pairs the port with the interface that has this MAC address (zero: the first with any), or with none. True if
+    /// that changed anything. May sleep; must not be called with the RTNL held.
+    pub(crate) fn pair(&self, mac: &[u8; 6]) -> bool {
+        // SAFETY: process context; released below.
+        unsafe { bindings::rtnl_lock() };
+        // SAFETY: with the RTNL held the interface that is found stays.
+        let changed = unsafe { self.context.set(bindings::vrdma_netdev_find(mac.as_ptr())) };
+        // SAFETY: held since above.
+        unsafe { bindings::rtnl_unlock() };
+        changed
+    }
+
+    /// Is the paired interface up, with carrier?
+    pub(crate) fn is_up(&self) -> bool {
+        // SAFETY: the device is allocated, and has one port.
+        unsafe { bindings::vrdma_netdev_is_up(self.context.ib.as_ptr()) }
+    }
+
+    /// Watches from here on; first come events for all interfaces that are there already. The device must be in place.
     pub(crate) fn start(&self) -> Result<()> {
         // SAFETY: initialized.
         Errno::check(unsafe { bindings::vrdma_netdev_watch_start(self.watch.as_ptr()) })
     }
 
-    /// No longer. Returns when no call is under way.
+    /// Watches no longer. Returns when no call is under way.
     pub(crate) fn stop(&self) {
         // SAFETY: initialized.
         unsafe { bindings::vrdma_netdev_watch_stop(self.watch.as_ptr()) }
     }
 }
 
-impl Drop for NetdevWatch {
+impl Drop for Pairing {
     fn drop(&mut self) {
         self.stop();
         // SAFETY: owned and stopped.
@@ -81,12 +103,11 @@ impl Drop for NetdevWatch {
 
 unsafe extern "C" fn on_event(arg: *mut c_void, ndev: *mut bindings::net_device, going: bool) {
     // SAFETY: `arg` is the context given to vrdma_netdev_watch_new; it outlives the watch.
-    let context = unsafe { &*arg.cast::<WatchContext>() };
-    // SAFETY: called with the RTNL held. An interface that goes must be let go of at once.
-    unsafe {
-        if going && bindings::vrdma_netdev_is(context.ib.as_ptr(), ndev) {
-            bindings::ib_device_set_netdev(context.ib.as_ptr(), core::ptr::null_mut(), 1);
-        }
+    let context = unsafe { &*arg.cast::<Context>() };
+    // An interface that goes must be let go of at once: its going waits for that.
+    if going && context.paired.load(Ordering::Relaxed) == ndev {
+        // SAFETY: called with the RTNL held.
+        unsafe { context.set(core::ptr::null_mut()) };
     }
     // SAFETY: the watch is started after the device was put in place and stopped before it is dropped.
     (context.changed)(unsafe { context.ib.device() });

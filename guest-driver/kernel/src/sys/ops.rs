@@ -78,7 +78,10 @@ unsafe fn device<'a>(ib: *mut ib_device) -> Result<&'a Device> {
 ///
 /// # Safety
 /// `base` must be an object under creation.
-unsafe fn create<B: Base>(base: *mut B, make: impl FnOnce(&Device, NonNull<B>) -> Result<B::Data>) -> Result<()> {
+unsafe fn create<B: Base>(
+    base: *mut B,
+    make: impl FnOnce(&Device, NonNull<B>) -> Result<B::Data>,
+) -> Result<()> {
     let object = NonNull::new(base).ok_or(Errno::EINVAL)?;
     // SAFETY: the core set `device`; the memory behind the structure is ours to write.
     unsafe {
@@ -92,7 +95,10 @@ unsafe fn create<B: Base>(base: *mut B, make: impl FnOnce(&Device, NonNull<B>) -
 ///
 /// # Safety
 /// `base` must be an object that was created; if this returns Ok, it is used no more.
-unsafe fn destroy<B: Base>(base: *mut B, end: impl FnOnce(&Device, &B::Data) -> Result<()>) -> Result<()> {
+unsafe fn destroy<B: Base>(
+    base: *mut B,
+    end: impl FnOnce(&Device, &B::Data) -> Result<()>,
+) -> Result<()> {
     let object = NonNull::new(base).ok_or(Errno::EINVAL)?;
     // SAFETY: the caller's.
     unsafe {
@@ -157,9 +163,15 @@ pub(super) fn table() -> ib_device_ops {
     ops
 }
 
-unsafe extern "C" fn query_device(ib: *mut ib_device, attr: *mut ib_device_attr, udata: *mut ib_udata) -> c_int {
+unsafe extern "C" fn query_device(
+    ib: *mut ib_device,
+    attr: *mut ib_device_attr,
+    udata: *mut ib_udata,
+) -> c_int {
     // SAFETY: see the module.
-    code(unsafe { device(ib).and_then(|device| verbs::query_device(device, &mut *attr, Udata::new(udata))) })
+    code(unsafe {
+        device(ib).and_then(|device| verbs::query_device(device, &mut *attr, Udata::new(udata)))
+    })
 }
 
 unsafe extern "C" fn query_port(ib: *mut ib_device, port: u32, attr: *mut ib_port_attr) -> c_int {
@@ -173,7 +185,11 @@ unsafe extern "C" fn query_port(ib: *mut ib_device, port: u32, attr: *mut ib_por
     })
 }
 
-unsafe extern "C" fn get_port_immutable(ib: *mut ib_device, _port: u32, immutable: *mut ib_port_immutable) -> c_int {
+unsafe extern "C" fn get_port_immutable(
+    ib: *mut ib_device,
+    _port: u32,
+    immutable: *mut ib_port_immutable,
+) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         device(ib).map(|device| {
@@ -194,7 +210,9 @@ unsafe extern "C" fn get_link_layer(_ib: *mut ib_device, _port: u32) -> rdma_lin
 /// Writes "major.minor.patch".
 unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text: *mut c_char) {
     // SAFETY: see the module; the core gives room for 32 characters, and three numbers of 16 bits need 18.
-    let Ok(device) = (unsafe { device(ib) }) else { return };
+    let Ok(device) = (unsafe { device(ib) }) else {
+        return;
+    };
     let version = device.limits().fw_ver;
     let mut at = text;
     let mut put = |character: u8| {
@@ -204,7 +222,11 @@ unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text: *mut c_char) {
             at = at.add(1);
         }
     };
-    let numbers = [(version >> 32) as u16, (version >> 16) as u16, version as u16];
+    let numbers = [
+        (version >> 32) as u16,
+        (version >> 16) as u16,
+        version as u16,
+    ];
     for (number, end) in numbers.into_iter().zip([b'.', b'.', 0]) {
         let mut started = false;
         for unit in [10_000u16, 1000, 100, 10, 1] {
@@ -218,7 +240,12 @@ unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text: *mut c_char) {
     }
 }
 
-unsafe extern "C" fn query_pkey(ib: *mut ib_device, _port: u32, index: u16, pkey: *mut u16) -> c_int {
+unsafe extern "C" fn query_pkey(
+    ib: *mut ib_device,
+    _port: u32,
+    index: u16,
+    pkey: *mut u16,
+) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         device(ib).and_then(|device| {
@@ -257,7 +284,11 @@ unsafe extern "C" fn del_gid(attr: *const ib_gid_attr, _context: *mut *mut c_voi
 }
 
 #[cfg(has_report_port_event)]
-unsafe extern "C" fn report_port_event(ib: *mut ib_device, _ndev: *mut net_device, _event: core::ffi::c_ulong) {
+unsafe extern "C" fn report_port_event(
+    ib: *mut ib_device,
+    _ndev: *mut net_device,
+    _event: core::ffi::c_ulong,
+) {
     // SAFETY: see the module.
     if let Ok(device) = unsafe { device(ib) } {
         device.netdev_changed();
@@ -293,10 +324,18 @@ unsafe extern "C" fn alloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
 
 unsafe extern "C" fn dealloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
-    code(unsafe { Udata::new(udata).none().and_then(|()| destroy(pd, verbs::dealloc_pd)) })
+    code(unsafe {
+        Udata::new(udata)
+            .none()
+            .and_then(|()| destroy(pd, verbs::dealloc_pd))
+    })
 }
 
-unsafe extern "C" fn create_cq(cq: *mut ib_cq, attr: *const ib_cq_init_attr, attrs: *mut uverbs_attr_bundle) -> c_int {
+unsafe extern "C" fn create_cq(
+    cq: *mut ib_cq,
+    attr: *const ib_cq_init_attr,
+    attrs: *mut uverbs_attr_bundle,
+) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         create(cq, |device, target| {
@@ -317,10 +356,18 @@ unsafe extern "C" fn create_cq(cq: *mut ib_cq, attr: *const ib_cq_init_attr, att
 
 unsafe extern "C" fn destroy_cq(cq: *mut ib_cq, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
-    code(unsafe { Udata::new(udata).none().and_then(|()| destroy(cq, verbs::destroy_cq)) })
+    code(unsafe {
+        Udata::new(udata)
+            .none()
+            .and_then(|()| destroy(cq, verbs::destroy_cq))
+    })
 }
 
-unsafe extern "C" fn create_qp(qp: *mut ib_qp, attr: *mut ib_qp_init_attr, udata: *mut ib_udata) -> c_int {
+unsafe extern "C" fn create_qp(
+    qp: *mut ib_qp,
+    attr: *mut ib_qp_init_attr,
+    udata: *mut ib_udata,
+) -> c_int {
     // SAFETY: see the module; the queues that the attributes name were created, and the core holds them.
     code(unsafe {
         create(qp, |device, target| {
@@ -349,7 +396,12 @@ unsafe extern "C" fn create_qp(qp: *mut ib_qp, attr: *mut ib_qp_init_attr, udata
     })
 }
 
-unsafe extern "C" fn modify_qp(qp: *mut ib_qp, attr: *mut ib_qp_attr, mask: c_int, udata: *mut ib_udata) -> c_int {
+unsafe extern "C" fn modify_qp(
+    qp: *mut ib_qp,
+    attr: *mut ib_qp_attr,
+    mask: c_int,
+    udata: *mut ib_udata,
+) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         let qp = NonNull::new(qp).ok_or(Errno::EINVAL);
@@ -362,7 +414,12 @@ unsafe extern "C" fn modify_qp(qp: *mut ib_qp, attr: *mut ib_qp_attr, mask: c_in
     })
 }
 
-unsafe extern "C" fn query_qp(qp: *mut ib_qp, attr: *mut ib_qp_attr, _mask: c_int, init: *mut ib_qp_init_attr) -> c_int {
+unsafe extern "C" fn query_qp(
+    qp: *mut ib_qp,
+    attr: *mut ib_qp_attr,
+    _mask: c_int,
+    init: *mut ib_qp_init_attr,
+) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         let object = NonNull::new(qp).ok_or(Errno::EINVAL);
@@ -383,7 +440,11 @@ unsafe extern "C" fn query_qp(qp: *mut ib_qp, attr: *mut ib_qp_attr, _mask: c_in
             init.recv_cq = qp.recv_cq;
             init.srq = qp.srq;
             init.qp_type = qp.qp_type;
-            init.sq_sig_type = if caps.signal_all { IB_SIGNAL_ALL_WR } else { IB_SIGNAL_REQ_WR };
+            init.sq_sig_type = if caps.signal_all {
+                IB_SIGNAL_ALL_WR
+            } else {
+                IB_SIGNAL_REQ_WR
+            };
             Ok(())
         })
     })
@@ -391,7 +452,11 @@ unsafe extern "C" fn query_qp(qp: *mut ib_qp, attr: *mut ib_qp_attr, _mask: c_in
 
 unsafe extern "C" fn destroy_qp(qp: *mut ib_qp, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
-    code(unsafe { Udata::new(udata).none().and_then(|()| destroy(qp, verbs::destroy_qp)) })
+    code(unsafe {
+        Udata::new(udata)
+            .none()
+            .and_then(|()| destroy(qp, verbs::destroy_qp))
+    })
 }
 
 /// A pointer to the new region, or an error as the kernel encodes it in pointers.

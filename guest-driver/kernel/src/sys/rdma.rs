@@ -65,7 +65,11 @@ impl IbDevice {
             (*ib).node_guid = node_guid.to_be();
             (*ib).num_comp_vectors = c_int::from(comp_vectors);
             bindings::ib_set_device_ops(ib, &ops::table());
-            Errno::check(bindings::ib_register_device(ib, c"vrdma%d".as_ptr(), dma.0.as_ptr()))
+            Errno::check(bindings::ib_register_device(
+                ib,
+                c"vrdma%d".as_ptr(),
+                dma.0.as_ptr(),
+            ))
         }
     }
 
@@ -181,7 +185,9 @@ impl Udata<'_> {
     /// The answer, cut to the room there is.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
         // SAFETY: valid or null (new).
-        Errno::check(unsafe { bindings::vrdma_udata_write(self.0, bytes.as_ptr().cast(), bytes.len()) })
+        Errno::check(unsafe {
+            bindings::vrdma_udata_write(self.0, bytes.as_ptr().cast(), bytes.len())
+        })
     }
 
     /// For commands without driver data: nothing is expected, nothing answered.
@@ -226,7 +232,13 @@ impl Umem {
     }
 
     /// Pins the buffer of a completion queue, by default at `addr`.
-    pub(crate) fn new_cq(ib: IbDevice, from: CqBuffer, addr: u64, length: u64, access: u32) -> Result<Self> {
+    pub(crate) fn new_cq(
+        ib: IbDevice,
+        from: CqBuffer,
+        addr: u64,
+        length: u64,
+        access: u32,
+    ) -> Result<Self> {
         let length = usize::try_from(length).map_err(|_| Errno::EINVAL)?;
         // SAFETY: the device is registered; the attributes are those of the command under way.
         Self::check(unsafe {
@@ -256,15 +268,27 @@ impl Umem {
     }
 
     /// Calls `each` with the device's address of every page of this size, in order.
-    pub(crate) fn for_each<F: FnMut(u64) -> Result<()>>(&self, page_size: u64, mut each: F) -> Result<()> {
-        unsafe extern "C" fn call<F: FnMut(u64) -> Result<()>>(each: *mut c_void, addr: u64) -> c_int {
+    pub(crate) fn for_each<F: FnMut(u64) -> Result<()>>(
+        &self,
+        page_size: u64,
+        mut each: F,
+    ) -> Result<()> {
+        unsafe extern "C" fn call<F: FnMut(u64) -> Result<()>>(
+            each: *mut c_void,
+            addr: u64,
+        ) -> c_int {
             // SAFETY: the closure below, which nobody else uses meanwhile.
             let each = unsafe { &mut *each.cast::<F>() };
             super::error::code(each(addr))
         }
         // SAFETY: valid; the closure lives until the call returns.
         Errno::check(unsafe {
-            bindings::vrdma_umem_for_each(self.0.as_ptr(), page_size, Some(call::<F>), (&raw mut each).cast())
+            bindings::vrdma_umem_for_each(
+                self.0.as_ptr(),
+                page_size,
+                Some(call::<F>),
+                (&raw mut each).cast(),
+            )
         })
     }
 }
@@ -309,7 +333,9 @@ unsafe impl Sync for MmapEntry {}
 impl MmapEntry {
     /// Pages of memory; they must live as long as the context.
     pub(crate) fn pages(context: UserContext, pages: &[DmaPage], read_only: bool) -> Result<Self> {
-        let list = Array::new(pages.len(), |i| pages.get(i).map(DmaPage::memory).ok_or(Errno::EINVAL))?;
+        let list = Array::new(pages.len(), |i| {
+            pages.get(i).map(DmaPage::memory).ok_or(Errno::EINVAL)
+        })?;
         let length = pages.len().saturating_mul(PAGE_SIZE as usize);
         let mapped = Mapped::Pages {
             pages: list,
@@ -331,16 +357,25 @@ impl MmapEntry {
         })?;
         // SAFETY: the context is being created or in use; the entry is not inserted yet.
         Errno::check(unsafe {
-            bindings::rdma_user_mmap_entry_insert(context.0.as_ptr(), object.as_ptr().cast(), length)
+            bindings::rdma_user_mmap_entry_insert(
+                context.0.as_ptr(),
+                object.as_ptr().cast(),
+                length,
+            )
         })?;
         // From here on the core owns it, until `free_mapping`.
-        NonNull::new(object.into_raw()).map(Self).ok_or(Errno::ENOMEM)
+        NonNull::new(object.into_raw())
+            .map(Self)
+            .ok_or(Errno::ENOMEM)
     }
 
     /// The offset for mmap on the command file.
     pub(crate) fn offset(&self) -> u64 {
         // SAFETY: inserted, and not removed before drop.
-        unsafe { self.0.as_ref() }.entry.start_pgoff.wrapping_mul(PAGE_SIZE)
+        unsafe { self.0.as_ref() }
+            .entry
+            .start_pgoff
+            .wrapping_mul(PAGE_SIZE)
     }
 }
 
@@ -369,7 +404,9 @@ pub(super) unsafe extern "C" fn map(
             Mapped::Pages { pages, read_only } => {
                 bindings::vrdma_mmap_pages(vma, pages.as_ptr(), pages.len(), *read_only)
             }
-            Mapped::Io { addr, length } => bindings::vrdma_mmap_io(context, vma, *addr, *length, entry),
+            Mapped::Io { addr, length } => {
+                bindings::vrdma_mmap_io(context, vma, *addr, *length, entry)
+            }
         };
         bindings::rdma_user_mmap_entry_put(entry);
         code

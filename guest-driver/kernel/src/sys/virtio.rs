@@ -52,7 +52,9 @@ impl VirtioDevice {
     pub(crate) fn config(self) -> Config {
         let mut words = [0u32; Config::SIZE / 4];
         // SAFETY: the array has room for these words.
-        unsafe { bindings::vrdma_config_read(self.0.as_ptr(), 0, words.as_mut_ptr(), words.len() as u32) };
+        unsafe {
+            bindings::vrdma_config_read(self.0.as_ptr(), 0, words.as_mut_ptr(), words.len() as u32)
+        };
         let mut bytes = [0; Config::SIZE];
         for (bytes, word) in bytes.chunks_exact_mut(4).zip(words) {
             // As the device has them: the words are little-endian in memory already.
@@ -68,7 +70,9 @@ impl VirtioDevice {
         let mut word = 0u32;
         // SAFETY: one word.
         unsafe { bindings::vrdma_config_read(self.0.as_ptr(), WORD as u32, &mut word, 1) };
-        word.to_ne_bytes().get(LINK_UP - WORD).is_some_and(|link_up| *link_up != 0)
+        word.to_ne_bytes()
+            .get(LINK_UP - WORD)
+            .is_some_and(|link_up| *link_up != 0)
     }
 
     /// From here on the device works: it may interrupt, and answers commands.
@@ -94,7 +98,9 @@ impl VirtioDevice {
     pub(crate) fn pci_ids(self) -> (u32, u32, u32) {
         let (mut vendor, mut device, mut revision) = (0, 0, 0);
         // SAFETY: three places to write to.
-        unsafe { bindings::vrdma_pci_ids(self.0.as_ptr(), &mut vendor, &mut device, &mut revision) };
+        unsafe {
+            bindings::vrdma_pci_ids(self.0.as_ptr(), &mut vendor, &mut device, &mut revision)
+        };
         (vendor, device, revision)
     }
 
@@ -260,7 +266,10 @@ impl CommandQueue {
             command: [0; COMMAND_BYTES],
             response: [0; COMMAND_BYTES],
         })?;
-        let to = request.command.get_mut(..command.len()).ok_or(Errno::EINVAL)?;
+        let to = request
+            .command
+            .get_mut(..command.len())
+            .ok_or(Errno::EINVAL)?;
         for (to, from) in to.iter_mut().zip(command) {
             *to = *from;
         }
@@ -312,8 +321,12 @@ impl CommandQueue {
             waited = waited.saturating_add(COMMAND_POLL_MS);
             // SAFETY: only looks.
             let broken = unsafe { bindings::virtqueue_is_broken(self.queue.as_ptr()) };
-            if broken || waited >= COMMAND_TIMEOUT_MS || self.device.is_gone() {
-                self.device.error("the device does not answer commands; waited ms", i64::from(waited));
+            let lost = broken || self.device.is_gone() || self.device.needs_reset();
+            if lost || waited >= COMMAND_TIMEOUT_MS {
+                self.device.error(
+                    "the device does not answer commands; waited ms",
+                    i64::from(waited),
+                );
                 self.die();
                 // Whoever made it dead completes all requests.
                 request.done.wait_forever();
@@ -332,7 +345,9 @@ impl CommandQueue {
                 let mut used = 0;
                 // SAFETY: as above.
                 let token = unsafe { bindings::virtqueue_get_buf(self.queue.as_ptr(), &mut used) };
-                let Some(request) = NonNull::new(token.cast::<Request>()) else { break };
+                let Some(request) = NonNull::new(token.cast::<Request>()) else {
+                    break;
+                };
                 Self::finish(request, used.min(COMMAND_BYTES as u32));
             }
             // SAFETY: as above.
@@ -343,21 +358,22 @@ impl CommandQueue {
     }
 
     /// Resets the device and aborts what is under way. Afterwards the device has no access to memory; all commands
-    /// fail. True the first time. May sleep.
-    pub(crate) fn die(&self) -> bool {
+    /// fail. May sleep.
+    pub(crate) fn die(&self) {
         self.dying.with(|| {
             if self.dead.swap(true, Ordering::AcqRel) {
-                return false;
+                return;
             }
             self.device.reset();
             self.lock.with(|| loop {
                 // SAFETY: the queue is ours under the lock, and the device is reset.
                 let token = unsafe { bindings::virtqueue_detach_unused_buf(self.queue.as_ptr()) };
-                let Some(request) = NonNull::new(token.cast::<Request>()) else { break };
+                let Some(request) = NonNull::new(token.cast::<Request>()) else {
+                    break;
+                };
                 Self::finish(request, Request::ABORTED);
             });
-            true
-        })
+        });
     }
 
     fn finish(request: NonNull<Request>, used: u32) {
@@ -429,22 +445,19 @@ impl<const N: usize> EventQueue<N> {
         })
     }
 
-    /// No interrupt until [`Self::drain`].
-    pub(crate) fn disable(&self) {
-        // SAFETY: a queue of this device; it only stores a flag.
-        unsafe { bindings::virtqueue_disable_cb(self.queue.as_ptr()) };
-    }
-
-    /// Takes all events there are, gives their buffers back, and lets the queue interrupt again. Any context.
+    /// Takes all events there are and gives their buffers back; meanwhile the queue need not interrupt. Any context.
     pub(crate) fn drain(&self, mut event: impl FnMut(&[u8; N])) {
         loop {
-            self.disable();
+            // SAFETY: a queue of this device; users serialize.
+            unsafe { bindings::virtqueue_disable_cb(self.queue.as_ptr()) };
             let mut any = false;
             loop {
                 let mut used = 0;
                 // SAFETY: a queue of this device; users serialize.
                 let token = unsafe { bindings::virtqueue_get_buf(self.queue.as_ptr(), &mut used) };
-                let Some(buffer) = NonNull::new(token.cast::<[u8; N]>()) else { break };
+                let Some(buffer) = NonNull::new(token.cast::<[u8; N]>()) else {
+                    break;
+                };
                 // SAFETY: a token of this queue is one of our buffers; read once, the device may do what it wants.
                 let bytes = unsafe { buffer.as_ptr().read_volatile() };
                 if used as usize >= N {
