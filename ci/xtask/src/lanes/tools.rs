@@ -189,6 +189,11 @@ impl Table {
         self.column(size, 2)
     }
 
+    /// Average latency in µs at a size (of a `_lat` tool).
+    pub fn average(&self, size: u64) -> Result<f64> {
+        self.column(size, 3)
+    }
+
     fn column(&self, size: u64, column: usize) -> Result<f64> {
         let row = self
             .rows
@@ -240,6 +245,13 @@ mod tests {
                 .latency(2)
                 .expect("a row"),
             8.47
+        );
+        assert_eq!(
+            Table::parse(latency)
+                .expect("a table")
+                .average(2)
+                .expect("a row"),
+            9.02
         );
         assert!(Table::parse("nothing\n").is_err());
     }
