@@ -248,7 +248,16 @@ struct Loop {
     max_budget: u64,
     /// The time now in force: it adapts to what came of waiting.
     budget: u64,
+    /// Others need our CPU, until this time: no looking.
+    contended_until: u64,
 }
+
+/// Longer than this between two looks, nanoseconds: we had lost the CPU.
+const LOST_CPU: u64 = 200_000;
+
+/// For so long after that we sleep at once, nanoseconds. Whoever we look for may be waiting for this very CPU; and a thread that
+/// uses its share up by looking is not put before others when it is woken.
+const CONTENDED: u64 = 100_000_000;
 
 /// A sleep is short if it is shorter than the largest poll budget times this.
 const SOON: u64 = 8;
@@ -268,6 +277,7 @@ impl Loop {
             epoch: Instant::now(),
             max_budget,
             budget: max_budget,
+            contended_until: 0,
         }
     }
 
@@ -277,16 +287,23 @@ impl Loop {
 
     fn run(&mut self) {
         let mut idle_since = self.now();
+        // When we looked for work last, if we have only looked since.
+        let mut looked = None;
         while !self.worker.stopping.load(Ordering::Relaxed) {
             self.refresh();
             self.take_inbox();
             self.scan();
             let now = self.now();
             self.expire(now);
+            if looked.is_some_and(|before| now.saturating_sub(before) > LOST_CPU) {
+                self.contended_until = now.saturating_add(CONTENDED);
+            }
+            looked = None;
             if !self.queue.is_empty() {
                 self.turns(now);
                 idle_since = self.now();
-            } else if now.saturating_sub(idle_since) < self.budget {
+            } else if now.saturating_sub(idle_since) < self.budget && now >= self.contended_until {
+                looked = Some(now);
                 std::hint::spin_loop();
             } else {
                 self.sleep(now);
