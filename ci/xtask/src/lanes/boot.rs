@@ -45,6 +45,10 @@ const CASES: &[Case] = &[
         run: commands_run_side_by_side,
     },
     Case {
+        name: "no output is lost",
+        run: no_output_is_lost,
+    },
+    Case {
         name: "commands end as they end",
         run: commands_end_as_they_end,
     },
@@ -131,6 +135,24 @@ fn commands_run_side_by_side(ground: &mut Ground) -> Result<()> {
         start.elapsed()
     );
     Ok(())
+}
+
+fn no_output_is_lost(ground: &mut Ground) -> Result<()> {
+    // Many small writes, each a message of its own, from several commands at once and while the vCPU is busy.
+    let vm = ground.vm(1)?;
+    let busy = vm.spawn("while :; do :; done")?;
+    let command = "for n in $(seq 4000); do echo \"row $n\"; done";
+    let jobs = (0..4)
+        .map(|_| vm.spawn(command))
+        .collect::<Result<Vec<_>>>()?;
+    let wanted: String = (1..=4000).map(|n| format!("row {n}\n")).collect();
+    for job in &jobs {
+        ensure!(
+            job.wait(Duration::from_secs(180))?.text == wanted,
+            "rows are missing or out of order"
+        );
+    }
+    busy.kill(9)
 }
 
 fn commands_end_as_they_end(ground: &mut Ground) -> Result<()> {

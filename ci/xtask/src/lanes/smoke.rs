@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{ensure, Context, Result};
 use serde_json::Value;
 
-use super::tools::{progress, wait_progress, Pair};
+use super::tools::{progress, wait_progress, Pair, Table};
 use super::{Case, Ground, Lane};
 use crate::images::Kernel;
 use crate::vm::{mac, wait_for, Bed, SHORT};
@@ -326,20 +326,23 @@ fn verified_loopback(ground: &mut Ground) -> Result<()> {
         .map(drop)
 }
 
-/// All message sizes of perftest's `-a`.
-fn all_sizes() -> Vec<u64> {
-    (1..=23).map(|shift| 1 << shift).collect()
+/// Runs a tool of perftest with `-a` between (server, client); its table must have all message sizes.
+fn all_sizes_of(ground: &mut Ground, ends: (u8, u8), tool: &str, arguments: &str) -> Result<Table> {
+    let pair = ground.pair(ends.0, ends.1);
+    let (text, table) = pair.perftest(&ground.bed, tool, arguments, LONG)?;
+    let missing: Vec<u64> = (1..=23)
+        .map(|shift| 1 << shift)
+        .filter(|size| !table.sizes().contains(size))
+        .collect();
+    ensure!(
+        missing.is_empty(),
+        "{tool} {arguments}: no result for {missing:?} bytes in:\n{text}"
+    );
+    Ok(table)
 }
 
 fn bandwidth(ground: &mut Ground, tool: &str) -> Result<()> {
-    let (_, table) = ground
-        .pair(2, 1)
-        .perftest(&ground.bed, tool, "-a -n 200", LONG)?;
-    ensure!(
-        table.sizes() == all_sizes(),
-        "{tool} -a ran with {:?}",
-        table.sizes()
-    );
+    let table = all_sizes_of(ground, (2, 1), tool, "-a -n 200")?;
     for size in [64, 65536, 1 << 20] {
         ground.figure(&format!("{tool}_{size}_mib_per_s"), table.bandwidth(size)?);
     }
@@ -347,14 +350,7 @@ fn bandwidth(ground: &mut Ground, tool: &str) -> Result<()> {
 }
 
 fn latency(ground: &mut Ground, tool: &str) -> Result<()> {
-    let (_, table) = ground
-        .pair(2, 1)
-        .perftest(&ground.bed, tool, "-a -n 100", LONG)?;
-    ensure!(
-        table.sizes() == all_sizes(),
-        "{tool} -a ran with {:?}",
-        table.sizes()
-    );
+    let table = all_sizes_of(ground, (2, 1), tool, "-a -n 100")?;
     for size in [2, 64, 65536] {
         // The two differ by much where vCPUs and workers share CPUs: most messages meet no preemption.
         ground.figure(&format!("{tool}_{size}_us_typical"), table.latency(size)?);
@@ -365,14 +361,7 @@ fn latency(ground: &mut Ground, tool: &str) -> Result<()> {
 
 fn perftest_loopback(ground: &mut Ground) -> Result<()> {
     for tool in ["ib_send_bw", "ib_write_bw", "ib_read_bw"] {
-        let (_, table) = ground
-            .pair(1, 1)
-            .perftest(&ground.bed, tool, "-a -n 50", LONG)?;
-        ensure!(
-            table.sizes() == all_sizes(),
-            "{tool} -a ran with {:?}",
-            table.sizes()
-        );
+        all_sizes_of(ground, (1, 1), tool, "-a -n 50")?;
     }
     // Two processes that spin on one vCPU pass each message on when the scheduler takes the CPU away: few and short.
     for tool in ["ib_send_lat", "ib_write_lat", "ib_read_lat"] {

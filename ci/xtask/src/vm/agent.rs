@@ -27,7 +27,7 @@ pub struct Output {
 enum Message {
     Boot { boot: String },
     Output { id: u64, out: String },
-    Exit { id: u64, exit: i32 },
+    Exit { id: u64, exit: i32, length: usize },
 }
 
 #[derive(Default)]
@@ -48,6 +48,10 @@ struct JobState {
 #[derive(Clone, Copy)]
 enum End {
     Exited(i32),
+    /// It ended, and the channel did not bring all that it wrote.
+    Incomplete {
+        sent: usize,
+    },
     /// The guest went away under it.
     Lost,
 }
@@ -159,9 +163,14 @@ fn read(reader: BufReader<UnixStream>, shared: &Shared) {
                     job.text.push_str(&out);
                 }
             }
-            Message::Exit { id, exit } => {
+            Message::Exit { id, exit, length } => {
                 if let Some(job) = state.jobs.get_mut(&id) {
-                    job.end = Some(End::Exited(exit));
+                    let whole = job.text.chars().count() == length;
+                    job.end = Some(if whole {
+                        End::Exited(exit)
+                    } else {
+                        End::Incomplete { sent: length }
+                    });
                 }
             }
         }
@@ -206,6 +215,11 @@ impl Job {
         });
         match ended {
             Some((End::Exited(status), text)) => Ok(Output { status, text }),
+            Some((End::Incomplete { sent }, text)) => bail!(
+                "the control channel lost output of `{}`: {sent} characters were sent, {} came:\n{text}",
+                self.command,
+                text.chars().count()
+            ),
             Some((End::Lost, text)) => bail!(
                 "the guest went away under `{}`; it had written:\n{text}",
                 self.command
