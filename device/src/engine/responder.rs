@@ -145,6 +145,10 @@ impl Responder {
 
     /// Completes up to `budget` posted receive work requests as flushed. Returns whether there may be more.
     pub(crate) fn flush(&mut self, tables: &Tables, qp: &Arc<Qp>, budget: u32) -> bool {
+        // As in the requester: it may have been reset since the caller looked.
+        if qp.state() != qp_state::ERR {
+            return false;
+        }
         self.inbound = None;
         for _ in 0..budget {
             if self.next_receive(qp).is_none() {
