@@ -417,6 +417,7 @@ impl Loop {
 
     /// Sleeps, unless there is something to do after all.
     fn sleep(&mut self, now: u64) {
+        count(&self.worker.stats.sleeps);
         let told = self.announce(worker_status::SLEEPING);
         self.worker.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -428,7 +429,6 @@ impl Loop {
                 }
                 None => -1,
             };
-            count(&self.worker.stats.sleeps);
             let mut events = [EpollEvent::default(); 16];
             match self.worker.epoll.wait(timeout, &mut events) {
                 Ok(n) => {

@@ -172,7 +172,7 @@ fn several_workers_share_the_queue_pairs() {
 
 #[test]
 fn posting_to_a_polling_worker_notifies_nobody() {
-    // A worker that polls for so long polls all the time.
+    // A worker that may poll for so long sleeps only when others need its CPU.
     let two = Two::with(&["--poll-us", "5000000"]);
     let pair = two.pair();
     pair.a
@@ -180,7 +180,11 @@ fn posting_to_a_polling_worker_notifies_nobody() {
         .write(0, &[pair.a.mr.sge(0, 8)], pair.b.mr.iova, pair.b.mr.rkey)
         .unwrap();
     assert_success(&pair.a.sent());
-    let before = two.a.notifications();
+    let sleeps = || {
+        let status = two.process.status().unwrap();
+        status["workers"][0]["sleeps"].as_u64().unwrap()
+    };
+    let (notifications, slept) = (two.a.notifications(), sleeps());
     for i in 0..1000 {
         pair.a
             .qp
@@ -188,7 +192,13 @@ fn posting_to_a_polling_worker_notifies_nobody() {
             .unwrap();
         assert_success(&pair.a.sent());
     }
-    assert_eq!(two.a.notifications(), before);
+    // Each needs a worker that announced to sleep; the one for what was posted before it said so may come late.
+    let notified = two.a.notifications() - notifications;
+    let announced = sleeps() - slept;
+    assert!(
+        notified <= announced + 1,
+        "{notified} notifications, {announced} sleeps"
+    );
 }
 
 #[test]
