@@ -180,6 +180,12 @@ constants! {
         RD_ATOMIC = 16,
         /// Flushed after an earlier error or a change to the error state.
         FLUSHED = 17,
+        /// The message has another Q_Key than the queue pair.
+        QKEY = 18,
+        /// A memory window cannot be bound so.
+        BIND = 19,
+        /// The shared receive queue does not exist, or does not belong to the XRC domain.
+        SRQ = 20,
     }
 }
 
