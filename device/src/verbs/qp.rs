@@ -189,7 +189,7 @@ impl Qp {
         if mask & qp_attr::CUR_STATE != 0 && new.cur_qp_state != current {
             return Err(Error::Invalid);
         }
-        state::check_rc(current, next, mask)?;
+        state::check(self.qp_type, current, next, mask)?;
         check_values(mask, new)?;
         if next == qp_state::RESET {
             // Both halves at once, so that nobody sees one of them in the old life.
