@@ -58,7 +58,7 @@ if [ -n "$features" ]; then
     # These are no features to rustc, and it warns when they come as flags: so as features of a target of our own.
     $rustc -Zunstable-options --print target-spec-json --target $target |
         sed -e '/"is-builtin"/d' -e "s/\\(\"features\": \"[^\"]*\)\"/\\1$features\"/" >"$work/x86_64-kernel.json"
-    target=$work/x86_64-kernel.json
+    target="$work/x86_64-kernel.json -Zunstable-options"
 fi
 flags="--target $target $(echo $flags)"
 

@@ -54,7 +54,8 @@ mmdebstrap --quiet --mode=root --variant=apt --components=main \
     --dpkgopt='path-exclude=/usr/share/man/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/lib/llvm-*/lib/*.a' \
-    --dpkgopt='path-exclude=/usr/src/rustc-*/src/*' \
+    --dpkgopt='path-exclude=/usr/src/rustc-*/src/doc/*' \
+    --dpkgopt='path-exclude=/usr/src/rustc-*/src/tools/*' \
     --dpkgopt='path-exclude=/usr/src/rustc-*/compiler/*' \
     --include=gcc,make,libc6-dev,rustc,rust-src,bindgen,binutils,kmod,libelf-dev,python3-minimal,xz-utils,cpio,e2fsprogs,busybox-static,linux-headers-amd64 \
     --skip=cleanup/apt,cleanup/reproducible \

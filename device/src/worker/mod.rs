@@ -250,6 +250,9 @@ struct Loop {
     budget: u64,
 }
 
+/// A sleep is short if it is shorter than the largest poll budget times this.
+const SOON: u64 = 8;
+
 /// Smallest adaptive poll budget, nanoseconds.
 const MIN_BUDGET: u64 = 4_000;
 
@@ -419,12 +422,14 @@ impl Loop {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
             }
-            // Woken sooner than a longer look would have taken: look longer next time. Else it would have been in vain.
+            // Woken soon: work comes often, look for it longer next time. How long the work itself took to come is less than
+            // what we see, which contains the way of the notification: hence the factor.
             let slept = self.now().saturating_sub(now);
-            self.budget = if slept < self.max_budget {
-                (self.budget * 2).clamp(MIN_BUDGET.min(self.max_budget), self.max_budget)
+            let least = MIN_BUDGET.min(self.max_budget);
+            self.budget = if slept < self.max_budget.saturating_mul(SOON) {
+                self.budget.saturating_mul(2).clamp(least, self.max_budget)
             } else {
-                (self.budget / 2).max(MIN_BUDGET.min(self.max_budget))
+                (self.budget / 2).max(least)
             };
         }
         self.worker.asleep.store(false, Ordering::SeqCst);

@@ -198,6 +198,7 @@ fn a_killed_front_end_is_cleaned_up_and_taken_back() {
                 .unwrap();
         }
         two.b.kill();
+        wait_until_gone(&two);
         // The survivor gets all its completions, of which the last ones tell that nobody answers.
         pair.a
             .qp
@@ -233,6 +234,21 @@ fn a_killed_front_end_is_cleaned_up_and_taken_back() {
         .unwrap();
     assert_success(&pair.a.sent());
     assert!(two.process.is_alive());
+}
+
+/// Waits until the device knows that the second VM is gone.
+fn wait_until_gone(two: &Two) {
+    let deadline = Instant::now() + TIMEOUT;
+    let devices = || {
+        two.process.status().unwrap()["devices"]
+            .as_array()
+            .unwrap()
+            .len()
+    };
+    while devices() > 1 {
+        assert!(Instant::now() < deadline, "the VM is still there");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// A pair within the first VM.

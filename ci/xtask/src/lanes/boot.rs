@@ -33,6 +33,10 @@ const CASES: &[Case] = &[
         run: guests_are_complete,
     },
     Case {
+        name: "guests start nothing by themselves",
+        run: guests_are_quiet,
+    },
+    Case {
         name: "guests reach each other",
         run: guests_reach_each_other,
     },
@@ -64,6 +68,34 @@ fn guests_are_complete(ground: &mut Ground) -> Result<()> {
     vm.sh("modprobe -a rdma_rxe nvme-rdma ib_iser ib_srp ib_ipoib rpcrdma rds_rdma 9pnet_rdma && modprobe -r rdma_rxe && lsmod | grep ib_uverbs")?;
     vm.sh("python3 -c 'import pyverbs.device, pyverbs.qp'")?;
     vm.sh("ls /usr/share/doc/rdma-core/tests")?;
+    Ok(())
+}
+
+fn guests_are_quiet(ground: &mut Ground) -> Result<()> {
+    let shells = "pgrep -fxc 'bash -i'";
+    let count = "cut -d' ' -f5 /proc/loadavg";
+    for vm in &ground.bed.vms {
+        ensure!(
+            vm.sh(shells)?.trim() == "1",
+            "vm{}: not one shell on the console",
+            vm.number
+        );
+        let before: u64 = vm.sh(count)?.trim().parse()?;
+        vm.sh("sleep 5")?;
+        let after: u64 = vm.sh(count)?.trim().parse()?;
+        // Our own commands take a few; whatever is started again and again takes many.
+        ensure!(
+            after - before < 40,
+            "vm{}: {} processes were started in 5 s",
+            vm.number,
+            after - before
+        );
+        ensure!(
+            vm.sh(shells)?.trim() == "1",
+            "vm{}: the shells on the console multiply",
+            vm.number
+        );
+    }
     Ok(())
 }
 
