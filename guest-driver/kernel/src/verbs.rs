@@ -553,7 +553,8 @@ pub(crate) fn create_qp(
         max_inline: init.max_inline,
         srq: 0,
         buffer: tree.list(),
-        reserved1: [0; 16],
+        xrcd: 0,
+        reserved1: [0; 12],
     };
     let made: CreateQpResponse = device.command(opcode::CREATE_QP, &body)?;
     let finish = || {
