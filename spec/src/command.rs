@@ -465,7 +465,7 @@ layouts! {
         8 => attr: QpAttr,
     }
 
-    /// Body of REREG_MR.
+    /// Body of REREG_MR. The response is a `RegMrResponse`. Fields of what is not to be changed are ignored.
     pub struct ReregMr(72) {
         /// The region: its lkey.
         0 => lkey: u32,
@@ -489,7 +489,8 @@ layouts! {
         57 => reserved: [u8; 15],
     }
 
-    /// Body of ALLOC_MW.
+    /// Body of ALLOC_MW. The response is a `HandleResponse` with the rkey of the window; DEALLOC_MW takes it, or any later
+    /// one of the window.
     pub struct AllocMw(16) {
         /// Protection domain.
         0 => pd: u32,

@@ -36,9 +36,10 @@ layouts! {
         24 => rkey: u32,
         /// XRC: number of the remote SRQ. Otherwise zero.
         28 => srqn: u32,
-        /// Atomic operations: operand to add or to compare with. Otherwise zero.
+        /// Atomic operations: operand to add or to compare with. FLUSH: length of the range, bytes. Otherwise zero.
         32 => operand0: u64,
-        /// Atomic operations: operand to swap in. Otherwise zero.
+        /// Atomic operations: operand to swap in. FLUSH: `flush_type` bits, and `flush_level` in bits 8 to 15. Otherwise
+        /// zero.
         40 => operand1: u64,
     }
 

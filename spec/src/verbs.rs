@@ -302,6 +302,29 @@ constants! {
         FLUSH_PERSISTENT = 0x200,
         /// Relaxed ordering: a hint, accepted, no meaning.
         RELAXED_ORDERING = 0x10_0000,
+        /// Regions only, with the feature PHYSICAL_MR: all guest memory. Addresses are guest-physical addresses; REG_MR's
+        /// iova, length, offset and pages are zero.
+        PHYSICAL = 0x8000_0000,
+    }
+}
+
+constants! {
+    /// Where a FLUSH makes data arrive (`SendWqe::operand1`, bits 0 to 7).
+    pub mod flush_type: u8 {
+        /// Visible to all.
+        GLOBAL = 1,
+        /// Persistent.
+        PERSISTENT = 2,
+    }
+}
+
+constants! {
+    /// What a FLUSH is about (`SendWqe::operand1`, bits 8 to 15).
+    pub mod flush_level: u8 {
+        /// The range that the work request names.
+        RANGE = 0,
+        /// All of the region.
+        MR = 1,
     }
 }
 
