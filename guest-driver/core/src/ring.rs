@@ -96,6 +96,10 @@ impl<M: Memory> Ring<M> {
         &self.memory
     }
 
+    pub(crate) fn into_memory(self) -> M {
+        self.memory
+    }
+
     #[inline(always)]
     pub(crate) fn entries(&self) -> u32 {
         self.mask + 1
