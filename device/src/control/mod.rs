@@ -2,33 +2,29 @@
 //! Control commands: decode, do, encode (specification: "Control commands").
 //!
 //! The command is a private copy already. Everything in it is checked here, before any object changes.
+mod queue_pair;
+mod srq;
+
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use virtio_rdma_spec::command::{
-    create_qp_flag, gid_type, opcode, status, CommandHeader, CreateContext, CreateCq, CreateQp,
-    CreateQpResponse, Handle, HandleResponse, ModifyQp, PageList, QueryDeviceResponse, QueryPort,
-    QueryPortResponse, QueryQpResponse, RegMr, RegMrResponse, ResponseHeader, SetGid,
-    SetStatusPage,
+    gid_type, opcode, status, CommandHeader, CreateContext, CreateCq, Handle, HandleResponse,
+    PageList, QueryDeviceResponse, QueryPort, QueryPortResponse, RegMr, RegMrResponse,
+    ResponseHeader, SetGid, SetStatusPage,
 };
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
 use virtio_rdma_spec::layout::Layout;
-use virtio_rdma_spec::ring::{
-    recv_stride, send_stride, CqRecord, Cqe, QpRecord, MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE,
-    MAX_WQE_STRIDE, MAX_WQ_ENTRIES,
-};
-use virtio_rdma_spec::verbs::{access, mtu, qp_type};
+use virtio_rdma_spec::ring::{CqRecord, Cqe, MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES};
+use virtio_rdma_spec::verbs::{access, mtu};
 use virtio_rdma_spec::PAGE_SIZE;
 
-use crate::engine::queue::WorkQueue;
-use crate::engine::requester::Requester;
-use crate::engine::responder::Responder;
 use crate::memory::{read_page_list, Pages};
 use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
 use crate::verbs::cq::Cq;
 use crate::verbs::mr::Mr;
-use crate::verbs::qp::{Parts, Qp, MAX_RD_ATOMIC};
+use crate::verbs::qp::MAX_RD_ATOMIC;
 use crate::verbs::tables::{Context, Pd, Slots, Tables};
 use crate::verbs::Error;
 
@@ -102,10 +98,18 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::DEREG_MR => dereg_mr(rnic, parse_handle(body)?),
         opcode::CREATE_CQ => create_cq(rnic, &parse(body)?),
         opcode::DESTROY_CQ => destroy_cq(rnic, parse_handle(body)?),
-        opcode::CREATE_QP => create_qp(rnic, &parse(body)?),
-        opcode::MODIFY_QP => modify_qp(rnic, &parse(body)?),
-        opcode::QUERY_QP => query_qp(rnic, parse_handle(body)?),
-        opcode::DESTROY_QP => destroy_qp(rnic, parse_handle(body)?),
+        opcode::CREATE_QP => queue_pair::create(rnic, &parse(body)?),
+        opcode::MODIFY_QP => queue_pair::modify(rnic, &parse(body)?),
+        opcode::QUERY_QP => queue_pair::query(rnic, parse_handle(body)?),
+        opcode::DESTROY_QP => queue_pair::destroy(rnic, parse_handle(body)?),
+        opcode::CREATE_SRQ => srq::create(rnic, &parse(body)?),
+        opcode::MODIFY_SRQ => srq::modify(rnic, &parse(body)?),
+        opcode::QUERY_SRQ => srq::query(rnic, parse_handle(body)?),
+        opcode::DESTROY_SRQ => srq::destroy(rnic, parse_handle(body)?),
+        opcode::CREATE_XRCD => no_body(body).and_then(|()| srq::create_domain(rnic)),
+        opcode::DESTROY_XRCD => srq::destroy_domain(rnic, parse_handle(body)?),
+        opcode::ATTACH_MCAST => queue_pair::attach(rnic, &parse(body)?),
+        opcode::DETACH_MCAST => queue_pair::detach(rnic, &parse(body)?),
         _ => Err(Error::NotSupported),
     }
 }
@@ -178,6 +182,36 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         gid_table_len: GID_TABLE_LEN as u32,
         pkey_table_len: 1,
         local_ca_ack_delay: 0,
+        max_srq: if rnic.accepted(feature::SRQ) {
+            limits.srqs
+        } else {
+            0
+        },
+        max_srq_wr: if rnic.accepted(feature::SRQ) {
+            MAX_WQ_ENTRIES
+        } else {
+            0
+        },
+        max_srq_sge: if rnic.accepted(feature::SRQ) {
+            MAX_SGE
+        } else {
+            0
+        },
+        max_ah: if rnic.accepted(feature::UD) {
+            u32::MAX >> 1
+        } else {
+            0
+        },
+        max_mcast_grp: if rnic.accepted(feature::UD) {
+            limits.multicast
+        } else {
+            0
+        },
+        max_mcast_qp_attach: if rnic.accepted(feature::UD) {
+            limits.multicast
+        } else {
+            0
+        },
         ..QueryDeviceResponse::default()
     };
     encode(response.to_bytes())
@@ -201,6 +235,7 @@ fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
         rnr_naks: totals.rnr_naks,
         retries: totals.retries,
         errors: totals.errors,
+        qkey_viol_cntr: totals.qkey_violations as u32,
         ..QueryPortResponse::default()
     };
     Ok(encode(response.to_bytes()))
@@ -484,216 +519,6 @@ fn destroy_cq(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
         if let Some(sink) = &tables.sink {
             sink.forget_cq(cq.vector, number);
         }
-    }
-    Ok(Vec::new())
-}
-
-/// Checks a work queue of a CREATE_QP; `least` is the stride that its work requests need.
-fn check_queue(
-    entries: u32,
-    stride: u32,
-    offset: u32,
-    least: Option<u32>,
-    len: u64,
-) -> Result<WorkQueue, Error> {
-    if entries != 0 {
-        zero(entries.is_power_of_two() && entries <= MAX_WQ_ENTRIES)?;
-        zero(
-            stride.is_power_of_two()
-                && stride <= MAX_WQE_STRIDE
-                && least.is_some_and(|least| stride >= least),
-        )?;
-        check_ring(offset, stride, entries, QpRecord::SIZE, len)?;
-    }
-    Ok(WorkQueue {
-        offset: u64::from(offset),
-        stride,
-        entries,
-        position: 0,
-    })
-}
-
-/// Whether two rings share memory.
-fn overlap(a: &WorkQueue, b: &WorkQueue) -> bool {
-    let end = |queue: &WorkQueue| queue.offset + u64::from(queue.stride) * u64::from(queue.entries);
-    a.entries != 0 && b.entries != 0 && a.offset < end(b) && b.offset < end(a)
-}
-
-fn create_qp(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error> {
-    zero(body.reserved0 == 0 && body.reserved1 == [0; 16])?;
-    zero(body.flags & !create_qp_flag::SIGNAL_ALL == 0)?;
-    zero(qp_type::name(body.qp_type).is_some())?;
-    if body.qp_type != qp_type::RC || body.srq != 0 || !rnic.accepted(feature::RC) {
-        return Err(Error::NotSupported);
-    }
-    let (send_sge, recv_sge) = (u32::from(body.max_send_sge), u32::from(body.max_recv_sge));
-    zero(send_sge <= MAX_SGE && recv_sge <= MAX_SGE && body.max_inline <= MAX_INLINE)?;
-    let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
-    let least = send_stride(send_sge, body.max_inline);
-    let sq = check_queue(body.sq_entries, body.sq_stride, body.sq_offset, least, len)?;
-    let rq = check_queue(
-        body.rq_entries,
-        body.rq_stride,
-        body.rq_offset,
-        recv_stride(recv_sge),
-        len,
-    )?;
-    zero(!overlap(&sq, &rq))?;
-    let pages = resolve_ring(rnic, &body.buffer)?;
-
-    let mut tables = rnic.tables_mut();
-    let tables = &mut *tables;
-    if tables.pds.get(body.pd).is_none() {
-        return Err(Error::NotFound);
-    }
-    let send_cq = tables.cqs.get(body.send_cq).ok_or(Error::NotFound)?.clone();
-    let recv_cq = tables.cqs.get(body.recv_cq).ok_or(Error::NotFound)?.clone();
-    let index = rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16);
-    let worker = rnic
-        .workers
-        .get(usize::from(index))
-        .ok_or(Error::Invalid)?
-        .clone();
-    let context = tables
-        .contexts
-        .get_mut(body.context)
-        .ok_or(Error::NotFound)?;
-    let slots = context
-        .workers
-        .get_mut(usize::from(index))
-        .ok_or(Error::Invalid)?;
-    let slot = slots.reserve()?;
-    let created = adopt_qp(
-        rnic,
-        tables,
-        body,
-        pages,
-        Queues { sq, rq },
-        &worker,
-        slot,
-        [&send_cq, &recv_cq],
-    );
-    let Some(context) = tables.contexts.get_mut(body.context) else {
-        return Err(Error::NotFound);
-    };
-    let Some(slots) = context.workers.get_mut(usize::from(index)) else {
-        return Err(Error::Invalid);
-    };
-    let qp = match created {
-        Ok(qp) => qp,
-        Err(error) => {
-            slots.release(slot);
-            return Err(error);
-        }
-    };
-    slots.set(slot, qp.clone());
-    context.users += 1;
-    if let Some(pd) = tables.pds.get_mut(body.pd) {
-        pd.users += 1;
-    }
-    send_cq.users.fetch_add(1, Ordering::Relaxed);
-    recv_cq.users.fetch_add(1, Ordering::Relaxed);
-    rnic.next_worker.fetch_add(1, Ordering::Relaxed);
-    let response = CreateQpResponse {
-        qpn: qp.number,
-        doorbell_queue: u32::from(index),
-        slot,
-        ..CreateQpResponse::default()
-    };
-    Ok(encode(response.to_bytes()))
-}
-
-struct Queues {
-    sq: WorkQueue,
-    rq: WorkQueue,
-}
-
-/// Makes the queue pair and puts it into the table.
-#[allow(clippy::too_many_arguments)]
-fn adopt_qp(
-    rnic: &Arc<Rnic>,
-    tables: &mut Tables,
-    body: &CreateQp,
-    pages: Pages,
-    queues: Queues,
-    worker: &Arc<crate::worker::Worker>,
-    slot: u32,
-    [send_cq, recv_cq]: [&Arc<Cq>; 2],
-) -> Result<Arc<Qp>, Error> {
-    let buffer = Arc::new(tables.adopt(pages)?);
-    let footprint = buffer.footprint();
-    let signal_all = body.flags & create_qp_flag::SIGNAL_ALL != 0;
-    let inserted = tables.qps.insert_with(|number| {
-        let (sge, inline) = (usize::from(body.max_send_sge), body.max_inline as usize);
-        let requester = Requester::new(buffer.clone(), queues.sq, sge, inline, signal_all);
-        let responder = Responder::new(buffer, queues.rq, usize::from(body.max_recv_sge));
-        Ok(Arc::new(Qp::new(Parts {
-            number,
-            rnic: rnic.clone(),
-            worker: worker.clone(),
-            pd: body.pd,
-            context: body.context,
-            slot,
-            qp_type: body.qp_type,
-            footprint,
-            send_cq: send_cq.clone(),
-            recv_cq: recv_cq.clone(),
-            requester,
-            responder,
-        })))
-    });
-    match inserted {
-        Ok(number) => tables.qps.get(number).cloned().ok_or(Error::NotFound),
-        Err(error) => {
-            tables.release(footprint);
-            Err(error)
-        }
-    }
-}
-
-fn find_qp(rnic: &Rnic, number: u32) -> Result<Arc<Qp>, Error> {
-    rnic.tables()
-        .qps
-        .get(number)
-        .cloned()
-        .ok_or(Error::NotFound)
-}
-
-fn modify_qp(rnic: &Arc<Rnic>, body: &ModifyQp) -> Result<Vec<u8>, Error> {
-    let attr = &body.attr;
-    zero(attr.reserved0 == [0; 6] && attr.reserved1 == [0; 16] && attr.av.reserved == [0; 7])?;
-    find_qp(rnic, body.qpn)?.modify(body.attr_mask, attr)?;
-    Ok(Vec::new())
-}
-
-fn query_qp(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
-    let attr = find_qp(rnic, number)?.query();
-    Ok(encode(QueryQpResponse { attr }.to_bytes()))
-}
-
-fn destroy_qp(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
-    let mut tables = rnic.tables_mut();
-    let tables = &mut *tables;
-    let qp = tables.qps.remove(number).ok_or(Error::NotFound)?;
-    qp.dead.store(true, Ordering::SeqCst);
-    tables.release(qp.footprint);
-    if let Some(sink) = &tables.sink {
-        sink.forget_qp(number);
-    }
-    if let Some(context) = tables.contexts.get_mut(qp.context) {
-        context.users = context.users.saturating_sub(1);
-        if let Some(slots) = context.workers.get_mut(usize::from(qp.worker.index)) {
-            slots.release(qp.slot);
-        }
-    }
-    if let Some(pd) = tables.pds.get_mut(qp.pd) {
-        pd.users = pd.users.saturating_sub(1);
-    }
-    qp.send_cq.users.fetch_sub(1, Ordering::Relaxed);
-    qp.recv_cq.users.fetch_sub(1, Ordering::Relaxed);
-    if qp.requester().is_parked() {
-        // Its worker has a timer for it: let it go now and not when that ends.
-        qp.worker.announce_again();
     }
     Ok(Vec::new())
 }

@@ -42,7 +42,7 @@ pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
                 reason,
             );
             for (_, qp) in tables.qps.iter() {
-                if qp.send_cq.number == cq.number || qp.recv_cq.number == cq.number {
+                if qp.uses_cq(cq.number) {
                     qp.fail();
                 }
             }

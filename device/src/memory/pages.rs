@@ -87,6 +87,20 @@ impl Pages {
         })
     }
 
+    /// No pages at all, for an object without a buffer.
+    #[must_use]
+    pub fn none() -> Self {
+        let map = Map::Lost {
+            guest: Box::default(),
+        };
+        Self {
+            memory: None,
+            map,
+            shift: 12,
+            len: 0,
+        }
+    }
+
     /// The same guest pages, resolved anew in `memory`. Where that fails they are lost, until a later call finds them.
     #[must_use]
     pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
@@ -127,7 +141,7 @@ impl Pages {
 
     /// Size in all, bytes.
     #[must_use]
-    #[allow(clippy::len_without_is_empty)] // there is always a page
+    #[allow(clippy::len_without_is_empty)] // only `none` has no page
     pub fn len(&self) -> u64 {
         self.len
     }

@@ -9,6 +9,7 @@ pub mod cq;
 pub mod mr;
 pub mod qp;
 pub mod slab;
+pub mod srq;
 pub mod state;
 pub mod tables;
 

@@ -8,6 +8,7 @@ use super::cq::Cq;
 use super::mr::{KeyError, Mr};
 use super::qp::Qp;
 use super::slab::Slab;
+use super::srq::Srq;
 use super::Error;
 use crate::memory::{GuestMemory, Pages};
 use crate::rnic::{EventSink, Limits, GID_TABLE_LEN};
@@ -20,10 +21,19 @@ pub struct Pd {
     pub users: u32,
 }
 
-/// The queue pairs of a context on one worker, by slot.
+/// What a doorbell rings for.
+#[derive(Debug, Clone)]
+pub enum Rung {
+    /// A queue pair has new work.
+    Qp(Arc<Qp>),
+    /// Receives were posted to a shared receive queue that somebody waits for.
+    Srq(Arc<Srq>),
+}
+
+/// What a context has on one worker, by slot.
 #[derive(Debug, Default)]
 pub struct Slots {
-    entries: Vec<Option<Arc<Qp>>>,
+    entries: Vec<Option<Rung>>,
     free: Vec<u32>,
 }
 
@@ -44,10 +54,10 @@ impl Slots {
         Ok(slot)
     }
 
-    /// Puts a queue pair in its reserved slot.
-    pub fn set(&mut self, slot: u32, qp: Arc<Qp>) {
+    /// Fills a reserved slot.
+    pub fn set(&mut self, slot: u32, rung: Rung) {
         if let Some(entry) = self.entries.get_mut(slot as usize) {
-            *entry = Some(qp);
+            *entry = Some(rung);
         }
     }
 
@@ -59,10 +69,10 @@ impl Slots {
         }
     }
 
-    /// The queue pair in a slot.
+    /// What is in a slot.
     #[inline]
     #[must_use]
-    pub fn get(&self, slot: u32) -> Option<&Arc<Qp>> {
+    pub fn get(&self, slot: u32) -> Option<&Rung> {
         self.entries.get(slot as usize)?.as_ref()
     }
 }
@@ -72,9 +82,9 @@ impl Slots {
 pub struct Context {
     /// One doorbell block per worker, in order.
     pub doorbell: Pages,
-    /// Its queue pairs, per worker.
+    /// What it has, per worker.
     pub workers: Vec<Slots>,
-    /// Number of its queue pairs.
+    /// Number of its queue pairs and shared receive queues.
     pub users: u32,
     /// What its page list takes of our memory, bytes.
     pub footprint: u64,
@@ -105,6 +115,14 @@ pub struct Tables {
     pub cqs: Slab<Arc<Cq>>,
     /// Queue pairs.
     pub qps: Slab<Arc<Qp>>,
+    /// The port's GSI queue pair.
+    pub gsi: Option<u32>,
+    /// Shared receive queues.
+    pub srqs: Slab<Arc<Srq>>,
+    /// XRC domains, with the number of what is in them.
+    pub xrcds: Slab<Pd>,
+    /// Attachments to multicast groups.
+    pub multicast: u32,
     /// What all page lists take of our memory, bytes.
     pub footprint: u64,
 }
@@ -133,6 +151,10 @@ impl Tables {
             mrs: Slab::new(1, limits.mrs),
             cqs: Slab::new(1, limits.cqs),
             qps: Slab::new(2, limits.qps),
+            gsi: None,
+            srqs: Slab::new(1, limits.srqs),
+            xrcds: Slab::new(1, limits.xrcds),
+            multicast: 0,
             footprint: 0,
         }
     }
