@@ -17,6 +17,8 @@ constants! {
         SET_GID = 0x03,
         /// Tells the device where the status page is.
         SET_STATUS_PAGE = 0x04,
+        /// The device's clock, by which completions have time stamps.
+        QUERY_CLOCK = 0x05,
         /// Creates a context: doorbell memory.
         CREATE_CONTEXT = 0x10,
         /// Destroys a context.
@@ -327,6 +329,12 @@ layouts! {
     pub struct SetStatusPage(8) {
         /// Guest-physical address of the page, 4 KiB aligned; zero: none any longer.
         0 => addr: u64,
+    }
+
+    /// Response of QUERY_CLOCK.
+    pub struct QueryClockResponse(8) {
+        /// The device's clock now, nanoseconds.
+        0 => clock: u64,
     }
 
     /// Body of CREATE_CONTEXT.
