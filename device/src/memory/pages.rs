@@ -288,6 +288,7 @@ mod tests {
         assert_eq!(two, three);
     }
 
+    // D-PAGE-002.
     #[test]
     fn malformed_page_lists_are_refused() {
         let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();

@@ -48,6 +48,7 @@ fn assert_response(vm: &Vm, bytes: &[u8], expected: u16) {
 
 const HANDLE: [u8; 8] = [0xff, 0xff, 0xff, 0x7f, 0, 0, 0, 0];
 
+// D-CMD-004.
 #[test]
 fn headers_are_checked() {
     let process = process(1);
@@ -122,6 +123,7 @@ fn headers_are_checked() {
     assert_eq!(counts(&process, vm.path()), [0, 1, 0, 0, 0]);
 }
 
+// D-CMD-002, D-CMD-003.
 #[test]
 fn chains_may_be_cut_anywhere() {
     let process = process(1);
@@ -176,6 +178,7 @@ fn handles_that_do_not_exist() {
     }
 }
 
+// D-CMD-004.
 #[test]
 fn objects_in_use_stay() {
     let two = Two::new();
@@ -201,6 +204,7 @@ fn objects_in_use_stay() {
     assert_eq!(counts(&two.process, two.a.path()), [1, 1, 1, 2, 1]);
 }
 
+// D-CMD-004, D-PAGE-002.
 #[test]
 fn regions_are_checked() {
     let process = process(1);
@@ -289,6 +293,7 @@ fn regions_are_checked() {
     assert_eq!(counts(&process, vm.path()), [0, 1, 0, 0, 0]);
 }
 
+// D-CMD-004, D-EXT-001.
 #[test]
 fn queues_are_checked() {
     let two = Two::new();
@@ -398,6 +403,7 @@ fn assert_served(vm: &std::sync::Arc<Vm>) {
     assert_success(&pair.a.sent());
 }
 
+// D-SEC-002, D-SEC-003.
 #[test]
 fn random_commands_do_no_harm() {
     let two = Two::new();
@@ -433,6 +439,7 @@ fn random_commands_do_no_harm() {
     assert_served(&two.b);
 }
 
+// D-SEC-002.
 #[test]
 fn random_bytes_do_no_harm() {
     let mut two = Two::new();
@@ -450,6 +457,7 @@ fn random_bytes_do_no_harm() {
     assert_served(&two.a);
 }
 
+// D-ARM-002, D-DB-003, D-DB-004, D-SEC-002, D-SEC-005.
 #[test]
 fn random_rings_do_no_harm() {
     let mut two = Two::new();
@@ -515,6 +523,7 @@ fn random_rings_do_no_harm() {
     assert_served(&two.b);
 }
 
+// D-ERR-003, D-SEC-002.
 #[test]
 fn virtqueues_that_break_the_rules_stop_and_others_go_on() {
     let mut two = Two::new();
@@ -567,6 +576,7 @@ fn virtqueues_that_break_the_rules_stop_and_others_go_on() {
     assert_served(&two.b);
 }
 
+// D-SEC-006.
 #[test]
 fn limits_are_told_and_kept() {
     let path = std::env::temp_dir().join(format!("limits-{}.toml", std::process::id()));

@@ -155,6 +155,7 @@ fn a_second_front_end_waits_for_its_turn() {
     });
 }
 
+// D-FEAT-001.
 #[test]
 fn features_are_those_that_were_offered() {
     let process = process(1);

@@ -42,6 +42,7 @@ fn change(connection: &Connection, from: u8, to: u8) -> (QpAttr, u32) {
     }
 }
 
+// D-QPS-001.
 #[test]
 fn every_change_of_state_is_allowed_or_refused_as_the_specification_says() {
     let two = Two::new();
@@ -79,6 +80,7 @@ fn every_change_of_state_is_allowed_or_refused_as_the_specification_says() {
     }
 }
 
+// D-QPS-001.
 #[test]
 fn required_attributes_are_required_and_others_refused() {
     let two = Two::new();
@@ -160,6 +162,7 @@ fn attributes_out_of_range_are_refused() {
     refused(RTR, RTS, &|a| a.reserved1[15] = 1);
 }
 
+// D-MOD-002.
 #[test]
 fn query_tells_what_modify_set() {
     let two = Two::new();
@@ -209,6 +212,7 @@ fn receives_may_be_posted_before_the_queue_pair_is_ready() {
     }
 }
 
+// D-MOD-003, D-RING-004.
 #[test]
 fn reset_forgets_what_was_posted() {
     let two = Two::new();
@@ -231,6 +235,7 @@ fn reset_forgets_what_was_posted() {
     }
 }
 
+// D-QPS-002, D-QPS-003.
 #[test]
 fn a_drained_send_queue_says_so_and_goes_on_later() {
     use vhost_device_rdma_bare::spec::event::event_type;
@@ -272,6 +277,7 @@ fn a_drained_send_queue_says_so_and_goes_on_later() {
     assert_eq!(cqe.wr_id, 2);
 }
 
+// D-DB-005, D-FLUSH-001, D-QPS-002.
 #[test]
 fn sends_before_rts_wait_or_are_flushed() {
     let two = Two::new();

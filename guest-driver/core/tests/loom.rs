@@ -60,6 +60,7 @@ fn at(words: &Words, offset: usize) -> &AtomicU64 {
 }
 
 /// A poster and a worker that goes to sleep: either the worker finds the work, or it is woken.
+// G-DB-001.
 #[test]
 fn no_wake_up_is_lost() {
     loom::model(|| {
@@ -114,6 +115,7 @@ fn scan(blocks: &Words) -> u64 {
 
 /// Two posters with bits in the same leaf word, and a worker that scans meanwhile: each bit is taken by that scan or by
 /// the next, though both posters skip the words that are set already.
+// G-DB-001.
 #[test]
 fn no_leaf_bit_is_left_behind() {
     let mut model = loom::model::Builder::new();
@@ -135,6 +137,7 @@ fn no_leaf_bit_is_left_behind() {
 }
 
 /// A receive posted while a message finds none: the message finds it at second sight, or the doorbell is rung.
+// G-RQ-001.
 #[test]
 fn no_receive_is_overlooked() {
     loom::model(|| {
@@ -155,6 +158,7 @@ fn no_receive_is_overlooked() {
 }
 
 /// A completion written while the queue is armed: polled after arming, or announced by an event.
+// G-ARM-001.
 #[test]
 fn no_completion_is_overlooked() {
     loom::model(|| {

@@ -116,6 +116,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     /// Whatever is committed, in batches or not, arrives in order and unchanged; a full queue says so.
+    // G-RING-001, G-RING-002, G-RING-003.
     #[test]
     fn sends_arrive(steps in prop::collection::vec(step(), 1..200)) {
         let layout = QpLayout::new(&CAPS).unwrap();
@@ -189,6 +190,7 @@ proptest! {
     }
 
     /// The same for receives.
+    // G-RING-003, G-RQ-001.
     #[test]
     fn receives_arrive(steps in prop::collection::vec((0u64..7, 0usize..4, 0usize..6), 1..200), waited: bool) {
         let layout = QpLayout::new(&CAPS).unwrap();
@@ -230,6 +232,7 @@ proptest! {
     }
 
     /// What is posted to a shared receive queue arrives in order; it is full until the device has consumed.
+    // G-SRQ-002, G-SRQ-003.
     #[test]
     fn shared_receives_arrive(steps in prop::collection::vec((0u64..7, 0usize..4, 0u32..6, any::<bool>()), 1..200)) {
         let layout = SrqLayout::new(4, 2).unwrap();
@@ -395,6 +398,7 @@ proptest! {
     }
 
     /// Completions are returned once, in order, and not those of a forgotten queue pair.
+    // G-QP-002, G-RING-004, G-RING-005.
     #[test]
     fn completions_arrive(steps in prop::collection::vec((0u32..20, 0u32..20, any::<bool>()), 1..100)) {
         let layout = CqLayout::new(13).unwrap();
@@ -427,6 +431,7 @@ proptest! {
     }
 
     /// The bit of every slot is where the specification says, and announced.
+    // G-DB-001.
     #[test]
     fn doorbells_set_their_bits(queue in 0u32..3, slot in 0..SLOTS, sleeping: bool) {
         let blocks = zeroed(3 * BLOCK_SIZE);
@@ -520,6 +525,7 @@ fn bad_layouts_are_refused() {
     assert!(Doorbell::new(&blocks[..], &memory[..], u32::MAX, 0).is_err());
 }
 
+// G-ARM-001, G-ARM-002.
 #[test]
 fn arming_counts_and_does_not_downgrade() {
     let layout = CqLayout::new(1).unwrap();
@@ -542,6 +548,7 @@ fn arming_counts_and_does_not_downgrade() {
     assert_eq!(arm(), 16 | 2);
 }
 
+// G-MOD-001.
 #[test]
 fn a_reset_queue_starts_over() {
     let layout = QpLayout::new(&CAPS).unwrap();
