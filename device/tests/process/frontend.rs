@@ -155,7 +155,7 @@ fn a_second_front_end_waits_for_its_turn() {
     });
 }
 
-// D-FEAT-001.
+// D-FEAT-001, D-FEAT-002.
 #[test]
 fn features_are_those_that_were_offered() {
     let process = process(1);
@@ -164,6 +164,8 @@ fn features_are_those_that_were_offered() {
     // VERSION_1 and RC; not what nobody handles, such as PACKED and IN_ORDER.
     assert_eq!(offered & (1 << 32 | 1), 1 << 32 | 1);
     assert_eq!(offered & (1 << 34 | 1 << 35), 0);
+    // NOTIFICATION_DATA, NOTIF_CONFIG_DATA.
+    assert_eq!(offered & (1 << 38 | 1 << 39), 0);
     assert!(vm.frontend().set_features(offered | 1 << 34).is_err());
 }
 
