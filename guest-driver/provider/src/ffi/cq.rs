@@ -318,6 +318,8 @@ unsafe fn try_create_cq_ex(
             sys::ibv_cmd_create_cq_ex(
                 context,
                 attr,
+                #[cfg(pabi = "65")]
+                ptr::null_mut(),
                 base,
                 (&raw mut cmd).cast(),
                 cmd_size,

@@ -441,6 +441,8 @@ pub unsafe extern "C" fn create_qp_ex(
                 cmd_size,
                 (&raw mut response).cast(),
                 response_size,
+                #[cfg(pabi = "65")]
+                ptr::null_mut(),
             ))?;
             Ok(response.driver)
         };
