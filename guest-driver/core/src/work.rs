@@ -122,7 +122,7 @@ impl<'q, M: Memory> Batch<'q, M> {
             }
         }
         self.position = self.position.wrapping_add(1);
-        self.room -= 1;
+        self.room = self.room.saturating_sub(1);
     }
 
     /// Publishes the entries with one store, of this order.
@@ -185,7 +185,7 @@ fn put_sges(
             addr.store(word(&bytes, 0), Ordering::Relaxed);
             length_lkey.store(word(&bytes, 1), Ordering::Relaxed);
         }
-        count += 1;
+        count = count.wrapping_add(1);
     }
     match sges.next() {
         None => Ok(count),
@@ -206,13 +206,13 @@ impl Packer<'_> {
     /// Adds the lowest `bits` bits of a value, whose others are zero: at least one.
     #[inline(always)]
     fn push(&mut self, value: u64, bits: u32) {
-        self.pending |= value << self.bits;
-        self.bits += bits;
+        self.pending |= value.wrapping_shl(self.bits);
+        self.bits = self.bits.wrapping_add(bits);
         if self.bits >= 64 {
             self.put();
-            self.bits -= 64;
+            self.bits = self.bits.wrapping_sub(64);
             // What did not fit; shifting by all 64 bits leaves nothing.
-            self.pending = value.checked_shr(bits - self.bits).unwrap_or(0);
+            self.pending = value.checked_shr(bits.wrapping_sub(self.bits)).unwrap_or(0);
         }
     }
 
@@ -246,7 +246,7 @@ fn put_inline<'d>(
     };
     let mut length = 0;
     for part in parts {
-        length += part.len();
+        length = part.len().saturating_add(length);
         if length > max_inline {
             return Err(PostError::InlineTooLong);
         }
