@@ -128,7 +128,7 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
     let datagram = matches!(body.qp_type, qp_type::UD | qp_type::GSI);
     zero(datagram || body.flags & create_qp_flag::BLOCK_MULTICAST_LOOPBACK == 0)?;
     zero((body.xrcd == 0) == (body.qp_type != qp_type::XRC_TGT))?;
-    zero(kind.receives || body.srq == 0)?;
+    zero((kind.receives && body.qp_type != qp_type::GSI) || body.srq == 0)?;
     zero(kind.sends || body.sq_entries == 0)?;
     zero((kind.receives && body.srq == 0) || body.rq_entries == 0)?;
     let (send_sge, recv_sge) = (u32::from(body.max_send_sge), u32::from(body.max_recv_sge));
@@ -321,7 +321,9 @@ fn get(rnic: &Rnic, number: u32) -> Result<Arc<Qp>, Error> {
 pub(super) fn modify(rnic: &Arc<Rnic>, body: &ModifyQp) -> Result<Vec<u8>, Error> {
     let attr = &body.attr;
     zero(attr.reserved0 == [0; 6] && attr.reserved1 == [0; 16] && attr.av.reserved == [0; 7])?;
-    get(rnic, body.qpn)?.modify(body.attr_mask, attr)?;
+    let tables = rnic.tables();
+    let qp = tables.qps.get(body.qpn).ok_or(Error::NotFound)?;
+    qp.modify(&tables, body.attr_mask, attr)?;
     Ok(Vec::new())
 }
 
@@ -366,12 +368,14 @@ fn group(rnic: &Rnic, tables: &Tables, body: &Multicast) -> Result<(), Error> {
 pub(super) fn attach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Error> {
     let mut tables = rnic.tables_mut();
     group(rnic, &tables, body)?;
+    if !rnic.ports().join(body.gid, rnic, body.qpn) {
+        return Ok(Vec::new());
+    }
     if tables.multicast >= rnic.settings.limits.multicast {
+        rnic.ports().leave(body.gid, rnic, body.qpn);
         return Err(Error::NoMemory);
     }
-    if rnic.ports().join(body.gid, rnic, body.qpn) {
-        tables.multicast += 1;
-    }
+    tables.multicast += 1;
     Ok(Vec::new())
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What requester and responder say to each other.
+use virtio_rdma_spec::verbs::MASK_24;
 
 /// A message, as its responder needs to know it.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +47,9 @@ pub enum Answer {
 /// Bytes before the payload of a received datagram.
 pub const GRH: usize = 40;
 
+/// Destination queue pair of messages to multicast groups.
+const MULTICAST_QPN: u32 = MASK_24;
+
 /// Where a datagram goes, and what its header says.
 #[derive(Debug, Clone, Copy)]
 pub struct Datagram {
@@ -74,7 +78,7 @@ impl Datagram {
     /// Whether it goes to a multicast group.
     #[must_use]
     pub fn multicast(&self) -> bool {
-        is_multicast(&self.dgid)
+        self.qpn == MULTICAST_QPN && is_multicast(&self.dgid)
     }
 
     /// The network header that the receiver finds before the payload of `length` bytes, as RoCEv2 has it: an IPv6 header,

@@ -227,7 +227,8 @@ impl Requester {
                 answer,
                 Answer::NoAnswer | Answer::NotReady(_) | Answer::Refused(..) | Answer::Stopped
             );
-            if lost && self.qp_type == qp_type::UC {
+            let dropped = lost && self.qp_type == qp_type::UC;
+            if dropped {
                 // The sender does not learn of it.
                 answer = Answer::Done;
             }
@@ -246,7 +247,9 @@ impl Requester {
                     self.finish(tables, qp, &active);
                     qp.rnic
                         .count_message(qp.worker.index, active.message.length);
-                    peer.count_received(qp.worker.index, active.message.length);
+                    if !dropped {
+                        peer.count_received(qp.worker.index, active.message.length);
+                    }
                 }
                 Answer::Busy => return Turn::Again,
                 Answer::Stopped => return self.park(now, STOPPED_RETRY),
@@ -345,8 +348,13 @@ impl Requester {
                 self.route = route;
                 answer
             };
-            if answer == Answer::Busy {
-                return Turn::Again;
+            match answer {
+                Answer::Busy => return Turn::Again,
+                Answer::Local(status, reason) => {
+                    self.fail(tables, qp, status, reason);
+                    return Turn::Again;
+                }
+                _ => {}
             }
             budget = budget.saturating_sub(active.message.length);
             self.finish(tables, qp, &active);
@@ -593,6 +601,12 @@ impl Requester {
         if let Some(cq) = &qp.send_cq {
             complete(tables, cq, &cqe, true);
         }
+    }
+
+    /// Completes all work requests that are posted now as flushed.
+    pub(crate) fn flush_all(&mut self, tables: &Tables, qp: &Arc<Qp>) {
+        // There are no more than entries: what is posted while we flush does not keep us here.
+        self.flush(tables, qp, self.queue.entries);
     }
 
     /// Completes up to `budget` posted work requests as flushed. Returns whether there may be more.

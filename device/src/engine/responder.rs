@@ -28,10 +28,12 @@ use crate::verbs::tables::{Gid, Tables};
 const RQ_WAITED: u64 = 0;
 
 /// A receive work request that was consumed for the message under way.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Inbound {
     wr_id: u64,
     index: u16,
+    /// The shared receive queue that it is from.
+    srq: Option<Arc<Srq>>,
 }
 
 /// The responder's half of a queue pair.
@@ -165,8 +167,7 @@ impl Responder {
             self.complete(
                 tables,
                 qp,
-                None,
-                inbound,
+                &inbound,
                 wc_status::WR_FLUSH_ERR,
                 vendor_err::FLUSHED,
             );
@@ -186,12 +187,15 @@ impl Responder {
             let wr_id = u64::from_le_bytes(self.queue.word(&self.buffer, 8));
             let index = self.queue.index();
             self.queue.advance();
-            let inbound = Inbound { wr_id, index };
+            let inbound = Inbound {
+                wr_id,
+                index,
+                srq: None,
+            };
             self.complete(
                 tables,
                 qp,
-                None,
-                inbound,
+                &inbound,
                 wc_status::WR_FLUSH_ERR,
                 vendor_err::FLUSHED,
             );
@@ -218,11 +222,37 @@ impl Responder {
         payload: Payload<'_>,
     ) -> Answer {
         let first = offset == 0;
-        let last = offset + len >= message.length;
-        if first && !self.communication_established && qp.state() == qp_state::RTR {
-            self.communication_established = true;
-            raise(tables, event_type::COMM_EST, qp.number, 0);
+        let establishes = first && !self.communication_established && qp.state() == qp_state::RTR;
+        // A UC message that is dropped was never there.
+        let acknowledged = qp.qp_type != qp_type::UC;
+        if establishes && acknowledged {
+            self.establish(tables, qp);
         }
+        let answer = self.take_slice(tables, qp, sender, message, offset, len, payload);
+        if establishes && !acknowledged && matches!(answer, Answer::Progress | Answer::Done) {
+            self.establish(tables, qp);
+        }
+        answer
+    }
+
+    fn establish(&mut self, tables: &Tables, qp: &Qp) {
+        self.communication_established = true;
+        raise(tables, event_type::COMM_EST, qp.number, 0);
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn take_slice(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        sender: &Arc<Qp>,
+        message: &Message,
+        offset: u64,
+        len: u64,
+        payload: Payload<'_>,
+    ) -> Answer {
+        let first = offset == 0;
+        let last = offset + len >= message.length;
         // An XRC message names the shared receive queue, whose protection domain counts.
         let xrc = if qp.qp_type == qp_type::XRC_TGT {
             let srq = tables
@@ -242,13 +272,20 @@ impl Responder {
             sender,
             xrc,
             pd: xrc.map_or(qp.pd, |srq| srq.pd),
+            receive_pd: self.receive_pd(qp, xrc),
         };
         match (message.opcode, payload) {
             (wr_opcode::SEND | wr_opcode::SEND_WITH_IMM, Payload::From(mut source)) => {
                 if let Err(answer) = self.take_receive(&at, first, message, 0) {
                     return answer;
                 }
-                let mut to = Cursor::new(tables, &self.sges, at.pd, access::LOCAL_WRITE, offset);
+                let mut to = Cursor::new(
+                    tables,
+                    &self.sges,
+                    at.receive_pd,
+                    access::LOCAL_WRITE,
+                    offset,
+                );
                 match transfer(&mut to, &mut source, len, last) {
                     Ok(()) if last => self.delivered(&at, message, wc_opcode::RECV),
                     Ok(()) => Answer::Progress,
@@ -300,7 +337,12 @@ impl Responder {
         }
     }
 
-    /// Takes a datagram, whole. It is dropped, and nobody told, where it cannot be received. Returns whether it was.
+    /// The protection domain of the keys of receives.
+    fn receive_pd(&self, qp: &Qp, xrc: Option<&Arc<Srq>>) -> u32 {
+        xrc.or(self.srq.as_ref()).map_or(qp.pd, |srq| srq.pd)
+    }
+
+    /// Takes a datagram, whole. Where it cannot be received there is no answer: it is dropped, and nobody told.
     pub(crate) fn receive_datagram(
         &mut self,
         tables: &Tables,
@@ -309,10 +351,10 @@ impl Responder {
         message: &Message,
         datagram: &Datagram,
         mut source: From<'_>,
-    ) -> bool {
+    ) -> Answer {
         if self.qkey != datagram.qkey {
-            qp.rnic.count_qkey_violation(qp.worker.index);
-            return false;
+            qp.rnic.count_qkey_violation(sender.worker.index);
+            return Answer::NoAnswer;
         }
         let at = Place {
             tables,
@@ -320,23 +362,28 @@ impl Responder {
             sender,
             xrc: None,
             pd: qp.pd,
+            receive_pd: self.receive_pd(qp, None),
         };
         if self.take_receive(&at, true, message, GRH as u64).is_err() {
-            return false;
+            return Answer::NoAnswer;
         }
         let grh = datagram.grh(message.length);
         let header = &mut From::Bytes(&grh);
-        let mut to = Cursor::new(tables, &self.sges, qp.pd, access::LOCAL_WRITE, 0);
-        let placed = transfer(&mut to, header, GRH as u64, false).is_ok() && {
-            let mut to = Cursor::new(tables, &self.sges, qp.pd, access::LOCAL_WRITE, GRH as u64);
-            transfer(&mut to, &mut source, message.length, true).is_ok()
-        };
-        if !placed {
+        let to = |skip| Cursor::new(tables, &self.sges, at.receive_pd, access::LOCAL_WRITE, skip);
+        let placed = transfer(&mut to(0), header, GRH as u64, false)
+            .and_then(|()| transfer(&mut to(GRH as u64), &mut source, message.length, true));
+        match placed {
+            Ok(()) => {}
             // The receive stays claimed for the next datagram.
-            return false;
+            Err(Fault::Source(key)) => return Answer::Local(wc_status::LOC_PROT_ERR, key.0),
+            Err(Fault::Destination(key)) => {
+                let remote = wc_status::REM_OP_ERR;
+                self.bad_receive(&at, wc_status::LOC_PROT_ERR, key.0, remote);
+                return Answer::NoAnswer;
+            }
         }
         let Some(inbound) = self.inbound.take() else {
-            return false;
+            return Answer::NoAnswer;
         };
         let with_imm = message.opcode == wr_opcode::SEND_WITH_IMM;
         let cqe = Cqe {
@@ -351,10 +398,8 @@ impl Responder {
             wc_flags: wc_flag::GRH | if with_imm { wc_flag::WITH_IMM } else { 0 },
             ..Cqe::default()
         };
-        if let Some(cq) = &qp.recv_cq {
-            complete(tables, cq, &cqe, message.solicited);
-        }
-        true
+        push(tables, qp, &inbound, &cqe, message.solicited);
+        Answer::Done
     }
 
     /// The peer may access `remote` as `wanted` says: by the queue pair's flags and by the key.
@@ -373,10 +418,23 @@ impl Responder {
         message: &Message,
         header: u64,
     ) -> Result<(), Answer> {
+        if !first {
+            // It was claimed with the first slice, unless all was reset since: then this message never began here.
+            return self.inbound.as_ref().map(|_| ()).ok_or(Answer::NoAnswer);
+        }
+        // What a message to another shared receive queue left behind is not for this one.
+        let other = self.inbound.take_if(|inbound| {
+            at.xrc.is_some_and(|xrc| {
+                let srq = inbound.srq.as_ref();
+                !srq.is_some_and(|srq| Arc::ptr_eq(srq, xrc))
+            })
+        });
+        if let Some((inbound, srq)) = other.and_then(|inbound| Some((inbound.wr_id, inbound.srq?)))
+        {
+            srq.give_back(inbound, &self.sges);
+        }
         if self.inbound.is_none() {
             self.claim(at)?;
-        } else if !first {
-            return Ok(());
         }
         if message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM {
             return Ok(());
@@ -391,7 +449,7 @@ impl Responder {
             let (status, reason) = (wc_status::LOC_LEN_ERR, vendor_err::RECV_TOO_SHORT);
             return Err(self.bad_receive(at, status, reason, wc_status::REM_INV_REQ_ERR));
         }
-        if let Err(key) = check(at.tables, &self.sges, at.pd, access::LOCAL_WRITE) {
+        if let Err(key) = check(at.tables, &self.sges, at.receive_pd, access::LOCAL_WRITE) {
             return Err(self.bad_receive(
                 at,
                 wc_status::LOC_PROT_ERR,
@@ -410,6 +468,10 @@ impl Responder {
             let srq = srq.clone();
             let Some(taken) = srq.take(&mut self.sges, waits.then_some(at.sender)) else {
                 return Err(if srq.lost() {
+                    if srq.fail() {
+                        let reason = vendor_err::MEMORY_GONE;
+                        raise(at.tables, event_type::SRQ_ERR, srq.number, reason);
+                    }
                     self.ring_gone(at.tables, at.qp)
                 } else {
                     Answer::NotReady(self.rnr_timer)
@@ -418,6 +480,7 @@ impl Responder {
             self.inbound = Some(Inbound {
                 wr_id: taken.wr_id,
                 index: 0,
+                srq: Some(srq.clone()),
             });
             if taken.limit_reached {
                 raise(at.tables, event_type::SRQ_LIMIT_REACHED, srq.number, 0);
@@ -454,6 +517,7 @@ impl Responder {
         self.inbound = Some(Inbound {
             wr_id: wqe.wr_id,
             index: self.queue.index(),
+            srq: None,
         });
         let count = usize::from(wqe.count);
         let good = count <= self.max_sge
@@ -492,22 +556,12 @@ impl Responder {
             wc_flags: if with_imm { wc_flag::WITH_IMM } else { 0 },
             ..Cqe::default()
         };
-        if let Some(cq) = receive_cq(at.qp, at.xrc) {
-            complete(at.tables, cq, &cqe, message.solicited);
-        }
+        push(at.tables, at.qp, &inbound, &cqe, message.solicited);
         Answer::Done
     }
 
     /// Completes a receive work request in error.
-    fn complete(
-        &self,
-        tables: &Tables,
-        qp: &Arc<Qp>,
-        xrc: Option<&Arc<Srq>>,
-        inbound: Inbound,
-        status: u8,
-        reason: u8,
-    ) {
+    fn complete(&self, tables: &Tables, qp: &Arc<Qp>, inbound: &Inbound, status: u8, reason: u8) {
         let cqe = Cqe {
             wr_id: inbound.wr_id,
             qp_num: qp.number,
@@ -517,15 +571,13 @@ impl Responder {
             opcode: wc_opcode::RECV,
             ..Cqe::default()
         };
-        if let Some(cq) = receive_cq(qp, xrc) {
-            complete(tables, cq, &cqe, true);
-        }
+        push(tables, qp, inbound, &cqe, true);
     }
 
     /// Our receive work request is bad: it completes with `status`, the peer's with `remote`, and we are in error.
     fn bad_receive(&mut self, at: &Place<'_>, status: u8, reason: u8, remote: u8) -> Answer {
         if let Some(inbound) = self.inbound.take() {
-            self.complete(at.tables, at.qp, at.xrc, inbound, status, reason);
+            self.complete(at.tables, at.qp, &inbound, status, reason);
         }
         at.qp.fail();
         Answer::Refused(remote, reason)
@@ -569,15 +621,30 @@ struct Place<'a> {
     sender: &'a Arc<Qp>,
     /// The shared receive queue that an XRC message names.
     xrc: Option<&'a Arc<Srq>>,
-    /// The protection domain that keys must belong to.
+    /// The protection domain that the peer's keys must belong to.
     pd: u32,
+    /// The protection domain that the keys of receives must belong to.
+    receive_pd: u32,
 }
 
-/// The completion queue of a receive.
-fn receive_cq<'a>(qp: &'a Qp, xrc: Option<&'a Arc<Srq>>) -> Option<&'a Arc<Cq>> {
-    match xrc.and_then(|srq| srq.xrc.as_ref()) {
-        Some(xrc) => Some(&xrc.cq),
+/// Completes a receive: in the queue pair's completion queue, or that of the XRC shared receive queue it is from.
+fn push(tables: &Tables, qp: &Arc<Qp>, inbound: &Inbound, cqe: &Cqe, solicited: bool) {
+    let cq: Option<&Arc<Cq>> = match inbound.srq.as_ref().filter(|srq| srq.xrc.is_some()) {
+        // It may have been destroyed: no queue pair keeps it.
+        Some(srq) => tables
+            .srqs
+            .get(srq.number)
+            .filter(|present| Arc::ptr_eq(present, srq))
+            .and_then(|srq| srq.xrc.as_ref())
+            .map(|xrc| &xrc.cq),
         None => qp.recv_cq.as_ref(),
+    };
+    if let Some(cq) = cq {
+        complete(tables, cq, cqe, solicited);
+        if cq.errored() {
+            // Those that use it have failed already; an XRC_TGT queue pair uses it from case to case.
+            qp.fail();
+        }
     }
 }
 

@@ -200,12 +200,11 @@ impl Peer<'_> {
             return Answer::NoAnswer;
         };
         let mut responder = qp.responder();
-        let listening = matches!(qp.state(), qp_state::RTR | qp_state::RTS | qp_state::SQD);
         let kind = match sender.qp_type {
             qp_type::XRC_INI => qp_type::XRC_TGT,
             same => same,
         };
-        if qp.qp_type != kind || !listening || !responder.connected_to(sender.number, &own.gids) {
+        if qp.qp_type != kind || !listens(qp) || !responder.connected_to(sender.number, &own.gids) {
             return Answer::NoAnswer;
         }
         responder.receive(tables, qp, sender, message, offset, len, payload)
@@ -228,10 +227,13 @@ impl Peer<'_> {
             GSI_QPN => tables.gsi,
             number => Some(number),
         };
-        if let Some(qp) = number.and_then(|number| tables.qps.get(number)) {
-            if give(tables, qp, sender, message, datagram, source) {
-                rnic.count_received(sender.worker.index, message.length);
-            }
+        let Some(qp) = number.and_then(|number| tables.qps.get(number)) else {
+            return Answer::Done;
+        };
+        match give(tables, qp, sender, message, datagram, source) {
+            Answer::Done => rnic.count_received(sender.worker.index, message.length),
+            Answer::Local(status, reason) => return Answer::Local(status, reason),
+            _ => {}
         }
         Answer::Done
     }
@@ -244,7 +246,15 @@ impl Peer<'_> {
     }
 }
 
-/// Hands a datagram to a queue pair; returns whether it was received.
+/// Whether a queue pair takes messages. In SQE only its send queue is in error. (With its responder locked, this stays so.)
+fn listens(qp: &Qp) -> bool {
+    matches!(
+        qp.state(),
+        qp_state::RTR | qp_state::RTS | qp_state::SQD | qp_state::SQE
+    )
+}
+
+/// Hands a datagram to a queue pair; no answer means that it was dropped.
 fn give(
     tables: &Tables,
     qp: &Arc<Qp>,
@@ -252,18 +262,12 @@ fn give(
     message: &Message,
     datagram: &Datagram,
     source: From<'_>,
-) -> bool {
-    let datagrams = matches!(qp.qp_type, qp_type::UD | qp_type::GSI);
-    // In SQE only the send queue is in error.
-    let listening = matches!(
-        qp.state(),
-        qp_state::RTR | qp_state::RTS | qp_state::SQD | qp_state::SQE
-    );
-    datagrams
-        && listening
-        && qp
-            .responder()
-            .receive_datagram(tables, qp, sender, message, datagram, source)
+) -> Answer {
+    let mut responder = qp.responder();
+    if !matches!(qp.qp_type, qp_type::UD | qp_type::GSI) || !listens(qp) {
+        return Answer::NoAnswer;
+    }
+    responder.receive_datagram(tables, qp, sender, message, datagram, source)
 }
 
 /// Hands a datagram to all queue pairs of a multicast group.
@@ -274,31 +278,38 @@ pub(crate) fn multicast<'a>(
     datagram: &Datagram,
     source: impl Fn() -> From<'a>,
 ) -> Answer {
-    for member in sender
+    let mut members = sender
         .rnic
         .ports()
-        .members(sender.rnic.network(), datagram.dgid)
-    {
-        let here = Arc::ptr_eq(&member.rnic, &sender.rnic);
-        if here && sender.block_multicast_loopback {
-            continue;
-        }
-        let received = if here {
-            own.qps
-                .get(member.qpn)
-                .is_some_and(|qp| give(own, qp, sender, message, datagram, source()))
+        .members(sender.rnic.network(), datagram.dgid);
+    let here = |rnic: &Arc<Rnic>| Arc::ptr_eq(rnic, &sender.rnic);
+    if sender.block_multicast_loopback {
+        members.retain(|member| !here(&member.rnic));
+    }
+    // All or, for now, none: so that nobody gets it twice, and nobody misses it whose tables are being changed.
+    let mut guards = Vec::with_capacity(members.len());
+    for member in &members {
+        let guard = if here(&member.rnic) {
+            None
         } else {
-            // One that is busy now misses the datagram: nobody promised it.
-            let tables = member.rnic.try_tables().filter(|tables| tables.running);
-            tables.is_some_and(|tables| {
-                let qp = tables.qps.get(member.qpn);
-                qp.is_some_and(|qp| give(&tables, qp, sender, message, datagram, source()))
-            })
+            match member.rnic.try_tables() {
+                Some(guard) => Some(guard),
+                None => return Answer::Busy,
+            }
         };
-        if received {
-            member
+        guards.push(guard);
+    }
+    for (member, guard) in members.iter().zip(&guards) {
+        let tables: &Tables = guard.as_deref().unwrap_or(own);
+        let Some(qp) = tables.qps.get(member.qpn).filter(|_| tables.running) else {
+            continue;
+        };
+        match give(tables, qp, sender, message, datagram, source()) {
+            Answer::Done => member
                 .rnic
-                .count_received(sender.worker.index, message.length);
+                .count_received(sender.worker.index, message.length),
+            Answer::Local(status, reason) => return Answer::Local(status, reason),
+            _ => {}
         }
     }
     Answer::Done

@@ -11,6 +11,7 @@ use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, MASK_24};
 
 use super::cq::Cq;
 use super::srq::Srq;
+use super::tables::Tables;
 use super::{state, Error};
 use crate::engine::requester::Requester;
 use crate::engine::responder::Responder;
@@ -231,7 +232,7 @@ impl Qp {
     ///
     /// # Errors
     /// [`Error::Invalid`] or [`Error::NotSupported`], with nothing changed.
-    pub fn modify(self: &Arc<Self>, mask: u32, new: &QpAttr) -> Result<(), Error> {
+    pub fn modify(self: &Arc<Self>, tables: &Tables, mask: u32, new: &QpAttr) -> Result<(), Error> {
         let mut attr = self.attr.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.state();
         let next = if mask & qp_attr::STATE != 0 {
@@ -267,12 +268,17 @@ impl Qp {
                 requester.drain(notify && new.en_sqd_async_notify != 0);
             }
             responder.configure(&merged);
-            // The worker may have failed the queue pair since we looked: then it stays in the error state.
-            let stored =
+            if next == qp_state::ERR {
+                self.state.store(next, Ordering::SeqCst);
+            } else {
+                if (current, next) == (qp_state::SQE, qp_state::RTS) {
+                    // What was posted before must not be executed now.
+                    requester.flush_all(tables, self);
+                }
+                // The worker may have failed the queue pair since we looked: then it stays in the error state.
                 self.state
-                    .compare_exchange(current, next, Ordering::SeqCst, Ordering::SeqCst);
-            if stored.is_err() && next != qp_state::ERR {
-                return Err(Error::Invalid);
+                    .compare_exchange(current, next, Ordering::SeqCst, Ordering::SeqCst)
+                    .map_err(|_| Error::Invalid)?;
             }
         }
         *attr = merged;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Shared receive queues (specification: "Shared receive queues").
-use std::sync::atomic::{fence, Ordering};
+use std::collections::VecDeque;
+use std::sync::atomic::{fence, AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
@@ -35,6 +36,9 @@ struct Inner {
     limit: u32,
     /// The queue pairs whose messages wait for a receive.
     waiters: Vec<Weak<Qp>>,
+    /// What was taken and given back: the first to be taken again. Each XRC_TGT queue pair gives back one at a time, and
+    /// nothing is taken from the ring meanwhile, so these are no more than such queue pairs.
+    returned: VecDeque<(u64, Vec<Sge>)>,
 }
 
 /// A shared receive queue.
@@ -57,9 +61,11 @@ pub struct Srq {
     /// Entries of the ring.
     pub entries: u32,
     /// Queue pairs created with it.
-    pub users: std::sync::atomic::AtomicU32,
+    pub users: AtomicU32,
     /// What its page list takes of our memory, bytes.
     pub footprint: u64,
+    /// Its ring was found to be gone.
+    errored: AtomicBool,
     inner: Mutex<Inner>,
 }
 
@@ -109,8 +115,10 @@ impl Srq {
             queue,
             limit,
             waiters: Vec::new(),
+            returned: VecDeque::new(),
         };
         inner.set_waited(false);
+        inner.store_consumed();
         Self {
             number,
             pd,
@@ -120,8 +128,9 @@ impl Srq {
             xrc,
             max_sge,
             entries,
-            users: std::sync::atomic::AtomicU32::new(0),
+            users: AtomicU32::new(0),
             footprint,
+            errored: AtomicBool::new(false),
             inner: Mutex::new(inner),
         }
     }
@@ -135,6 +144,15 @@ impl Srq {
     pub(crate) fn take(&self, sges: &mut Vec<Sge>, waiter: Option<&Arc<Qp>>) -> Option<Taken> {
         let mut guard = self.inner();
         let inner = &mut *guard;
+        if let Some((wr_id, list)) = inner.returned.pop_front() {
+            sges.clear();
+            sges.extend_from_slice(&list);
+            return Some(Taken {
+                wr_id,
+                limit_reached: false,
+                bad: None,
+            });
+        }
         let head = match inner.queue.ready(&inner.buffer) {
             Some(head) => head,
             None => {
@@ -143,7 +161,12 @@ impl Srq {
                 inner.set_waited(true);
                 fence(Ordering::SeqCst);
                 match inner.queue.ready(&inner.buffer) {
-                    Some(head) => head,
+                    Some(head) => {
+                        if inner.waiters.is_empty() {
+                            inner.set_waited(false);
+                        }
+                        head
+                    }
                     None => {
                         inner.waiters.retain(|other| {
                             other.strong_count() != 0
@@ -171,10 +194,8 @@ impl Srq {
                 .read_sges(&inner.buffer, RECV_DATA_OFFSET, count, sges);
         }
         inner.queue.advance();
+        inner.store_consumed();
         let consumed = inner.queue.position;
-        if let Some(word) = inner.buffer.half_word(CONSUMED) {
-            word.store(consumed.to_le(), Ordering::Release);
-        }
         let mut limit_reached = false;
         if inner.limit != 0 {
             let posted = inner
@@ -193,11 +214,16 @@ impl Srq {
         })
     }
 
+    /// Gives back what was taken, for a message that needs it no longer.
+    pub(crate) fn give_back(&self, wr_id: u64, sges: &[Sge]) {
+        self.inner().returned.push_back((wr_id, sges.to_vec()));
+    }
+
     /// The doorbell rang: senders may wait for the receives that were posted.
     pub(crate) fn receives_posted(&self) {
         let mut guard = self.inner();
         let inner = &mut *guard;
-        if inner.waiters.is_empty() || inner.queue.ready(&inner.buffer).is_none() {
+        if !inner.waiters.is_empty() && inner.queue.ready(&inner.buffer).is_none() {
             return;
         }
         inner.set_waited(false);
@@ -216,7 +242,7 @@ impl Srq {
         self.inner().limit
     }
 
-    /// Arms the limit. Returns whether it is reached already.
+    /// Arms the limit.
     pub(crate) fn set_limit(&self, limit: u32) {
         self.inner().limit = limit;
     }
@@ -224,6 +250,11 @@ impl Srq {
     /// Receive work requests consumed, modulo 2^32.
     pub(crate) fn position(&self) -> u32 {
         self.inner().queue.position
+    }
+
+    /// Notes that its ring is gone. Returns whether this is the first to tell.
+    pub(crate) fn fail(&self) -> bool {
+        !self.errored.swap(true, Ordering::Relaxed)
     }
 
     /// Whether its ring is not in guest memory any longer.
@@ -239,6 +270,12 @@ impl Srq {
 }
 
 impl Inner {
+    fn store_consumed(&self) {
+        if let Some(word) = self.buffer.half_word(CONSUMED) {
+            word.store(self.queue.position.to_le(), Ordering::Release);
+        }
+    }
+
     fn set_waited(&self, waited: bool) {
         if let Some(word) = self.buffer.half_word(RQ_WAITED) {
             word.store(u32::from(waited).to_le(), Ordering::SeqCst);
