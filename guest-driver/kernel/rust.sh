@@ -109,6 +109,9 @@ fi
 # guest's kernel.
 if $nm -u "$out" | grep -q vrdma_panic; then
     echo "rust.sh: $out can panic:" >&2
-    $nm "$out" | grep panick >&2 || true
+    # Who calls that: by name, or, in another section, by the section that rarely executed functions are in.
+    ${OBJDUMP:-objdump} -dr "$out" | awk '
+        /^[0-9a-f]+ </ { caller = $2; next }
+        /panick|R_X86_64_PLT32.*\.text\.unlikely/ { print caller }' | sort | uniq -c >&2
     exit 1
 fi

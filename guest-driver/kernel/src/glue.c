@@ -13,6 +13,7 @@
 #include <linux/semaphore.h>
 #include <linux/virtio_ids.h>
 #include <linux/virtio_pci.h>
+#include <linux/vmalloc.h>
 #include <linux/workqueue.h>
 #include <linux/xarray.h>
 #ifdef HAVE_RDMA_ITER_H
@@ -36,6 +37,8 @@ MODULE_DEVICE_TABLE(virtio, vrdma_ids);
 
 static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_RC,
+	VRDMA_FEATURE_UD,
+	VRDMA_FEATURE_PHYSICAL_MR,
 };
 
 static struct virtio_driver vrdma_driver = {
@@ -108,6 +111,27 @@ void vrdma_page_free(struct device *dev, void *page, dma_addr_t addr)
 bool vrdma_page_is_physical(void *page, dma_addr_t addr)
 {
 	return addr == virt_to_phys(page);
+}
+
+/* Pages of vrdma_page_alloc, one after the other. */
+void *vrdma_pages_map(void *const *pages, size_t count)
+{
+	struct page **list = kvmalloc_array(count, sizeof(*list), GFP_KERNEL);
+	void *mapped;
+	size_t i;
+
+	if (!list)
+		return NULL;
+	for (i = 0; i < count; i++)
+		list[i] = virt_to_page(pages[i]);
+	mapped = vmap(list, count, VM_MAP, PAGE_KERNEL);
+	kvfree(list);
+	return mapped;
+}
+
+void vrdma_pages_unmap(void *mapped)
+{
+	vunmap(mapped);
 }
 
 /* Synchronization. */

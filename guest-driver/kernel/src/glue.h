@@ -24,6 +24,8 @@
 enum vrdma_numbers {
 	VRDMA_DEVICE_ID = 42,
 	VRDMA_FEATURE_RC = 0,
+	VRDMA_FEATURE_UD = 1,
+	VRDMA_FEATURE_PHYSICAL_MR = 11,
 	VRDMA_EVENT_QUEUE = 1,
 	VRDMA_FIRST_COMPLETION_QUEUE = 2,
 	VRDMA_MAX_QUEUES = 64,
@@ -49,6 +51,8 @@ void *vrdma_kvzalloc(size_t count, size_t size);
 void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr);
 void vrdma_page_free(struct device *dev, void *page, dma_addr_t addr);
 bool vrdma_page_is_physical(void *page, dma_addr_t addr);
+void *vrdma_pages_map(void *const *pages, size_t count);
+void vrdma_pages_unmap(void *mapped);
 
 /* Synchronization: each object is allocated, so that it never moves. */
 spinlock_t *vrdma_spinlock_new(void);

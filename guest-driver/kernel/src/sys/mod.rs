@@ -7,10 +7,12 @@
 //! - A [`Device`](crate::device::Device) is written into the memory of its `ib_device` before interrupts, work items or
 //!   verbs can reach it, and dropped after all of them ended ([`driver`]).
 //! - The driver's data of a verbs object sits behind the core's structure, is written when its creation succeeded and
-//!   dropped when its destruction did ([`ops`]); the core does not call in between.
+//!   dropped when its destruction did ([`ops`]); the core does not call in between. Posting and polling ([`data`])
+//!   go by these, too.
 #![allow(unsafe_code)]
 
 pub(crate) mod alloc;
+mod data;
 pub(crate) mod dma;
 mod driver;
 pub(crate) mod error;
@@ -32,6 +34,8 @@ const _: () = {
     use virtio_rdma_spec::{config, DEVICE_ID, PAGE_SIZE};
     assert!(bindings::VRDMA_DEVICE_ID == DEVICE_ID);
     assert!(bindings::VRDMA_FEATURE_RC == config::feature::RC);
+    assert!(bindings::VRDMA_FEATURE_UD == config::feature::UD);
+    assert!(bindings::VRDMA_FEATURE_PHYSICAL_MR == config::feature::PHYSICAL_MR);
     assert!(bindings::VRDMA_EVENT_QUEUE == config::EVENT_QUEUE as u32);
     assert!(bindings::VRDMA_FIRST_COMPLETION_QUEUE == config::FIRST_COMPLETION_QUEUE as u32);
     assert!(bindings::VRDMA_MAX_QUEUES == config::MAX_QUEUES as u32);

@@ -6,15 +6,17 @@
 //! that [`verbs`] keeps ([`Object`]). The core allocates them (except memory regions) with the sizes in [`table`].
 use super::alloc::Box;
 use super::bindings::{self, *};
+use super::data;
 use super::error::{code, Errno, Result};
 use super::rdma::{self, CqBuffer, CqTarget, DeviceObject, IbDevice, QpTarget, Udata, UserContext};
-use crate::device::Device;
+use crate::device::{Device, Features};
 use crate::verbs;
 use core::ffi::{c_char, c_int, c_void};
 use core::mem::MaybeUninit;
 use core::ptr::NonNull;
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_spec::command::{gid_type, AddressVector, QpAttr};
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::verbs::qp_attr;
 
 /// A structure of the core with what the driver keeps behind it.
@@ -55,6 +57,7 @@ base! {
     ib_cq => verbs::Cq,
     ib_qp => verbs::Qp,
     ib_mr => verbs::Mr,
+    ib_ah => verbs::Ah,
 }
 
 impl<B: Base> Object<B> {
@@ -68,7 +71,7 @@ impl<B: Base> Object<B> {
 
 /// # Safety
 /// `ib` must be a device of this driver, in place.
-unsafe fn device<'a>(ib: *mut ib_device) -> Result<&'a Device> {
+pub(super) unsafe fn device<'a>(ib: *mut ib_device) -> Result<&'a Device> {
     let ib = NonNull::new(ib.cast::<DeviceObject>()).ok_or(Errno::ENODEV)?;
     // SAFETY: the caller's.
     Ok(unsafe { IbDevice(ib).device() })
@@ -108,8 +111,8 @@ unsafe fn destroy<B: Base>(
     Ok(())
 }
 
-/// The operations, as the core wants them; it copies the table.
-pub(super) fn table() -> ib_device_ops {
+/// The operations for these features, as the core wants them; it copies the table.
+pub(super) fn table(features: Features) -> ib_device_ops {
     // SAFETY: a table of optional functions and numbers, for which zero is none.
     let mut ops: ib_device_ops = unsafe { core::mem::zeroed() };
     // SAFETY: no preconditions.
@@ -160,6 +163,24 @@ pub(super) fn table() -> ib_device_ops {
 
     ops.reg_user_mr = Some(reg_user_mr);
     ops.dereg_mr = Some(dereg_mr);
+
+    if features.has(feature::UD) {
+        ops.create_ah = Some(create_ah);
+        ops.create_user_ah = Some(create_ah);
+        ops.query_ah = Some(query_ah);
+        ops.destroy_ah = Some(destroy_ah);
+        ops.size_ib_ah = size_of::<Object<ib_ah>>();
+        ops.attach_mcast = Some(attach_mcast);
+        ops.detach_mcast = Some(detach_mcast);
+    }
+    // The core knows from the presence of all of these that the kernel can use the device.
+    if features.kernel_verbs() {
+        ops.get_dma_mr = Some(get_dma_mr);
+        ops.post_send = Some(data::post_send);
+        ops.post_recv = Some(data::post_recv);
+        ops.poll_cq = Some(data::poll_cq);
+        ops.req_notify_cq = Some(data::req_notify_cq);
+    }
     ops
 }
 
@@ -347,7 +368,7 @@ unsafe extern "C" fn create_cq(
                 buffer: CqBuffer(attrs),
             };
             let udata = Udata::new(vrdma_attrs_udata(attrs));
-            let data = verbs::create_cq(device, CqTarget(target), &wanted, udata)?;
+            let data = verbs::create_cq(device, CqTarget::new(target), &wanted, udata)?;
             (*cq).cqe = c_int::try_from(data.entries()).unwrap_or(c_int::MAX);
             Ok(data)
         })
@@ -389,7 +410,8 @@ unsafe extern "C" fn create_qp(
                 send_cq: Object::data(send_cq),
                 recv_cq: Object::data(recv_cq),
             };
-            let data = verbs::create_qp(device, QpTarget(target), &wanted, Udata::new(udata))?;
+            let target = QpTarget::new(target);
+            let data = verbs::create_qp(device, target, &wanted, Udata::new(udata))?;
             (*qp).qp_num = data.number();
             Ok(data)
         })
@@ -480,12 +502,28 @@ unsafe extern "C" fn reg_user_mr(
             let device = device((*pd.as_ptr()).device)?;
             Udata::new(udata).none()?;
             let data = verbs::reg_mr(device, Object::data(pd), start, length, virt, access as u32)?;
-            let mut base: ib_mr = core::mem::zeroed();
-            (base.lkey, base.rkey) = data.keys();
-            (base.iova, base.length) = (virt, length);
-            Object::<ib_mr>::new_mr(device, base, data)
+            Object::<ib_mr>::new_mr(device, data, virt, length)
         })
     };
+    mr_or_error(made)
+}
+
+/// A region of all memory, for users in the kernel.
+unsafe extern "C" fn get_dma_mr(pd: *mut ib_pd, access: c_int) -> *mut ib_mr {
+    // SAFETY: see the module; the core fills the structure in after this returns.
+    let made = unsafe {
+        let pd = NonNull::new(pd).ok_or(Errno::EINVAL);
+        pd.and_then(|pd| {
+            let device = device((*pd.as_ptr()).device)?;
+            let data = verbs::get_dma_mr(device, Object::data(pd), access as u32)?;
+            Object::<ib_mr>::new_mr(device, data, 0, u64::MAX)
+        })
+    };
+    mr_or_error(made)
+}
+
+/// As the kernel returns pointers that may be errors.
+fn mr_or_error(made: Result<Box<Object<ib_mr>>>) -> *mut ib_mr {
     match made {
         Ok(object) => object.into_raw().cast(),
         Err(error) => error.code() as isize as *mut ib_mr,
@@ -494,7 +532,11 @@ unsafe extern "C" fn reg_user_mr(
 
 impl Object<ib_mr> {
     /// The memory of a region is ours to allocate; without any, the region has to go again.
-    fn new_mr(device: &Device, base: ib_mr, data: verbs::Mr) -> Result<Box<Self>> {
+    fn new_mr(device: &Device, data: verbs::Mr, iova: u64, length: u64) -> Result<Box<Self>> {
+        // SAFETY: plain data for which zero is a value.
+        let mut base: ib_mr = unsafe { core::mem::zeroed() };
+        (base.lkey, base.rkey) = data.keys();
+        (base.iova, base.length) = (iova, length);
         let mut object = match Box::new(Self {
             base,
             data: MaybeUninit::uninit(),
@@ -523,6 +565,93 @@ unsafe extern "C" fn dereg_mr(mr: *mut ib_mr, udata: *mut ib_udata) -> c_int {
     })
 }
 
+/// Atomic context if it comes from the kernel and does not say that it may sleep.
+unsafe extern "C" fn create_ah(
+    ah: *mut ib_ah,
+    init: *mut rdma_ah_init_attr,
+    udata: *mut ib_udata,
+) -> c_int {
+    // SAFETY: see the module.
+    code(unsafe {
+        create(ah, |_, _| {
+            verbs::create_ah(address_vector(&*(*init).ah_attr)?, Udata::new(udata))
+        })
+    })
+}
+
+unsafe extern "C" fn query_ah(ah: *mut ib_ah, attr: *mut rdma_ah_attr) -> c_int {
+    let Some(ah) = NonNull::new(ah) else {
+        return Errno::EINVAL.code();
+    };
+    // SAFETY: see the module.
+    unsafe { address_attr(&mut *attr, Object::data(ah).address()) };
+    0
+}
+
+unsafe extern "C" fn destroy_ah(ah: *mut ib_ah, _flags: u32) -> c_int {
+    // SAFETY: see the module. Nothing of it is on the device.
+    code(unsafe { destroy(ah, |_, _| Ok(())) })
+}
+
+/// # Safety
+/// As called by the core.
+unsafe fn multicast(qp: *mut ib_qp, gid: *mut bindings::ib_gid, attach: bool) -> c_int {
+    // SAFETY: see the module; a GID is plain bytes.
+    code(unsafe {
+        let qp = NonNull::new(qp).ok_or(Errno::EINVAL);
+        qp.and_then(|qp| {
+            let device = device((*qp.as_ptr()).device)?;
+            verbs::multicast(device, Object::data(qp), (*gid).raw, attach)
+        })
+    })
+}
+
+unsafe extern "C" fn attach_mcast(qp: *mut ib_qp, gid: *mut bindings::ib_gid, _lid: u16) -> c_int {
+    // SAFETY: see the module.
+    unsafe { multicast(qp, gid, true) }
+}
+
+unsafe extern "C" fn detach_mcast(qp: *mut ib_qp, gid: *mut bindings::ib_gid, _lid: u16) -> c_int {
+    // SAFETY: see the module.
+    unsafe { multicast(qp, gid, false) }
+}
+
+/// An address, from the core's to the device's.
+fn address_vector(ah: &rdma_ah_attr) -> Result<AddressVector> {
+    if ah.type_ != RDMA_AH_ATTR_TYPE_ROCE || u32::from(ah.ah_flags) & IB_AH_GRH == 0 {
+        return Err(Errno::EINVAL);
+    }
+    // SAFETY: for this type the core filled in `roce`; a GID is plain bytes.
+    let (dgid, dmac) = unsafe { (ah.grh.dgid.raw, ah.__bindgen_anon_1.roce.dmac) };
+    Ok(AddressVector {
+        dgid,
+        sgid_index: u16::from(ah.grh.sgid_index),
+        hop_limit: ah.grh.hop_limit,
+        traffic_class: ah.grh.traffic_class,
+        flow_label: ah.grh.flow_label & 0xf_ffff,
+        dmac,
+        sl: ah.sl,
+        port_num: ah.port_num as u8,
+        static_rate: ah.static_rate,
+        reserved: [0; 7],
+    })
+}
+
+/// An address, from the device's to the core's.
+fn address_attr(ah: &mut rdma_ah_attr, av: &AddressVector) {
+    ah.type_ = RDMA_AH_ATTR_TYPE_ROCE;
+    ah.ah_flags = IB_AH_GRH as u8;
+    ah.sl = av.sl;
+    ah.static_rate = av.static_rate;
+    ah.port_num = u32::from(av.port_num);
+    ah.grh.dgid = bindings::ib_gid { raw: av.dgid };
+    ah.grh.sgid_index = av.sgid_index as u8;
+    ah.grh.hop_limit = av.hop_limit;
+    ah.grh.traffic_class = av.traffic_class;
+    ah.grh.flow_label = av.flow_label;
+    ah.__bindgen_anon_1.roce = roce_ah_attr { dmac: av.dmac };
+}
+
 /// The attributes of a queue pair, from the core's to the device's.
 fn qp_attr_to_device(attr: &ib_qp_attr, mask: u32) -> Result<QpAttr> {
     let mut to = QpAttr {
@@ -546,24 +675,7 @@ fn qp_attr_to_device(attr: &ib_qp_attr, mask: u32) -> Result<QpAttr> {
         ..Default::default()
     };
     if mask & qp_attr::AV != 0 {
-        let ah = &attr.ah_attr;
-        if ah.type_ != RDMA_AH_ATTR_TYPE_ROCE || u32::from(ah.ah_flags) & IB_AH_GRH == 0 {
-            return Err(Errno::EINVAL);
-        }
-        // SAFETY: for this type the core filled in `roce`; a GID is plain bytes.
-        let (dgid, dmac) = unsafe { (ah.grh.dgid.raw, ah.__bindgen_anon_1.roce.dmac) };
-        to.av = AddressVector {
-            dgid,
-            sgid_index: u16::from(ah.grh.sgid_index),
-            hop_limit: ah.grh.hop_limit,
-            traffic_class: ah.grh.traffic_class,
-            flow_label: ah.grh.flow_label & 0xf_ffff,
-            dmac,
-            sl: ah.sl,
-            port_num: ah.port_num as u8,
-            static_rate: ah.static_rate,
-            reserved: [0; 7],
-        };
+        to.av = address_vector(&attr.ah_attr)?;
     }
     Ok(to)
 }
@@ -588,17 +700,5 @@ fn qp_attr_from_device(to: &mut ib_qp_attr, attr: &QpAttr) {
     to.rnr_retry = attr.rnr_retry;
     to.en_sqd_async_notify = attr.en_sqd_async_notify;
     to.sq_draining = attr.sq_draining;
-
-    let ah = &mut to.ah_attr;
-    ah.type_ = RDMA_AH_ATTR_TYPE_ROCE;
-    ah.ah_flags = IB_AH_GRH as u8;
-    ah.sl = attr.av.sl;
-    ah.static_rate = attr.av.static_rate;
-    ah.port_num = u32::from(attr.av.port_num);
-    ah.grh.dgid = bindings::ib_gid { raw: attr.av.dgid };
-    ah.grh.sgid_index = attr.av.sgid_index as u8;
-    ah.grh.hop_limit = attr.av.hop_limit;
-    ah.grh.traffic_class = attr.av.traffic_class;
-    ah.grh.flow_label = attr.av.flow_label;
-    ah.__bindgen_anon_1.roce = roce_ah_attr { dmac: attr.av.dmac };
+    address_attr(&mut to.ah_attr, &attr.av);
 }
