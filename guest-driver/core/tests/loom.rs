@@ -14,7 +14,9 @@ use loom::sync::Arc;
 use loom::thread;
 use virtio_rdma_driver_core::buffer::{CqLayout, RingLayout};
 use virtio_rdma_driver_core::sync::{fence, AtomicU32, AtomicU64, Ordering::*};
-use virtio_rdma_driver_core::{ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue};
+use virtio_rdma_driver_core::{
+    ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue, SharedRecvQueue,
+};
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_SIZE, LEAF_OFFSET, SUMMARY_OFFSET};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{CqRecord, Cqe, SendWqe, ARM_NEXT, PHASE};
@@ -154,6 +156,47 @@ fn no_receive_is_overlooked() {
             found || rung,
             "a message waits, and nobody says that there is a receive"
         );
+    });
+}
+
+const SRQ: RingLayout = RingLayout {
+    entries: 1,
+    stride: 32,
+    offset: 128,
+};
+
+/// Receives posted to a shared receive queue of one entry while a message finds none: it finds one at second sight, or
+/// the doorbell is rung. What it has consumed is posted, is read before it is written again, and has room after that.
+#[test]
+fn no_shared_receive_is_overlooked() {
+    loom::model(|| {
+        let queue = Words::new(160);
+        let poster = {
+            let queue = queue.clone();
+            thread::spawn(move || {
+                let srq = SharedRecvQueue::new(queue, &SRQ, 1).unwrap();
+                let rung = srq.post(1, []).unwrap();
+                (rung, srq.post(2, []).is_ok())
+            })
+        };
+        queue[0].store(1u64.to_le(), SeqCst);
+        fence(SeqCst);
+        let found = posted(&queue, SRQ.offset);
+        if found {
+            let wr_id = queue[SRQ.offset as usize / 8 + 1].load(Relaxed);
+            assert_eq!(u64::from_le(wr_id), 1, "written again before it is free");
+            assert!(
+                u64::from_le(queue[8].load(Relaxed)) >= 1,
+                "consumed but not posted"
+            );
+            queue[0].store((1u64 << 32).to_le(), Release);
+        }
+        let (rung, second) = poster.join().unwrap();
+        assert!(
+            found || rung,
+            "a message waits, and nobody says that there is a receive"
+        );
+        assert!(found || !second, "there was no room");
     });
 }
 
