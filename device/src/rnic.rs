@@ -58,6 +58,8 @@ pub struct Limits {
     pub pds: u32,
     /// Memory regions.
     pub mrs: u32,
+    /// Memory windows.
+    pub mws: u32,
     /// Completion queues.
     pub cqs: u32,
     /// Queue pairs.
@@ -78,6 +80,7 @@ impl Default for Limits {
             contexts: 4096,
             pds: 65536,
             mrs: 1 << 20,
+            mws: 1 << 20,
             cqs: 131_072,
             qps: 131_072,
             srqs: 65536,
@@ -400,9 +403,7 @@ impl Rnic {
         for context in tables.contexts.iter_mut() {
             context.doorbell = context.doorbell.rebase(memory);
         }
-        for mr in tables.mrs.iter_mut() {
-            *mr = Arc::new(mr.rebase(memory));
-        }
+        tables.keys.rebase(memory);
         for cq in tables.cqs.iter_mut() {
             cq.rebase(memory);
         }
@@ -452,7 +453,7 @@ impl Rnic {
         self.ports.leave_all(self);
         tables.multicast = 0;
         tables.contexts.clear();
-        tables.mrs.clear();
+        tables.keys.clear();
         tables.cqs.clear();
         tables.pds.clear();
         tables.status_page = None;
@@ -630,7 +631,7 @@ impl Rnic {
         let cqs = tables.cqs.iter().map(|(cqn, cq)| {
             json!({
                 "cqn": cqn,
-                "entries": cq.entries,
+                "entries": cq.entries(),
                 "vector": cq.vector,
                 "completions": cq.position(),
                 "users": cq.users.load(Ordering::Relaxed),
@@ -648,14 +649,14 @@ impl Rnic {
                 "users": srq.users.load(Ordering::Relaxed),
             })
         });
-        let mrs = tables.mrs.iter().map(|(_, mr)| {
+        let mrs = tables.keys.regions().map(|mr| {
             json!({
                 "key": mr.key,
                 "pd": mr.pd,
                 "access": mr.access,
                 "iova": mr.iova,
                 "length": mr.length,
-                "pages": mr.pages.count(),
+                "pages": mr.backing.count(),
             })
         });
         json!({
@@ -670,7 +671,8 @@ impl Rnic {
             "counts": {
                 "contexts": tables.contexts.len(),
                 "pds": tables.pds.len(),
-                "mrs": tables.mrs.len(),
+                "mrs": tables.keys.mrs(),
+                "mws": tables.keys.mws(),
                 "cqs": tables.cqs.len(),
                 "qps": tables.qps.len(),
                 "srqs": tables.srqs.len(),

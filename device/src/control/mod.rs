@@ -2,50 +2,32 @@
 //! Control commands: decode, do, encode (specification: "Control commands").
 //!
 //! The command is a private copy already. Everything in it is checked here, before any object changes.
+mod cq;
+mod memory;
 mod queue_pair;
 mod srq;
 
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use virtio_rdma_spec::command::{
-    gid_type, opcode, status, CommandHeader, CreateContext, CreateCq, Handle, HandleResponse,
-    PageList, QueryDeviceResponse, QueryPort, QueryPortResponse, RegMr, RegMrResponse,
-    ResponseHeader, SetGid, SetStatusPage,
+    gid_type, opcode, status, CommandHeader, CreateContext, Handle, HandleResponse, PageList,
+    QueryDeviceResponse, QueryPort, QueryPortResponse, ResponseHeader, SetGid, SetStatusPage,
 };
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
 use virtio_rdma_spec::layout::Layout;
-use virtio_rdma_spec::ring::{CqRecord, Cqe, MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES};
-use virtio_rdma_spec::verbs::{access, mtu};
+use virtio_rdma_spec::ring::{MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES};
+use virtio_rdma_spec::verbs::mtu;
 use virtio_rdma_spec::PAGE_SIZE;
 
 use crate::memory::{read_page_list, Pages};
 use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
-use crate::verbs::cq::Cq;
-use crate::verbs::mr::Mr;
 use crate::verbs::qp::MAX_RD_ATOMIC;
 use crate::verbs::tables::{Context, Pd, Slots, Tables};
 use crate::verbs::Error;
 
 /// Longest command that a device accepts, bytes.
 pub const MAX_COMMAND: usize = 4096;
-
-/// Longest region, bytes.
-const MAX_MR_SIZE: u64 = 1 << 40;
-
-/// Access flags that a region may have.
-const MR_ACCESS: u32 = access::LOCAL_WRITE
-    | access::REMOTE_WRITE
-    | access::REMOTE_READ
-    | access::REMOTE_ATOMIC
-    | access::ZERO_BASED
-    | access::HUGETLB
-    | access::RELAXED_ORDERING;
-
-/// Access flags that the specification names, but that this device does not support yet.
-const MR_ACCESS_LATER: u32 =
-    access::MW_BIND | access::ON_DEMAND | access::FLUSH_GLOBAL | access::FLUSH_PERSISTENT;
 
 /// Executes a command of `rnic`'s VM; returns the response, header and body.
 #[must_use]
@@ -94,10 +76,14 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::DESTROY_CONTEXT => destroy_context(rnic, parse_handle(body)?),
         opcode::CREATE_PD => no_body(body).and_then(|()| create_pd(rnic)),
         opcode::DESTROY_PD => destroy_pd(rnic, parse_handle(body)?),
-        opcode::REG_MR => reg_mr(rnic, &parse(body)?),
-        opcode::DEREG_MR => dereg_mr(rnic, parse_handle(body)?),
-        opcode::CREATE_CQ => create_cq(rnic, &parse(body)?),
-        opcode::DESTROY_CQ => destroy_cq(rnic, parse_handle(body)?),
+        opcode::REG_MR => memory::register(rnic, &parse(body)?),
+        opcode::DEREG_MR => memory::deregister(rnic, parse_handle(body)?),
+        opcode::REREG_MR => memory::reregister(rnic, &parse(body)?),
+        opcode::ALLOC_MW => memory::allocate_window(rnic, &parse(body)?),
+        opcode::DEALLOC_MW => memory::deallocate_window(rnic, parse_handle(body)?),
+        opcode::CREATE_CQ => cq::create(rnic, &parse(body)?),
+        opcode::DESTROY_CQ => cq::destroy(rnic, parse_handle(body)?),
+        opcode::RESIZE_CQ => cq::resize(rnic, &parse(body)?),
         opcode::CREATE_QP => queue_pair::create(rnic, &parse(body)?),
         opcode::MODIFY_QP => queue_pair::modify(rnic, &parse(body)?),
         opcode::QUERY_QP => queue_pair::query(rnic, parse_handle(body)?),
@@ -142,6 +128,15 @@ fn zero(holds: bool) -> Result<(), Error> {
     }
 }
 
+/// What a command needs must have been accepted.
+fn needs(rnic: &Rnic, feature: u32) -> Result<(), Error> {
+    if rnic.accepted(feature) {
+        Ok(())
+    } else {
+        Err(Error::NotSupported)
+    }
+}
+
 fn encode<const N: usize>(bytes: [u8; N]) -> Vec<u8> {
     bytes.to_vec()
 }
@@ -164,7 +159,7 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         fw_ver: part(env!("CARGO_PKG_VERSION_MAJOR")) << 32
             | part(env!("CARGO_PKG_VERSION_MINOR")) << 16
             | part(env!("CARGO_PKG_VERSION_PATCH")),
-        max_mr_size: MAX_MR_SIZE,
+        max_mr_size: memory::MAX_MR_SIZE,
         page_size_cap: 0xffff_f000,
         max_context: limits.contexts,
         max_qp: limits.qps,
@@ -175,6 +170,11 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         max_cq: limits.cqs,
         max_cqe: MAX_CQ_ENTRIES,
         max_mr: limits.mrs,
+        max_mw: if rnic.accepted(feature::MW) {
+            limits.mws
+        } else {
+            0
+        },
         max_pd: limits.pds,
         max_qp_rd_atom: u32::from(MAX_RD_ATOMIC),
         max_qp_init_rd_atom: u32::from(MAX_RD_ATOMIC),
@@ -372,89 +372,6 @@ fn destroy_pd(rnic: &Arc<Rnic>, handle: u32) -> Result<Vec<u8>, Error> {
     Ok(Vec::new())
 }
 
-fn reg_mr(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
-    zero(body.reserved == [0; 7] && (1..=MAX_MR_SIZE).contains(&body.length))?;
-    zero(body.access & !(MR_ACCESS | MR_ACCESS_LATER) == 0)?;
-    if body.access & MR_ACCESS_LATER != 0 {
-        return Err(Error::NotSupported);
-    }
-    // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1, 10.6.3.1).
-    let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
-    zero(body.access & writes == 0 || body.access & access::LOCAL_WRITE != 0)?;
-    let zero_based = body.access & access::ZERO_BASED != 0;
-    let iova = if zero_based { 0 } else { body.iova };
-    zero(iova.checked_add(body.length - 1).is_some())?;
-    let end = body.offset.checked_add(body.length).ok_or(Error::Invalid)?;
-    zero((12..=31).contains(&body.pages.page_shift))?;
-    zero(body.offset >> body.pages.page_shift == 0)?;
-    zero(u64::from(body.pages.count) == end.div_ceil(1 << body.pages.page_shift))?;
-    if rnic.tables().pds.get(body.pd).is_none() {
-        return Err(Error::NotFound);
-    }
-    let pages = resolve(rnic, &body.pages)?;
-    let mut tables = rnic.tables_mut();
-    let tables = &mut *tables;
-    if tables.pds.get(body.pd).is_none() {
-        return Err(Error::NotFound);
-    }
-    let pages = tables.adopt(pages)?;
-    let footprint = pages.footprint();
-    let index = tables.mrs.insert_with(|index| {
-        let RegMr {
-            pd,
-            access,
-            length,
-            offset,
-            key,
-            ..
-        } = *body;
-        let key = index << 8 | u32::from(key);
-        Ok(Arc::new(Mr {
-            key,
-            pd,
-            access,
-            iova,
-            length,
-            offset,
-            footprint,
-            pages,
-        }))
-    });
-    let index = match index {
-        Ok(index) => index,
-        Err(error) => {
-            tables.release(footprint);
-            return Err(error);
-        }
-    };
-    if let Some(pd) = tables.pds.get_mut(body.pd) {
-        pd.users += 1;
-    }
-    let key = index << 8 | u32::from(body.key);
-    Ok(encode(
-        RegMrResponse {
-            lkey: key,
-            rkey: key,
-        }
-        .to_bytes(),
-    ))
-}
-
-fn dereg_mr(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
-    // The write lock is the guarantee: whoever used the key holds the lock for reading until its access has ended.
-    let mut tables = rnic.tables_mut();
-    if tables.mrs.get(key >> 8).ok_or(Error::NotFound)?.key != key {
-        return Err(Error::NotFound);
-    }
-    if let Some(mr) = tables.mrs.remove(key >> 8) {
-        tables.release(mr.footprint);
-        if let Some(pd) = tables.pds.get_mut(mr.pd) {
-            pd.users = pd.users.saturating_sub(1);
-        }
-    }
-    Ok(Vec::new())
-}
-
 /// Checks that a ring lies within `len` bytes, behind the record of `record` bytes, and is aligned to its stride.
 fn check_ring(
     offset: u32,
@@ -468,57 +385,4 @@ fn check_ring(
         .ok_or(Error::Invalid)?;
     let end = u64::from(offset).checked_add(size).ok_or(Error::Invalid)?;
     zero(offset as usize >= record && offset % stride.max(1) == 0 && end <= len)
-}
-
-fn create_cq(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error> {
-    zero(body.flags == 0 && body.reserved == 0)?;
-    zero(body.entries.is_power_of_two() && body.entries <= MAX_CQ_ENTRIES)?;
-    zero(
-        usize::from(body.stride) == Cqe::SIZE && body.comp_vector < rnic.settings.completion_queues,
-    )?;
-    let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
-    check_ring(
-        body.ring_offset,
-        u32::from(body.stride),
-        body.entries,
-        CqRecord::SIZE,
-        len,
-    )?;
-    let pages = resolve_ring(rnic, &body.buffer)?;
-    let mut tables = rnic.tables_mut();
-    let pages = tables.adopt(pages)?;
-    let footprint = pages.footprint();
-    let number = tables.cqs.insert_with(|number| {
-        Ok(Arc::new(Cq::new(
-            number,
-            body.comp_vector,
-            body.entries,
-            u64::from(body.ring_offset),
-            pages,
-        )))
-    });
-    number
-        .inspect_err(|_| tables.release(footprint))
-        .map(handle_response)
-}
-
-fn destroy_cq(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
-    let mut tables = rnic.tables_mut();
-    if tables
-        .cqs
-        .get(number)
-        .ok_or(Error::NotFound)?
-        .users
-        .load(Ordering::Relaxed)
-        != 0
-    {
-        return Err(Error::Busy);
-    }
-    if let Some(cq) = tables.cqs.remove(number) {
-        tables.release(cq.footprint);
-        if let Some(sink) = &tables.sink {
-            sink.forget_cq(cq.vector, number);
-        }
-    }
-    Ok(Vec::new())
 }

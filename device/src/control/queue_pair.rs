@@ -346,6 +346,7 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     }
     let left = rnic.ports().leave_groups(rnic, number);
     tables.multicast = tables.multicast.saturating_sub(left);
+    tables.keys.forget_qp(number);
     release_slot(tables, qp.context, qp.worker.index, qp.slot);
     count_users(tables, &qp, -1);
     if qp.requester().is_parked() {

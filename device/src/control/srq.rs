@@ -11,19 +11,11 @@ use virtio_rdma_spec::ring::{recv_stride, SrqRecord, MAX_SGE};
 use virtio_rdma_spec::PAGE_SIZE;
 
 use super::queue_pair::{check_queue, fill_slot, release_slot, reserve_slot};
-use super::{encode, handle_response, resolve_ring, zero};
+use super::{encode, handle_response, needs, resolve_ring, zero};
 use crate::rnic::Rnic;
 use crate::verbs::srq::{Parts, Srq, Xrc};
 use crate::verbs::tables::{Pd, Rung};
 use crate::verbs::Error;
-
-fn needs(rnic: &Rnic, feature: u32) -> Result<(), Error> {
-    if rnic.accepted(feature) {
-        Ok(())
-    } else {
-        Err(Error::NotSupported)
-    }
-}
 
 pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateSrq) -> Result<Vec<u8>, Error> {
     needs(rnic, feature::SRQ)?;

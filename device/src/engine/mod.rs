@@ -25,15 +25,7 @@ pub const BURST: u32 = 32;
 pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
     match cq.push(cqe, solicited) {
         Pushed::Quiet | Pushed::Dropped => {}
-        Pushed::Event => {
-            if let Some(sink) = &tables.sink {
-                let event = virtio_rdma_spec::event::CompletionEvent {
-                    cqn: cq.number,
-                    reserved: 0,
-                };
-                sink.completion(cq.vector, event);
-            }
-        }
+        Pushed::Event => notify(tables, cq),
         Pushed::Error(reason) => {
             raise(
                 tables,
@@ -47,6 +39,17 @@ pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
                 }
             }
         }
+    }
+}
+
+/// Raises the event that an armed completion queue wants.
+pub(crate) fn notify(tables: &Tables, cq: &Cq) {
+    if let Some(sink) = &tables.sink {
+        let event = virtio_rdma_spec::event::CompletionEvent {
+            cqn: cq.number,
+            reserved: 0,
+        };
+        sink.completion(cq.vector, event);
     }
 }
 

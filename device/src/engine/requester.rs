@@ -22,6 +22,7 @@ use super::{complete, raise, BURST, SLICE};
 use crate::fabric::local::{self, Route};
 use crate::memory::Pages;
 use crate::rnic::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
+use crate::verbs::keys::Accessor;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
 
@@ -375,7 +376,13 @@ impl Requester {
                 .and_then(|done| self.inline.get(done..));
             From::Bytes(left.unwrap_or_default())
         } else {
-            From::Guest(Cursor::new(tables, &self.sges, qp.pd, 0, active.done))
+            From::Guest(Cursor::new(
+                tables,
+                &self.sges,
+                Accessor::local(qp.pd),
+                0,
+                active.done,
+            ))
         }
     }
 
@@ -485,7 +492,7 @@ impl Requester {
             return Some(Err((wc_status::LOC_LEN_ERR, vendor_err::MESSAGE_LENGTH)));
         }
         let wanted = if read { access::LOCAL_WRITE } else { 0 };
-        if let Err(key) = check(tables, &self.sges, qp.pd, wanted) {
+        if let Err(key) = check(tables, &self.sges, Accessor::local(qp.pd), wanted) {
             return Some(Err((wc_status::LOC_PROT_ERR, key.0)));
         }
         Some(Ok(active))
@@ -527,7 +534,7 @@ impl Requester {
             Payload::Into(Cursor::new(
                 tables,
                 sges,
-                qp.pd,
+                Accessor::local(qp.pd),
                 access::LOCAL_WRITE,
                 active.done,
             ))

@@ -20,6 +20,7 @@ use super::queue::WorkQueue;
 use super::{complete, raise};
 use crate::memory::Pages;
 use crate::verbs::cq::Cq;
+use crate::verbs::keys::Accessor;
 use crate::verbs::qp::Qp;
 use crate::verbs::srq::Srq;
 use crate::verbs::tables::{Gid, Tables};
@@ -279,14 +280,11 @@ impl Responder {
                 if let Err(answer) = self.take_receive(&at, first, message, 0) {
                     return answer;
                 }
-                let mut to = Cursor::new(
-                    tables,
-                    &self.sges,
-                    at.receive_pd,
-                    access::LOCAL_WRITE,
-                    offset,
-                );
-                match transfer(&mut to, &mut source, len, last) {
+                let mut to =
+                    Cursor::new(tables, &self.sges, at.local(), access::LOCAL_WRITE, offset);
+                let moved = transfer(&mut to, &mut source, len, last);
+                drop(to);
+                match moved {
                     Ok(()) if last => self.delivered(&at, message, wc_opcode::RECV),
                     Ok(()) => Answer::Progress,
                     Err(Fault::Source(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
@@ -306,8 +304,11 @@ impl Responder {
                         return answer;
                     }
                 }
-                let mut to = Cursor::new(tables, &remote, at.pd, access::REMOTE_WRITE, offset);
-                match transfer(&mut to, &mut source, len, last) {
+                let mut to =
+                    Cursor::new(tables, &remote, at.remote(), access::REMOTE_WRITE, offset);
+                let moved = transfer(&mut to, &mut source, len, last);
+                drop(to);
+                match moved {
                     Ok(()) if last && with_imm => {
                         self.delivered(&at, message, wc_opcode::RECV_RDMA_WITH_IMM)
                     }
@@ -325,8 +326,9 @@ impl Responder {
                 if let Err(answer) = self.check_remote(&at, access::REMOTE_READ, &remote) {
                     return answer;
                 }
-                let from = Cursor::new(tables, &remote, at.pd, access::REMOTE_READ, offset);
-                match transfer(&mut sink, &mut From::Guest(from), len, last) {
+                let from = Cursor::new(tables, &remote, at.remote(), access::REMOTE_READ, offset);
+                let moved = transfer(&mut sink, &mut From::Guest(from), len, last);
+                match moved {
                     Ok(()) if last => Answer::Done,
                     Ok(()) => Answer::Progress,
                     Err(Fault::Source(key)) => self.violation(&at, key.0),
@@ -369,7 +371,7 @@ impl Responder {
         }
         let grh = datagram.grh(message.length);
         let header = &mut From::Bytes(&grh);
-        let to = |skip| Cursor::new(tables, &self.sges, at.receive_pd, access::LOCAL_WRITE, skip);
+        let to = |skip| Cursor::new(tables, &self.sges, at.local(), access::LOCAL_WRITE, skip);
         let placed = transfer(&mut to(0), header, GRH as u64, false)
             .and_then(|()| transfer(&mut to(GRH as u64), &mut source, message.length, true));
         match placed {
@@ -407,7 +409,7 @@ impl Responder {
         if self.access & wanted != wanted {
             return Err(self.violation(at, vendor_err::QP_ACCESS));
         }
-        check(at.tables, remote, at.pd, wanted).map_err(|key| self.violation(at, key.0))
+        check(at.tables, remote, at.remote(), wanted).map_err(|key| self.violation(at, key.0))
     }
 
     /// Makes sure that a receive work request is in use for this message, which needs `header` bytes more than its length.
@@ -449,7 +451,7 @@ impl Responder {
             let (status, reason) = (wc_status::LOC_LEN_ERR, vendor_err::RECV_TOO_SHORT);
             return Err(self.bad_receive(at, status, reason, wc_status::REM_INV_REQ_ERR));
         }
-        if let Err(key) = check(at.tables, &self.sges, at.receive_pd, access::LOCAL_WRITE) {
+        if let Err(key) = check(at.tables, &self.sges, at.local(), access::LOCAL_WRITE) {
             return Err(self.bad_receive(
                 at,
                 wc_status::LOC_PROT_ERR,
@@ -625,6 +627,18 @@ struct Place<'a> {
     pd: u32,
     /// The protection domain that the keys of receives must belong to.
     receive_pd: u32,
+}
+
+impl Place<'_> {
+    /// Our own access, to receive buffers.
+    fn local(&self) -> Accessor {
+        Accessor::local(self.receive_pd)
+    }
+
+    /// The peer's access.
+    fn remote(&self) -> Accessor {
+        Accessor::remote(self.pd, self.qp.number)
+    }
 }
 
 /// Completes a receive: in the queue pair's completion queue, or that of the XRC shared receive queue it is from.

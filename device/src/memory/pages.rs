@@ -182,7 +182,7 @@ impl Pages {
         Some(Span {
             ptr,
             len: contiguous.min(max) as usize,
-            pages: PhantomData,
+            owner: PhantomData,
         })
     }
 

@@ -6,7 +6,9 @@
 //! lock of the object itself.
 
 pub mod cq;
+pub mod keys;
 pub mod mr;
+pub mod mw;
 pub mod qp;
 pub mod slab;
 pub mod srq;

@@ -5,14 +5,13 @@ use std::sync::Arc;
 use virtio_rdma_spec::doorbell;
 
 use super::cq::Cq;
-use super::mr::{KeyError, Mr};
+use super::keys::Keys;
 use super::qp::Qp;
 use super::slab::Slab;
 use super::srq::Srq;
 use super::Error;
 use crate::memory::{GuestMemory, Pages};
 use crate::rnic::{EventSink, Limits, GID_TABLE_LEN};
-use virtio_rdma_spec::verbs::vendor_err;
 
 /// A protection domain.
 #[derive(Debug, Default)]
@@ -109,8 +108,8 @@ pub struct Tables {
     pub contexts: Slab<Context>,
     /// Protection domains.
     pub pds: Slab<Pd>,
-    /// Memory regions by the index of their key.
-    pub mrs: Slab<Arc<Mr>>,
+    /// Memory regions and windows.
+    pub keys: Keys,
     /// Completion queues.
     pub cqs: Slab<Arc<Cq>>,
     /// Queue pairs.
@@ -148,7 +147,7 @@ impl Tables {
             gids: [None; GID_TABLE_LEN],
             contexts: Slab::new(1, limits.contexts),
             pds: Slab::new(1, limits.pds),
-            mrs: Slab::new(1, limits.mrs),
+            keys: Keys::new(limits),
             cqs: Slab::new(1, limits.cqs),
             qps: Slab::new(2, limits.qps),
             gsi: None,
@@ -157,26 +156,5 @@ impl Tables {
             multicast: 0,
             footprint: 0,
         }
-    }
-
-    /// Finds the region of `key` and checks that `len` bytes at `addr` may be accessed.
-    ///
-    /// # Errors
-    /// The reason, where not.
-    #[inline]
-    pub fn region(
-        &self,
-        key: u32,
-        pd: u32,
-        access: u32,
-        addr: u64,
-        len: u64,
-    ) -> Result<&Mr, KeyError> {
-        let mr = self
-            .mrs
-            .get(key >> 8)
-            .ok_or(KeyError(vendor_err::KEY_UNKNOWN))?;
-        mr.check(key, pd, access, addr, len)?;
-        Ok(mr)
     }
 }

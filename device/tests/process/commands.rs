@@ -248,7 +248,7 @@ fn regions_are_checked() {
     refused(status::EINVAL, &|r| r.offset = u64::MAX);
     refused(status::EINVAL, &|r| r.iova = u64::MAX - 4096);
     refused(status::EINVAL, &|r| r.reserved[6] = 1);
-    refused(status::EINVAL, &|r| r.access = 1 << 31);
+    refused(status::EINVAL, &|r| r.access = 1 << 30);
     refused(status::EINVAL, &|r| r.access = access::REMOTE_WRITE);
     refused(status::EOPNOTSUPP, &|r| r.access |= access::ON_DEMAND);
     refused(status::EINVAL, &|r| r.pages.count = 0);
