@@ -2,7 +2,7 @@
 //! Walks a scatter/gather list, piece by contiguous piece.
 use virtio_rdma_spec::ring::Sge;
 
-use crate::memory::{copy, copy_last, Source, Span};
+use crate::memory::{copy, copy_last, fetch_bytes, Source, Span};
 use crate::verbs::keys::{Accessor, Grant, KeyError};
 use crate::verbs::tables::Tables;
 
@@ -107,6 +107,33 @@ pub enum From<'a> {
     Guest(Cursor<'a>),
     /// Bytes of ours.
     Bytes(&'a [u8]),
+}
+
+/// Reads `into.len()` bytes of a source that has as many.
+///
+/// # Errors
+/// If a key does not give access.
+pub fn fetch(from: &mut From<'_>, mut into: &mut [u8]) -> Result<(), KeyError> {
+    while !into.is_empty() {
+        let read = match from {
+            From::Guest(cursor) => match cursor.next(into.len() as u64)? {
+                Some(span) => fetch_bytes(into, span),
+                None => return Ok(()),
+            },
+            From::Bytes(bytes) => {
+                let n = bytes.len().min(into.len());
+                let (head, rest) = bytes.split_at(n);
+                into.get_mut(..n).unwrap_or_default().copy_from_slice(head);
+                *bytes = rest;
+                n
+            }
+        };
+        if read == 0 {
+            return Ok(());
+        }
+        into = into.get_mut(read..).unwrap_or_default();
+    }
+    Ok(())
 }
 
 /// Which side of a copy failed.

@@ -6,6 +6,7 @@
 
 pub mod cursor;
 pub mod message;
+pub mod operation;
 pub mod queue;
 pub mod requester;
 pub mod responder;

@@ -7,15 +7,17 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
-    access, qp_state, qp_type, send_flag, vendor_err, wc_opcode, wc_status, wr_opcode, MASK_24,
+    access, qp_state, qp_type, send_flag, vendor_err, wc_status, MASK_24,
 };
 
 use super::cursor::{check, Cursor, From};
 use super::message::{Answer, Datagram, Message};
+use super::operation::{completion_opcode, Kind, Operation};
 use super::queue::WorkQueue;
 use super::responder::Payload;
 use super::{complete, raise, BURST, SLICE};
@@ -53,6 +55,7 @@ struct Active {
     index: u16,
     signaled: bool,
     inline: bool,
+    kind: Kind,
     /// Bytes moved.
     done: u64,
 }
@@ -72,6 +75,8 @@ pub struct Requester {
     /// Inline data of the work request in progress; its capacity was reserved at creation.
     inline: Vec<u8>,
     active: Option<Active>,
+    /// What the active one asks for beyond moving data.
+    operation: Operation,
     /// Where the active one goes, if it is a datagram.
     datagram: Option<Datagram>,
     route: Route,
@@ -111,6 +116,7 @@ impl Requester {
             sges: Vec::with_capacity(max_sge),
             inline: Vec::with_capacity(max_inline.next_multiple_of(8)),
             active: None,
+            operation: Operation::None,
             datagram: None,
             route: Route::default(),
             parked: None,
@@ -221,6 +227,14 @@ impl Requester {
             if qp.wake.load(Ordering::Relaxed) {
                 // Whatever woke us is behind us: the next wake-up comes after what the responder says now.
                 qp.wake.store(false, Ordering::Relaxed);
+            }
+            if active.kind.is_local() {
+                if let Err((status, reason)) = self.execute(tables, qp, &active) {
+                    self.fail(tables, qp, status, reason);
+                    return Turn::Again;
+                }
+                self.finish(tables, qp, &active);
+                continue;
             }
             let len = (active.message.length - active.done).min(budget);
             let mut answer = self.exchange(tables, qp, &active, len, &peer);
@@ -426,25 +440,18 @@ impl Requester {
             index: self.queue.index(),
             signaled: self.signal_all || flags & send_flag::SIGNALED != 0,
             inline,
+            kind: Kind::Send,
             done: 0,
         };
         self.active = Some(active);
         self.datagram = None;
-        let sends = matches!(wqe.opcode, wr_opcode::SEND | wr_opcode::SEND_WITH_IMM);
-        let writes = matches!(
-            wqe.opcode,
-            wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM
-        );
-        let read = wqe.opcode == wr_opcode::RDMA_READ;
-        let allowed = match self.qp_type {
-            qp_type::RC | qp_type::XRC_INI => sends || writes || read,
-            qp_type::UC => sends || writes,
-            qp_type::UD | qp_type::GSI => sends,
-            _ => false,
-        };
-        if !allowed {
+        let kind = Kind::of(wqe.opcode)
+            .filter(|(kind, _)| kind.allowed(wqe.opcode, self.qp_type))
+            .filter(|(_, feature)| feature.is_none_or(|feature| qp.rnic.accepted(feature)));
+        let Some((kind, _)) = kind else {
             return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE)));
-        }
+        };
+        active.kind = kind;
         let data_offset = if datagram {
             match self.address(tables, &UdWqe::from_bytes(&bytes)) {
                 Some(address) => self.datagram = Some(address),
@@ -459,12 +466,23 @@ impl Requester {
         let longest = if datagram { MAX_DATAGRAM } else { MAX_MESSAGE };
         let known =
             send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
-        if flags & !known != 0 || (inline && read) {
+        if flags & !known != 0 || (inline && !kind.may_be_inline()) {
             return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::FLAGS)));
         }
-        if read && self.max_rd_atomic == 0 {
+        if kind.brings() && self.max_rd_atomic == 0 {
             return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::RD_ATOMIC)));
         }
+        if !matches!(kind, Kind::Send | Kind::Write | Kind::Read) {
+            self.operation = match Operation::read(&self.queue, buffer, &wqe) {
+                Ok(operation) => operation,
+                Err(refused) => return Some(Err(refused)),
+            };
+            if kind.is_local() || kind == Kind::Flush {
+                self.sges.clear();
+                return Some(Ok(active));
+            }
+        }
+        let word = matches!(kind, Kind::Atomic | Kind::AtomicWrite);
         let count = usize::from(wqe.count);
         if inline {
             if count > self.max_inline {
@@ -477,7 +495,7 @@ impl Requester {
             }
             self.inline.truncate(count);
             active.message.length = count as u64;
-            if active.message.length > longest {
+            if active.message.length > longest || (word && count != 8) {
                 return Some(Err((wc_status::LOC_LEN_ERR, vendor_err::MESSAGE_LENGTH)));
             }
             return Some(Ok(active));
@@ -488,10 +506,14 @@ impl Requester {
         self.queue
             .read_sges(buffer, data_offset, count, &mut self.sges);
         active.message.length = self.sges.iter().map(|sge| u64::from(sge.length)).sum();
-        if active.message.length > longest {
+        if active.message.length > longest || (word && active.message.length != 8) {
             return Some(Err((wc_status::LOC_LEN_ERR, vendor_err::MESSAGE_LENGTH)));
         }
-        let wanted = if read { access::LOCAL_WRITE } else { 0 };
+        let wanted = if kind.brings() {
+            access::LOCAL_WRITE
+        } else {
+            0
+        };
         if let Err(key) = check(tables, &self.sges, Accessor::local(qp.pd), wanted) {
             return Some(Err((wc_status::LOC_PROT_ERR, key.0)));
         }
@@ -529,17 +551,21 @@ impl Requester {
         len: u64,
         peer: &local::Peer<'_>,
     ) -> Answer {
-        let payload = if active.message.opcode == wr_opcode::RDMA_READ {
-            let sges = &self.sges;
-            Payload::Into(Cursor::new(
-                tables,
-                sges,
-                Accessor::local(qp.pd),
-                access::LOCAL_WRITE,
-                active.done,
-            ))
-        } else {
-            Payload::From(self.source(tables, qp, active))
+        let local = Accessor::local(qp.pd);
+        let sink = || Cursor::new(tables, &self.sges, local, access::LOCAL_WRITE, active.done);
+        let payload = match self.operation {
+            Operation::Atomic(operation) if active.kind == Kind::Atomic => {
+                // It must not be done if its result has no place to go.
+                if let Err(key) = check(tables, &self.sges, local, access::LOCAL_WRITE) {
+                    return Answer::Local(wc_status::LOC_PROT_ERR, key.0);
+                }
+                Payload::Atomic(operation, sink())
+            }
+            Operation::Flush(wanted, range) if active.kind == Kind::Flush => {
+                Payload::Flush(wanted, range)
+            }
+            _ if active.kind == Kind::Read => Payload::Into(sink()),
+            _ => Payload::From(self.source(tables, qp, active)),
         };
         peer.deliver(
             tables,
@@ -552,16 +578,33 @@ impl Requester {
         )
     }
 
+    /// Carries out a work request that is no message.
+    fn execute(&self, tables: &Tables, qp: &Qp, active: &Active) -> Result<(), (u8, u8)> {
+        let keys = &tables.keys;
+        match self.operation {
+            Operation::Bind(bind) if active.kind == Kind::Bind => {
+                let flush = bind.access & access::FLUSH_GLOBAL != 0;
+                if flush && !qp.rnic.accepted(feature::FLUSH) {
+                    return Err((wc_status::MW_BIND_ERR, vendor_err::BIND));
+                }
+                keys.bind(&bind, qp.pd, qp.number)
+                    .map_err(|key| (wc_status::MW_BIND_ERR, key.0))
+            }
+            _ => keys
+                .invalidate(active.message.imm, qp.pd, qp.number)
+                .map_err(|key| (wc_status::LOC_QP_OP_ERR, key.0)),
+        }
+    }
+
     /// The work request is done.
     fn finish(&mut self, tables: &Tables, qp: &Arc<Qp>, active: &Active) {
         self.active = None;
         self.queue.advance();
         if active.signaled {
             let opcode = completion_opcode(active.message.opcode);
-            let read = active.message.opcode == wr_opcode::RDMA_READ;
             let cqe = Cqe {
                 wr_id: active.wr_id,
-                byte_len: if read {
+                byte_len: if active.kind.brings() {
                     u32::try_from(active.message.length).unwrap_or(u32::MAX)
                 } else {
                     0
@@ -626,15 +669,6 @@ impl Requester {
             self.complete_active(tables, qp, wc_status::WR_FLUSH_ERR, vendor_err::FLUSHED);
         }
         true
-    }
-}
-
-/// The completion's opcode for a work request's.
-fn completion_opcode(opcode: u8) -> u8 {
-    match opcode {
-        wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => wc_opcode::RDMA_WRITE,
-        wr_opcode::RDMA_READ => wc_opcode::RDMA_READ,
-        _ => wc_opcode::SEND,
     }
 }
 

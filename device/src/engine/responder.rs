@@ -4,6 +4,8 @@
 //!
 //! It never trusts that the peer's message is one: every slice is checked again, because keys and states may have changed
 //! between two of them.
+mod words;
+
 use std::sync::atomic::{fence, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -18,7 +20,7 @@ use super::cursor::{check, transfer, Cursor, Fault, From};
 use super::message::{Answer, Datagram, Message, GRH};
 use super::queue::WorkQueue;
 use super::{complete, raise};
-use crate::memory::Pages;
+use crate::memory::{atomic, Pages};
 use crate::verbs::cq::Cq;
 use crate::verbs::keys::Accessor;
 use crate::verbs::qp::Qp;
@@ -276,7 +278,17 @@ impl Responder {
             receive_pd: self.receive_pd(qp, xrc),
         };
         match (message.opcode, payload) {
-            (wr_opcode::SEND | wr_opcode::SEND_WITH_IMM, Payload::From(mut source)) => {
+            (
+                wr_opcode::SEND | wr_opcode::SEND_WITH_IMM | wr_opcode::SEND_WITH_INV,
+                Payload::From(mut source),
+            ) => {
+                let invalidated =
+                    (message.opcode == wr_opcode::SEND_WITH_INV).then_some(message.imm);
+                if let Some(key) = invalidated {
+                    if let Err(key) = tables.keys.check_invalidate(key, at.pd, qp.number) {
+                        return self.violation(&at, key.0);
+                    }
+                }
                 if let Err(answer) = self.take_receive(&at, first, message, 0) {
                     return answer;
                 }
@@ -285,7 +297,14 @@ impl Responder {
                 let moved = transfer(&mut to, &mut source, len, last);
                 drop(to);
                 match moved {
-                    Ok(()) if last => self.delivered(&at, message, wc_opcode::RECV),
+                    Ok(()) if last => {
+                        if let Some(key) = invalidated {
+                            if let Err(key) = tables.keys.invalidate(key, at.pd, qp.number) {
+                                return self.violation(&at, key.0);
+                            }
+                        }
+                        self.delivered(&at, message, wc_opcode::RECV)
+                    }
                     Ok(()) => Answer::Progress,
                     Err(Fault::Source(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
                     Err(Fault::Destination(key)) => {
@@ -335,6 +354,11 @@ impl Responder {
                     Err(Fault::Destination(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
                 }
             }
+            (_, Payload::Atomic(operation, sink)) => self.atomic(&at, message, operation, sink),
+            (wr_opcode::ATOMIC_WRITE, Payload::From(source)) => {
+                self.atomic_write(&at, message, source)
+            }
+            (_, Payload::Flush(wanted, range)) => self.flush_memory(&at, message, wanted, range),
             _ => self.invalid_request(tables, qp, vendor_err::OPCODE),
         }
     }
@@ -543,19 +567,20 @@ impl Responder {
         let Some(inbound) = self.inbound.take() else {
             return Answer::Done;
         };
-        let with_imm = matches!(
-            message.opcode,
-            wr_opcode::SEND_WITH_IMM | wr_opcode::RDMA_WRITE_WITH_IMM
-        );
+        let wc_flags = match message.opcode {
+            wr_opcode::SEND_WITH_IMM | wr_opcode::RDMA_WRITE_WITH_IMM => wc_flag::WITH_IMM,
+            wr_opcode::SEND_WITH_INV => wc_flag::WITH_INV,
+            _ => 0,
+        };
         let cqe = Cqe {
             wr_id: inbound.wr_id,
             byte_len: u32::try_from(message.length).unwrap_or(u32::MAX),
-            imm: if with_imm { message.imm } else { 0 },
+            imm: if wc_flags == 0 { 0 } else { message.imm },
             qp_num: at.qp.number,
             src_qp: message.src_qp,
             wqe_index: inbound.index,
             opcode,
-            wc_flags: if with_imm { wc_flag::WITH_IMM } else { 0 },
+            wc_flags,
             ..Cqe::default()
         };
         push(at.tables, at.qp, &inbound, &cqe, message.solicited);
@@ -669,6 +694,10 @@ pub enum Payload<'a> {
     From(From<'a>),
     /// The requester's buffers, for what it reads.
     Into(Cursor<'a>),
+    /// An atomic operation, and where the requester wants what was there.
+    Atomic(atomic::Operation, Cursor<'a>),
+    /// FLUSH with this access, of a range of this length, or of all that the key is for.
+    Flush(u32, Option<u64>),
 }
 
 /// The remote range of a message as a scatter/gather entry.

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::command::{
-    AttachMcast, CreateContext, CreateCq, CreatePd, CreateQp, DeregMr, DestroyContext, DestroyCq,
-    DestroyPd, DestroyQp, DetachMcast, ModifyQp, QueryQp, RegMr,
+    AllocMw, AttachMcast, CreateContext, CreateCq, CreatePd, CreateQp, DeallocMw, DeregMr,
+    DestroyContext, DestroyCq, DestroyPd, DestroyQp, DetachMcast, ModifyQp, QueryQp, RegMr,
+    ResizeCq,
 };
 use virtio_rdma_driver_core::{
     ArmMode, CompletionQueue, Doorbell, RecvQueue, SendEntry, SendQueue,
@@ -16,7 +17,7 @@ use virtio_rdma_spec::command::{
     self as spec, create_qp_flag, AddressVector, Handle, Multicast, PageList, QpAttr,
 };
 use virtio_rdma_spec::doorbell::BLOCK_SIZE;
-use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, UdWqe};
+use virtio_rdma_spec::ring::{BindMw, Cqe, CqeExtension, MaskedOperands, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, wr_opcode};
 
 use crate::mapping::View;
@@ -123,6 +124,44 @@ impl Pd {
         self.register_buffer(buffer, iova, 0, length, access)
     }
 
+    /// Registers all guest memory, under its guest-physical addresses; returns the key.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn register_physical(&self, access: u32) -> Result<u32, Error> {
+        let body = spec::RegMr {
+            pd: self.handle,
+            access: access | access::PHYSICAL,
+            ..spec::RegMr::default()
+        };
+        Ok(self.vm.execute::<RegMr>(&body)?.lkey)
+    }
+
+    /// Deregisters a region by its key.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn deregister(&self, lkey: u32) -> Result<(), Error> {
+        self.vm.execute::<DeregMr>(&handle(lkey)).map(|_| ())
+    }
+
+    /// Allocates a window of type `mw_type`.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn window(self: &Arc<Self>, mw_type: u8) -> Result<Mw, Error> {
+        let body = spec::AllocMw {
+            pd: self.handle,
+            mw_type,
+            ..spec::AllocMw::default()
+        };
+        let response = self.vm.execute::<AllocMw>(&body)?;
+        Ok(Mw {
+            pd: self.clone(),
+            rkey: response.handle,
+        })
+    }
+
     /// Registers `length` bytes of `buffer` from `offset`, under the address `iova`.
     ///
     /// # Errors
@@ -167,6 +206,20 @@ impl Pd {
 impl Drop for Pd {
     fn drop(&mut self) {
         let _ = self.vm.execute::<DestroyPd>(&handle(self.handle));
+    }
+}
+
+/// A memory window.
+#[derive(Debug)]
+pub struct Mw {
+    pd: Arc<Pd>,
+    /// Its first key.
+    pub rkey: u32,
+}
+
+impl Drop for Mw {
+    fn drop(&mut self) {
+        let _ = self.pd.vm.execute::<DeallocMw>(&handle(self.rkey));
     }
 }
 
@@ -255,6 +308,8 @@ pub struct Cq {
     vector: u16,
     queue: Mutex<CompletionQueue<View>>,
     buffer: Buffer,
+    /// The buffer since it was resized.
+    resized: Mutex<Option<Buffer>>,
     queues: RwLock<HashMap<u32, Weak<Queues>>>,
 }
 
@@ -264,7 +319,23 @@ impl Cq {
     /// # Errors
     /// If the device refuses.
     pub fn new(vm: &Arc<Vm>, entries: u32, vector: u16) -> Result<Arc<Self>, Error> {
-        let layout = CqLayout::new(entries).ok_or(Error::BadLayout)?;
+        Self::with_layout(vm, CqLayout::new(entries), vector)
+    }
+
+    /// Creates a completion queue of at least `entries` entries with time stamps.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn extended(vm: &Arc<Vm>, entries: u32, vector: u16) -> Result<Arc<Self>, Error> {
+        Self::with_layout(vm, CqLayout::extended(entries), vector)
+    }
+
+    fn with_layout(
+        vm: &Arc<Vm>,
+        layout: Option<CqLayout>,
+        vector: u16,
+    ) -> Result<Arc<Self>, Error> {
+        let layout = layout.ok_or(Error::BadLayout)?;
         let buffer = vm.buffer(layout.size, Placement::Scattered)?;
         let (pages, _tables) = buffer.page_list()?;
         let body = spec::CreateCq {
@@ -284,6 +355,7 @@ impl Cq {
             vector,
             queue: Mutex::new(queue),
             buffer,
+            resized: Mutex::new(None),
             queues: RwLock::default(),
         }))
     }
@@ -311,6 +383,44 @@ impl Cq {
         queue.publish();
         self.free(&cqe);
         Some(cqe)
+    }
+
+    /// The next completion with its extension, if there is one. What it completes is free again.
+    pub fn poll_extended(&self) -> Option<(Cqe, CqeExtension)> {
+        let queue = self.queue();
+        let cqe = queue.poll()?;
+        let extension = queue.extension();
+        queue.publish();
+        self.free(&cqe);
+        Some((cqe, extension))
+    }
+
+    /// Goes over to another buffer of at least `entries` entries; returns how many completions were moved.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn resize(&self, entries: u32, extended: bool) -> Result<u32, Error> {
+        let layout = if extended {
+            CqLayout::extended(entries)
+        } else {
+            CqLayout::new(entries)
+        };
+        let layout = layout.ok_or(Error::BadLayout)?;
+        let buffer = self.vm.buffer(layout.size, Placement::Scattered)?;
+        let (pages, _tables) = buffer.page_list()?;
+        let mut queue = self.queue();
+        let next = queue.prepare_resize(buffer.view().clone(), &layout.ring)?;
+        let body = spec::ResizeCq {
+            cqn: self.cqn,
+            entries: layout.ring.entries,
+            ring_offset: layout.ring.offset,
+            buffer: pages,
+            ..spec::ResizeCq::default()
+        };
+        let response = self.vm.execute::<ResizeCq>(&body)?;
+        queue.resized(next);
+        *self.resized.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
+        Ok(response.handle)
     }
 
     /// Takes completions until `into` is full or there are no more; returns how many.
@@ -1005,6 +1115,38 @@ impl Qp {
     pub fn post_inline<E: SendEntry>(&self, wqe: &E, data: &[u8]) -> Result<(), Error> {
         let mut batch = self.send_queue().batch();
         batch.push_inline(wqe, [data])?;
+        batch.commit();
+        self.ring()
+    }
+
+    /// Posts the bind of a memory window.
+    ///
+    /// # Errors
+    /// If the queue is full.
+    pub fn post_bind(&self, wr_id: u64, bind: &BindMw) -> Result<(), Error> {
+        let wqe = SendWqe {
+            opcode: wr_opcode::BIND_MW,
+            wr_id,
+            ..SendWqe::default()
+        };
+        let mut batch = self.send_queue().batch();
+        batch.push_bind(&wqe, bind)?;
+        batch.commit();
+        self.ring()
+    }
+
+    /// Posts a masked atomic operation.
+    ///
+    /// # Errors
+    /// If the queue is full, or cannot take it.
+    pub fn post_masked(
+        &self,
+        wqe: &SendWqe,
+        operands: &MaskedOperands,
+        sge: Sge,
+    ) -> Result<(), Error> {
+        let mut batch = self.send_queue().batch();
+        batch.push_masked(wqe, operands, Some(sge))?;
         batch.commit();
         self.ring()
     }
