@@ -3,16 +3,16 @@
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use virtio_rdma_spec::command::{CreateCq, PageList, ResizeCq};
+use virtio_rdma_spec::command::{CreateCq, PageList, QueryClockResponse, ResizeCq};
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::{CqRecord, MAX_CQ_ENTRIES};
 use virtio_rdma_spec::PAGE_SIZE;
 
-use super::{check_ring, handle_response, needs, resolve_ring, zero};
+use super::{check_ring, encode, handle_response, needs, resolve_ring, zero};
 use crate::engine::notify;
 use crate::memory::Pages;
 use crate::rnic::Rnic;
-use crate::verbs::cq::{Cq, Ring, STRIDES};
+use crate::verbs::cq::{clock, Cq, Ring, STRIDES};
 use crate::verbs::tables::Tables;
 use crate::verbs::Error;
 
@@ -81,6 +81,11 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeCq) -> Result<Vec<u8>, Error
         notify(&tables, &cq);
     }
     Ok(handle_response(moved))
+}
+
+pub(super) fn query_clock(rnic: &Rnic) -> Result<Vec<u8>, Error> {
+    needs(rnic, feature::CQ_TIMESTAMP)?;
+    Ok(encode(QueryClockResponse { clock: clock() }.to_bytes()))
 }
 
 pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {

@@ -22,6 +22,7 @@ use virtio_rdma_spec::PAGE_SIZE;
 
 use crate::memory::{read_page_list, Pages};
 use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
+use crate::verbs::cq::Source;
 use crate::verbs::qp::MAX_RD_ATOMIC;
 use crate::verbs::tables::{Context, Pd, Slots, Tables};
 use crate::verbs::Error;
@@ -72,6 +73,7 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::QUERY_PORT => query_port(rnic, &parse(body)?),
         opcode::SET_GID => set_gid(rnic, &parse(body)?),
         opcode::SET_STATUS_PAGE => set_status_page(rnic, &parse(body)?),
+        opcode::QUERY_CLOCK => no_body(body).and_then(|()| cq::query_clock(rnic)),
         opcode::CREATE_CONTEXT => create_context(rnic, &parse(body)?),
         opcode::DESTROY_CONTEXT => destroy_context(rnic, parse_handle(body)?),
         opcode::CREATE_PD => no_body(body).and_then(|()| create_pd(rnic)),
@@ -170,11 +172,7 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         max_cq: limits.cqs,
         max_cqe: MAX_CQ_ENTRIES,
         max_mr: limits.mrs,
-        max_mw: if rnic.accepted(feature::MW) {
-            limits.mws
-        } else {
-            0
-        },
+        max_mw: limits.mws,
         max_pd: limits.pds,
         max_qp_rd_atom: u32::from(MAX_RD_ATOMIC),
         max_qp_init_rd_atom: u32::from(MAX_RD_ATOMIC),
@@ -245,13 +243,18 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
     zero(body.port_num == 1 && body.reserved == [0; 12])?;
     zero(body.gid_type == gid_type::ROCE_V1 || body.gid_type == gid_type::ROCE_V2)?;
     let mut tables = rnic.tables_mut();
-    let entry = tables
-        .gids
-        .get_mut(usize::from(body.index))
-        .ok_or(Error::Invalid)?;
+    let tables = &mut *tables;
+    let index = usize::from(body.index);
+    let entry = tables.gids.get_mut(index).ok_or(Error::Invalid)?;
+    let source = tables.sources.get_mut(index).ok_or(Error::Invalid)?;
     let new = (body.gid != [0; 16]).then_some(body.gid);
     let old = *entry;
+    let new_source = Source {
+        mac: body.mac,
+        vlan: body.vlan,
+    };
     if old == new {
+        *source = new_source;
         return Ok(Vec::new());
     }
     if let Some(gid) = new {
@@ -260,6 +263,7 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
         }
     }
     *entry = new;
+    *source = new_source;
     if let Some(gid) = old {
         if !tables.gids.contains(&Some(gid)) {
             rnic.ports().release(gid, rnic);

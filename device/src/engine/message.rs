@@ -2,6 +2,8 @@
 //! What requester and responder say to each other.
 use virtio_rdma_spec::verbs::MASK_24;
 
+use crate::verbs::cq::Source;
+
 /// A message, as its responder needs to know it.
 #[derive(Debug, Clone, Copy)]
 pub struct Message {
@@ -55,6 +57,8 @@ const MULTICAST_QPN: u32 = MASK_24;
 pub struct Datagram {
     /// Source GID.
     pub sgid: [u8; 16],
+    /// MAC address and VLAN of the source.
+    pub source: Source,
     /// Destination GID.
     pub dgid: [u8; 16],
     /// Destination queue pair.
@@ -142,6 +146,7 @@ mod tests {
     fn datagram(sgid: [u8; 16], dgid: [u8; 16]) -> Datagram {
         Datagram {
             sgid,
+            source: Source::default(),
             dgid,
             qpn: 1,
             qkey: 1,

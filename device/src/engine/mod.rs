@@ -14,7 +14,7 @@ pub mod responder;
 use virtio_rdma_spec::event::AsyncEvent;
 use virtio_rdma_spec::ring::Cqe;
 
-use crate::verbs::cq::{Cq, Pushed};
+use crate::verbs::cq::{Cq, Pushed, Source};
 use crate::verbs::tables::Tables;
 
 /// Payload moved for one queue pair before the next gets its turn, bytes.
@@ -24,7 +24,12 @@ pub const BURST: u32 = 32;
 
 /// Writes a completion to a queue of the VM of `tables`, with all that follows from it.
 pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
-    match cq.push(cqe, solicited) {
+    complete_from(tables, cq, cqe, &Source::default(), solicited);
+}
+
+/// The same, of a datagram from `source`.
+pub(crate) fn complete_from(tables: &Tables, cq: &Cq, cqe: &Cqe, source: &Source, solicited: bool) {
+    match cq.push_from(cqe, source, solicited) {
         Pushed::Quiet | Pushed::Dropped => {}
         Pushed::Event => notify(tables, cq),
         Pushed::Error(reason) => {

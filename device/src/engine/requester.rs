@@ -522,7 +522,9 @@ impl Requester {
 
     /// Where a datagram goes; `None` if its address is not one.
     fn address(&self, tables: &Tables, wqe: &UdWqe) -> Option<Datagram> {
-        let sgid = (*tables.gids.get(usize::from(wqe.sgid_index))?)?;
+        let index = usize::from(wqe.sgid_index);
+        let sgid = (*tables.gids.get(index)?)?;
+        let source = *tables.sources.get(index)?;
         let good = wqe.reserved0 == 0
             && wqe.reserved1 == [0; 6]
             && wqe.pkey_index == 0
@@ -532,6 +534,7 @@ impl Requester {
         let own_qkey = wqe.remote_qkey & CONTROLLED_QKEY != 0;
         good.then_some(Datagram {
             sgid,
+            source,
             dgid: wqe.dgid,
             qpn: wqe.remote_qpn,
             qkey: if own_qkey { self.qkey } else { wqe.remote_qkey },

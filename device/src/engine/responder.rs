@@ -19,9 +19,9 @@ use virtio_rdma_spec::verbs::{
 use super::cursor::{check, transfer, Cursor, Fault, From};
 use super::message::{Answer, Datagram, Message, GRH};
 use super::queue::WorkQueue;
-use super::{complete, raise};
+use super::{complete_from, raise};
 use crate::memory::{atomic, Pages};
-use crate::verbs::cq::Cq;
+use crate::verbs::cq::{Cq, Source};
 use crate::verbs::keys::Accessor;
 use crate::verbs::qp::Qp;
 use crate::verbs::srq::Srq;
@@ -424,7 +424,14 @@ impl Responder {
             wc_flags: wc_flag::GRH | if with_imm { wc_flag::WITH_IMM } else { 0 },
             ..Cqe::default()
         };
-        push(tables, qp, &inbound, &cqe, message.solicited);
+        push(
+            tables,
+            qp,
+            &inbound,
+            &cqe,
+            &datagram.source,
+            message.solicited,
+        );
         Answer::Done
     }
 
@@ -583,7 +590,14 @@ impl Responder {
             wc_flags,
             ..Cqe::default()
         };
-        push(at.tables, at.qp, &inbound, &cqe, message.solicited);
+        push(
+            at.tables,
+            at.qp,
+            &inbound,
+            &cqe,
+            &Source::default(),
+            message.solicited,
+        );
         Answer::Done
     }
 
@@ -598,7 +612,7 @@ impl Responder {
             opcode: wc_opcode::RECV,
             ..Cqe::default()
         };
-        push(tables, qp, inbound, &cqe, true);
+        push(tables, qp, inbound, &cqe, &Source::default(), true);
     }
 
     /// Our receive work request is bad: it completes with `status`, the peer's with `remote`, and we are in error.
@@ -667,7 +681,14 @@ impl Place<'_> {
 }
 
 /// Completes a receive: in the queue pair's completion queue, or that of the XRC shared receive queue it is from.
-fn push(tables: &Tables, qp: &Arc<Qp>, inbound: &Inbound, cqe: &Cqe, solicited: bool) {
+fn push(
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    inbound: &Inbound,
+    cqe: &Cqe,
+    source: &Source,
+    solicited: bool,
+) {
     let cq: Option<&Arc<Cq>> = match inbound.srq.as_ref().filter(|srq| srq.xrc.is_some()) {
         // It may have been destroyed: no queue pair keeps it.
         Some(srq) => tables
@@ -679,7 +700,7 @@ fn push(tables: &Tables, qp: &Arc<Qp>, inbound: &Inbound, cqe: &Cqe, solicited: 
         None => qp.recv_cq.as_ref(),
     };
     if let Some(cq) = cq {
-        complete(tables, cq, cqe, solicited);
+        complete_from(tables, cq, cqe, source, solicited);
         if cq.errored() {
             // Those that use it have failed already; an XRC_TGT queue pair uses it from case to case.
             qp.fail();

@@ -17,6 +17,15 @@ const CONSUMER: u64 = 0;
 /// Offset of `CqRecord::arm`.
 const ARM: u64 = 4;
 
+/// Where a datagram comes from; all zero for other completions.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Source {
+    /// MAC address.
+    pub mac: [u8; 6],
+    /// VLAN id, or 0xffff.
+    pub vlan: u16,
+}
+
 /// A ring of completions in its buffer. It was checked to lie within it.
 #[derive(Debug)]
 pub struct Ring {
@@ -147,12 +156,17 @@ impl Cq {
 
     /// Writes a completion. `solicited`: it also answers an arming for solicited completions (errors always do).
     pub fn push(&self, cqe: &Cqe, solicited: bool) -> Pushed {
+        self.push_from(cqe, &Source::default(), solicited)
+    }
+
+    /// Writes the completion of a datagram from `source`.
+    pub fn push_from(&self, cqe: &Cqe, source: &Source, solicited: bool) -> Pushed {
         let mut guard = self.producer();
         let producer = &mut *guard;
         if self.errored.load(Ordering::Relaxed) {
             return Pushed::Dropped;
         }
-        match producer.write(cqe) {
+        match producer.write(cqe, source) {
             Some(true) => {}
             Some(false) => {
                 self.errored.store(true, Ordering::Relaxed);
@@ -245,7 +259,7 @@ impl Producer {
     }
 
     /// Whether there was room; `None` if the memory is gone.
-    fn write(&mut self, cqe: &Cqe) -> Option<bool> {
+    fn write(&mut self, cqe: &Cqe, source: &Source) -> Option<bool> {
         let ring = &self.ring;
         if self.position.wrapping_sub(self.consumer) >= ring.entries {
             let consumer = ring.consumer()?;
@@ -259,6 +273,8 @@ impl Producer {
         if ring.stride as usize > Cqe::SIZE {
             let extension = CqeExtension {
                 timestamp: clock(),
+                smac: source.mac,
+                vlan: source.vlan,
                 ..CqeExtension::default()
             };
             let after = at + Cqe::SIZE as u64;
@@ -294,7 +310,8 @@ fn store(ring: &Ring, at: u64, bytes: &[u8], last: Ordering) -> Option<()> {
 }
 
 /// The device's clock, nanoseconds.
-fn clock() -> u64 {
+#[must_use]
+pub fn clock() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let (seconds, nanoseconds) = (now.tv_sec as u64, now.tv_nsec as u64);
     seconds
@@ -384,9 +401,14 @@ mod tests {
         let (cq, mut consumer) = queue(4, 64);
         let mut before = clock();
         for i in 0..10 {
-            assert_eq!(cq.push(&cqe(i), false), Pushed::Quiet);
+            let source = Source {
+                mac: [i as u8; 6],
+                vlan: 7,
+            };
+            assert_eq!(cq.push_from(&cqe(i), &source, false), Pushed::Quiet);
             let (cqe, extension) = consumer.poll().unwrap();
-            assert_eq!((cqe.wr_id, extension.vlan), (i, 0));
+            assert_eq!((cqe.wr_id, extension.vlan), (i, 7));
+            assert_eq!(extension.smac, [i as u8; 6]);
             assert!(extension.timestamp >= before);
             before = extension.timestamp;
             consumer.publish();
@@ -457,7 +479,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is pushed, polled and resized when: completions come once and in order.
+        /// Whatever is pushed, polled and resized when: completions come once and in order (D-RSZ-001).
         #[test]
         fn completions_survive_resizes(
             wide: bool, steps in prop::collection::vec((0u8..4, 0u32..6), 1..200),

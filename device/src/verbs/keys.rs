@@ -512,6 +512,7 @@ mod tests {
 
     #[test]
     fn a_bound_window_gives_access_to_its_part_and_nothing_else() {
+        // D-MW-003, D-MW-006.
         let t = usual(false);
         let key = t.mw | 1;
         assert_eq!(
@@ -617,6 +618,7 @@ mod tests {
 
     #[test]
     fn windows_of_type_2_belong_to_their_queue_pair_and_are_bound_once() {
+        // D-QP-004.
         let t = usual(true);
         let key = t.mw | 1;
         assert_eq!(t.bind(|b| b.length = 0), Err(CANNOT_BIND));
@@ -684,6 +686,7 @@ mod tests {
 
     #[test]
     fn an_invalidation_waits_for_accesses_under_way() {
+        // D-MW-004.
         let t = usual(true);
         t.bind(|_| ()).unwrap();
         let done = std::sync::atomic::AtomicBool::new(false);

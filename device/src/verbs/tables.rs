@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::doorbell;
 
-use super::cq::Cq;
+use super::cq::{Cq, Source};
 use super::keys::Keys;
 use super::qp::Qp;
 use super::slab::Slab;
@@ -104,6 +104,8 @@ pub struct Tables {
     pub status_page: Option<Pages>,
     /// GID table.
     pub gids: [Option<Gid>; GID_TABLE_LEN],
+    /// The link layer's addresses of the entries of the GID table.
+    pub sources: [Source; GID_TABLE_LEN],
     /// Contexts.
     pub contexts: Slab<Context>,
     /// Protection domains.
@@ -145,6 +147,7 @@ impl Tables {
             sink: None,
             status_page: None,
             gids: [None; GID_TABLE_LEN],
+            sources: [Source::default(); GID_TABLE_LEN],
             contexts: Slab::new(1, limits.contexts),
             pds: Slab::new(1, limits.pds),
             keys: Keys::new(limits),

@@ -48,6 +48,7 @@ commands! {
     QueryPort, QUERY_PORT, spec::QueryPort, spec::QueryPortResponse;
     SetGid, SET_GID, spec::SetGid, Empty;
     SetStatusPage, SET_STATUS_PAGE, spec::SetStatusPage, Empty;
+    QueryClock, QUERY_CLOCK, Empty, spec::QueryClockResponse;
     CreateContext, CREATE_CONTEXT, spec::CreateContext, spec::HandleResponse;
     DestroyContext, DESTROY_CONTEXT, spec::Handle, Empty;
     CreatePd, CREATE_PD, Empty, spec::HandleResponse;
