@@ -664,6 +664,10 @@ impl Requester {
 
     /// Completes up to `budget` posted work requests as flushed. Returns whether there may be more.
     pub(crate) fn flush(&mut self, tables: &Tables, qp: &Arc<Qp>, budget: u32) -> bool {
+        // With us locked, it stays in this state: it may have been reset, or made ready, since the caller looked.
+        if !matches!(qp.state(), qp_state::ERR | qp_state::SQE) {
+            return false;
+        }
         self.parked = None;
         for _ in 0..budget {
             if self.active.is_none() && self.fetch(tables, qp).is_none() {

@@ -166,6 +166,10 @@ impl Responder {
 
     /// Completes up to `budget` posted receive work requests as flushed. Returns whether there may be more.
     pub(crate) fn flush(&mut self, tables: &Tables, qp: &Arc<Qp>, budget: u32) -> bool {
+        // As in the requester: it may have been reset since the caller looked.
+        if qp.state() != qp_state::ERR {
+            return false;
+        }
         if let Some(inbound) = self.inbound.take() {
             self.complete(
                 tables,
