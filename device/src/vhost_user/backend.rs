@@ -35,6 +35,10 @@ pub const FIRST_KICK_TOKEN: u64 = 1 << 16;
 
 /// The virtio features that we offer.
 const FEATURES: u64 = 1 << feature::RC
+    | 1 << feature::UD
+    | 1 << feature::UC
+    | 1 << feature::SRQ
+    | 1 << feature::XRC
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1

@@ -63,6 +63,8 @@ pub struct SrqOptions {
     pub max_sge: u32,
     /// Limit that is armed at once; zero: none.
     pub limit: u32,
+    /// The region that it lies in.
+    pub region: usize,
 }
 
 impl Default for SrqOptions {
@@ -71,6 +73,7 @@ impl Default for SrqOptions {
             max_wr: 64,
             max_sge: 4,
             limit: 0,
+            region: 0,
         }
     }
 }
@@ -126,7 +129,8 @@ impl Srq {
     ) -> Result<Arc<Self>, Error> {
         let vm = context.vm();
         let layout = SrqLayout::new(options.max_wr, options.max_sge).ok_or(Error::BadLayout)?;
-        let buffer = vm.buffer(layout.size, Placement::Scattered)?;
+        let region = vm.region(options.region);
+        let buffer = region.buffer(layout.size, Placement::Scattered)?;
         let (pages, _tables) = buffer.page_list()?;
         let body = spec::CreateSrq {
             pd: pd.handle(),
