@@ -39,6 +39,13 @@ const FEATURES: u64 = 1 << feature::RC
     | 1 << feature::UC
     | 1 << feature::SRQ
     | 1 << feature::XRC
+    | 1 << feature::ATOMIC
+    | 1 << feature::MW
+    | 1 << feature::REREG_MR
+    | 1 << feature::RESIZE_CQ
+    | 1 << feature::CQ_TIMESTAMP
+    | 1 << feature::FLUSH
+    | 1 << feature::PHYSICAL_MR
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1

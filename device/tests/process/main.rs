@@ -9,6 +9,7 @@ mod errors;
 mod events;
 mod frontend;
 mod lifecycle;
+mod memory;
 mod scale;
 mod states;
 mod uc;
