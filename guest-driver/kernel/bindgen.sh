@@ -25,6 +25,7 @@ for flag in $(cat "$flags_file"); do
 done
 
 types='ib_device|ib_device_ops|ib_cq|ib_qp|ib_pd|ib_mr|ib_ucontext|ib_event|ib_gid_attr|ib_device_attr|ib_port_attr'
+types="$types|ib_mw|ib_srq|ib_srq_init_attr|ib_srq_attr|ib_xrcd|ib_dm|ib_dm_alloc_attr|ib_dm_mr_attr|rdma_hw_stats"
 types="$types|ib_ah|ib_wc|ib_sge|ib_send_wr|ib_ud_wr|ib_rdma_wr|ib_atomic_wr|ib_recv_wr|rdma_ah_attr"
 types="$types|ib_port_immutable|ib_qp_attr|ib_qp_init_attr|ib_cq_init_attr|rdma_user_mmap_entry|virtqueue|virtio_device"
 bindgen "$header" --output "$out/bindings.rs.new" \

@@ -5,11 +5,12 @@ use crate::sys::alloc::{Arc, Array};
 use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage, Words};
 use crate::sys::error::{Errno, Result};
 use crate::sys::net::Pairing;
-use crate::sys::rdma::{CqTarget, IbDevice, QpTarget};
+use crate::sys::rdma::{CqTarget, IbDevice, QpTarget, SrqTarget};
 use crate::sys::sync::{SetOnce, Work};
 use crate::sys::table::Table;
 use crate::sys::virtio::{CommandQueue, EventQueue, Notifier, VirtioDevice, Virtqueues};
-use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::verbs::DM_TOTAL;
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use virtio_rdma_spec::command::{opcode, QueryDeviceResponse, SetStatusPage};
 use virtio_rdma_spec::config::{
     feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE,
@@ -76,6 +77,7 @@ pub(crate) struct Device {
     /// before `stop` ends.
     cqs: Table<CqTarget>,
     qps: Table<QpTarget>,
+    srqs: Table<SrqTarget>,
     /// What the kernel's own queue pairs ring with; none if the kernel cannot use the device.
     kernel: SetOnce<Option<KernelContext>>,
     notifiers: Array<Notifier>,
@@ -98,6 +100,26 @@ pub(crate) struct Device {
     closing: AtomicBool,
     registered: AtomicBool,
     next_key: AtomicU32,
+    /// Of device memory.
+    dm_budget: Budget,
+}
+
+/// Something of which there is so much for all together.
+pub(crate) struct Budget(AtomicU64);
+
+impl Budget {
+    /// Takes some; false if there is not enough left.
+    pub(crate) fn take(&self, amount: u64) -> bool {
+        let take = |left: u64| left.checked_sub(amount);
+        self.0
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+            .is_ok()
+    }
+
+    /// Gives back what was taken.
+    pub(crate) fn give_back(&self, amount: u64) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
 }
 
 impl Device {
@@ -160,6 +182,7 @@ impl Device {
             limits: SetOnce::new(QueryDeviceResponse::default()),
             cqs: Table::new()?,
             qps: Table::new()?,
+            srqs: Table::new()?,
             kernel: SetOnce::new(None),
             notifiers,
             commands: CommandQueue::new(&queues, CONTROL_QUEUE)?,
@@ -174,6 +197,7 @@ impl Device {
             closing: AtomicBool::new(false),
             registered: AtomicBool::new(false),
             next_key: AtomicU32::new(0),
+            dm_budget: Budget(AtomicU64::new(DM_TOTAL)),
         })
     }
 
@@ -366,6 +390,14 @@ impl Device {
 
     pub(crate) fn qps(&self) -> &Table<QpTarget> {
         &self.qps
+    }
+
+    pub(crate) fn srqs(&self) -> &Table<SrqTarget> {
+        &self.srqs
+    }
+
+    pub(crate) fn dm_budget(&self) -> &Budget {
+        &self.dm_budget
     }
 
     pub(crate) fn commands(&self) -> &CommandQueue {

@@ -15,9 +15,9 @@ use core::sync::atomic::{AtomicU8, Ordering};
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::{
     ArmMode, BadLayout, CompletionQueue, Doorbell, PostError, RecvBatch, RecvQueue, SendBatch,
-    SendQueue,
+    SendQueue, SharedRecvQueue,
 };
-use virtio_rdma_spec::command::{opcode, CreateContext, HandleResponse};
+use virtio_rdma_spec::command::{opcode, CreateContext, CreateSrqResponse, HandleResponse};
 use virtio_rdma_spec::doorbell::BLOCK_PAGES;
 use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{qp_state, qp_type, wc_opcode};
@@ -155,6 +155,46 @@ impl KernelCq {
     /// Drops the completions of a queue pair that is gone.
     fn forget(&self, qpn: u32) {
         self.lock.with(|| self.queue.forget(qpn));
+    }
+}
+
+/// A shared receive queue.
+pub(crate) struct KernelSrq {
+    bell: Bell,
+    lock: SpinLock,
+    queue: SharedRecvQueue<Words>,
+}
+
+impl KernelSrq {
+    /// A shared receive queue that the device has created.
+    pub(crate) fn new(
+        device: &Device,
+        memory: Arc<DmaBuffer>,
+        ring: &RingLayout,
+        max_sge: u32,
+        made: &CreateSrqResponse,
+    ) -> Result<Self> {
+        Ok(Self {
+            bell: Bell::new(device, made.doorbell_queue, made.slot)?,
+            lock: SpinLock::new()?,
+            queue: SharedRecvQueue::new(Words(memory), ring, max_sge)?,
+        })
+    }
+
+    /// Posts what `fill` puts into the batch; on an error what came before it.
+    pub(crate) fn post(
+        &self,
+        fill: impl FnOnce(&mut RecvBatch<'_, Words>) -> Result<()>,
+    ) -> Result<()> {
+        let (result, waited) = self.lock.with(|| {
+            let mut batch = self.queue.batch();
+            let result = fill(&mut batch);
+            (result, batch.commit())
+        });
+        if waited {
+            self.bell.ring();
+        }
+        result
     }
 }
 

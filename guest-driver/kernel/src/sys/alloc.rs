@@ -81,14 +81,19 @@ unsafe impl<T: Send> Send for Array<T> {}
 unsafe impl<T: Sync> Sync for Array<T> {}
 
 impl<T> Array<T> {
+    /// No values.
+    pub(crate) fn empty() -> Self {
+        Self {
+            start: NonNull::dangling(),
+            length: 0,
+        }
+    }
+
     /// `length` values made by `make`; stops at the first error.
     pub(crate) fn new(length: usize, mut make: impl FnMut(usize) -> Result<T>) -> Result<Self> {
         const { assert!(align_of::<T>() <= 8 && size_of::<T>() > 0) };
         if length == 0 {
-            return Ok(Self {
-                start: NonNull::dangling(),
-                length,
-            });
+            return Ok(Self::empty());
         }
         // SAFETY: no preconditions; the result is null or memory for that many values (the product is checked in there).
         let memory = unsafe { bindings::vrdma_kvzalloc(length, size_of::<T>()) };

@@ -11,7 +11,7 @@ use super::rdma::QpTarget;
 use crate::kverbs::{KernelCq, KernelQp};
 use core::ffi::c_int;
 use core::ptr::NonNull;
-use virtio_rdma_driver_core::{ArmMode, SendBatch, SendEntry};
+use virtio_rdma_driver_core::{ArmMode, RecvBatch, SendBatch, SendEntry};
 use virtio_rdma_spec::ring::{Cqe, MaskedOperands, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{send_flag, wc_flag, wc_opcode, wc_status, wr_opcode};
 
@@ -225,6 +225,25 @@ unsafe fn push_datagram(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Re
     }
 }
 
+/// Adds the work requests of a list; leaves `at` on the first that could not be added.
+///
+/// # Safety
+/// `at` must be a valid list of work requests.
+unsafe fn push_receives(
+    batch: &mut RecvBatch<'_, Words>,
+    at: &mut *const ib_recv_wr,
+) -> Result<()> {
+    // SAFETY: the caller's.
+    unsafe {
+        while let Some(wr) = at.as_ref() {
+            let list = sg_list(wr.sg_list, wr.num_sge);
+            batch.push(wr.__bindgen_anon_1.wr_id, sges(list))?;
+            *at = wr.next;
+        }
+    }
+    Ok(())
+}
+
 pub(super) unsafe extern "C" fn post_recv(
     qp: *mut ib_qp,
     list: *const ib_recv_wr,
@@ -233,16 +252,26 @@ pub(super) unsafe extern "C" fn post_recv(
     let mut at = list;
     // SAFETY: see the module.
     let result = unsafe {
-        kernel_qp(qp).and_then(|kernel| {
-            kernel.post_recv(|batch| {
-                while let Some(wr) = at.as_ref() {
-                    let list = sg_list(wr.sg_list, wr.num_sge);
-                    batch.push(wr.__bindgen_anon_1.wr_id, sges(list))?;
-                    at = wr.next;
-                }
-                Ok(())
-            })
-        })
+        kernel_qp(qp).and_then(|kernel| kernel.post_recv(|batch| push_receives(batch, &mut at)))
+    };
+    if result.is_err() && !bad.is_null() {
+        // SAFETY: a place to write to.
+        unsafe { *bad = at };
+    }
+    code(result)
+}
+
+pub(super) unsafe extern "C" fn post_srq_recv(
+    srq: *mut ib_srq,
+    list: *const ib_recv_wr,
+    bad: *mut *const ib_recv_wr,
+) -> c_int {
+    let mut at = list;
+    // SAFETY: see the module.
+    let result = unsafe {
+        let srq = NonNull::new(srq).and_then(|srq| Object::data(srq).kernel());
+        srq.ok_or(Errno::EINVAL)
+            .and_then(|kernel| kernel.post(|batch| push_receives(batch, &mut at)))
     };
     if result.is_err() && !bad.is_null() {
         // SAFETY: a place to write to.

@@ -22,6 +22,12 @@ pub(crate) mod device_cap {
     pub(crate) const PORT_ACTIVE_EVENT: u64 = bindings::IB_DEVICE_PORT_ACTIVE_EVENT as u64;
     pub(crate) const CURR_QP_STATE_MOD: u64 = bindings::IB_DEVICE_CURR_QP_STATE_MOD as u64;
     pub(crate) const BAD_QKEY_CNTR: u64 = bindings::IB_DEVICE_BAD_QKEY_CNTR as u64;
+    pub(crate) const XRC: u64 = bindings::IB_DEVICE_XRC as u64;
+    pub(crate) const MEM_WINDOW: u64 = bindings::IB_DEVICE_MEM_WINDOW as u64;
+    pub(crate) const MEM_WINDOW_TYPE_2B: u64 = bindings::IB_DEVICE_MEM_WINDOW_TYPE_2B as u64;
+    pub(crate) const ATOMIC_WRITE: u64 = bindings::IB_DEVICE_ATOMIC_WRITE as u64;
+    pub(crate) const FLUSH_GLOBAL: u64 = bindings::IB_DEVICE_FLUSH_GLOBAL as u64;
+    pub(crate) const FLUSH_PERSISTENT: u64 = bindings::IB_DEVICE_FLUSH_PERSISTENT as u64;
 }
 
 /// Capability flag of the port: the communication manager works on it.
@@ -30,6 +36,11 @@ pub(crate) const PORT_CM_SUP: u32 = bindings::IB_PORT_CM_SUP;
 pub(crate) const ACCESS_OPTIONAL: u32 = bindings::IB_ACCESS_OPTIONAL;
 /// No atomic operations.
 pub(crate) const ATOMIC_NONE: bindings::ib_atomic_cap = bindings::IB_ATOMIC_NONE;
+
+/// Atomic operations are atomic for everybody who accesses the memory.
+pub(crate) const ATOMIC_GLOB: bindings::ib_atomic_cap = bindings::IB_ATOMIC_GLOB;
+/// Flag of a completion queue: completions have time stamps.
+pub(crate) const CQ_TIMESTAMPS: u32 = bindings::VRDMA_CQ_TIMESTAMPS;
 
 /// The `ib_device` with our [`Device`] behind it.
 #[repr(C)]
@@ -162,6 +173,36 @@ impl CqTarget {
             };
             if let Some(handler) = (*cq).event_handler {
                 handler(&mut event, (*cq).cq_context);
+            }
+        }
+    }
+}
+
+/// The shared receive queue that events are for.
+pub(crate) struct SrqTarget(NonNull<bindings::ib_srq>);
+
+// SAFETY: as for queue pairs.
+unsafe impl Send for SrqTarget {}
+// SAFETY: as above.
+unsafe impl Sync for SrqTarget {}
+
+impl SrqTarget {
+    pub(super) fn new(srq: NonNull<bindings::ib_srq>) -> Self {
+        Self(srq)
+    }
+
+    /// Tells its user of an asynchronous event. Process context.
+    pub(crate) fn event(&self, event_type: u16) {
+        let srq = self.0.as_ptr();
+        // SAFETY: the registration in the table keeps the queue alive.
+        unsafe {
+            let mut event = bindings::ib_event {
+                device: (*srq).device,
+                element: bindings::ib_event__bindgen_ty_1 { srq },
+                event: bindings::ib_event_type::from(event_type),
+            };
+            if let Some(handler) = (*srq).event_handler {
+                handler(&mut event, (*srq).srq_context);
             }
         }
     }
@@ -355,6 +396,8 @@ enum Mapped {
     Pages {
         pages: Array<*mut c_void>,
         read_only: bool,
+        /// Keeps them, where the context does not.
+        _owner: Option<Arc<Array<DmaPage>>>,
     },
     /// Device memory.
     Io { addr: u64, length: usize },
@@ -378,6 +421,20 @@ unsafe impl Sync for MmapEntry {}
 impl MmapEntry {
     /// Pages of memory; they must live as long as the context.
     pub(crate) fn pages(context: UserContext, pages: &[DmaPage], read_only: bool) -> Result<Self> {
+        Self::of_pages(context, pages, read_only, None)
+    }
+
+    /// Pages of memory that may go before the context does; read and write.
+    pub(crate) fn shared_pages(context: UserContext, pages: &Arc<Array<DmaPage>>) -> Result<Self> {
+        Self::of_pages(context, pages, false, Some(pages.clone()))
+    }
+
+    fn of_pages(
+        context: UserContext,
+        pages: &[DmaPage],
+        read_only: bool,
+        owner: Option<Arc<Array<DmaPage>>>,
+    ) -> Result<Self> {
         let list = Array::new(pages.len(), |i| {
             pages.get(i).map(DmaPage::memory).ok_or(Errno::EINVAL)
         })?;
@@ -385,6 +442,7 @@ impl MmapEntry {
         let mapped = Mapped::Pages {
             pages: list,
             read_only,
+            _owner: owner,
         };
         Self::new(context, mapped, length)
     }
@@ -446,9 +504,9 @@ pub(super) unsafe extern "C" fn map(
             return Errno::EINVAL.code();
         };
         let code = match &object.as_ref().mapped {
-            Mapped::Pages { pages, read_only } => {
-                bindings::vrdma_mmap_pages(vma, pages.as_ptr(), pages.len(), *read_only)
-            }
+            Mapped::Pages {
+                pages, read_only, ..
+            } => bindings::vrdma_mmap_pages(vma, pages.as_ptr(), pages.len(), *read_only),
             Mapped::Io { addr, length } => {
                 bindings::vrdma_mmap_io(context, vma, *addr, *length, entry)
             }

@@ -5,33 +5,43 @@ use crate::device::Device;
 use crate::kverbs::{self, KernelCq};
 use crate::sys::alloc::Arc;
 use crate::sys::error::{Errno, Result};
-use crate::sys::rdma::{CqBuffer, CqTarget, Udata, Umem};
+use crate::sys::rdma::{CqBuffer, CqTarget, Udata, Umem, CQ_TIMESTAMPS};
+use crate::sys::sync::Locked;
 use crate::sys::table::Registration;
+use core::sync::atomic::{AtomicU32, Ordering};
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::{CqLayout, RingLayout};
-use virtio_rdma_spec::command::{opcode, CreateCq, HandleResponse};
-use virtio_rdma_spec::ring::{CqRecord, Cqe};
+use virtio_rdma_spec::command::{opcode, CreateCq, HandleResponse, ResizeCq};
+use virtio_rdma_spec::config::feature;
+use virtio_rdma_spec::ring::{CqRecord, Cqe, CqeExtension};
 use virtio_rdma_spec::verbs::access;
 
 /// A completion queue.
 pub(crate) struct Cq {
     number: u32,
-    entries: u32,
+    entries: AtomicU32,
+    stride: u32,
+    comp_vector: u32,
     /// Goes first: events before memory.
     _registration: Registration<CqTarget>,
     kernel: Option<Arc<KernelCq>>,
-    _memory: QueueMemory,
+    memory: Locked<QueueMemory>,
 }
 
 impl Cq {
     /// Its number on the device.
-    pub(super) fn number(&self) -> u32 {
+    pub(crate) fn number(&self) -> u32 {
         self.number
     }
 
     /// Entries of the ring.
     pub(crate) fn entries(&self) -> u32 {
-        self.entries
+        self.entries.load(Ordering::Relaxed)
+    }
+
+    /// Its completion vector.
+    pub(crate) fn comp_vector(&self) -> u32 {
+        self.comp_vector
     }
 
     /// The data path, if it is a queue of the kernel.
@@ -46,7 +56,7 @@ pub(crate) struct CqInit {
     pub(crate) entries: u32,
     /// Completion vector.
     pub(crate) comp_vector: u32,
-    /// Flags of verbs; none is supported.
+    /// Flags of verbs.
     pub(crate) flags: u32,
     /// Where its buffer is, if the core knows.
     pub(crate) buffer: CqBuffer,
@@ -59,7 +69,9 @@ pub(crate) fn create_cq(
     init: &CqInit,
     udata: Udata<'_>,
 ) -> Result<Cq> {
-    if init.flags != 0 {
+    let timestamps = init.flags & CQ_TIMESTAMPS != 0;
+    let has_timestamps = device.features().has(feature::CQ_TIMESTAMP) && udata.is_user();
+    if init.flags & !CQ_TIMESTAMPS != 0 || (timestamps && !has_timestamps) {
         return Err(Errno::EOPNOTSUPP);
     }
     let (memory, ring, kernel) = if udata.is_user() {
@@ -79,6 +91,7 @@ pub(crate) fn create_cq(
         return Err(Errno::EINVAL);
     }
     let tree = memory.tree(device.dma())?;
+    let memory = Locked::new(memory)?;
     let body = CreateCq {
         entries: ring.entries,
         comp_vector: init.comp_vector as u16,
@@ -90,9 +103,8 @@ pub(crate) fn create_cq(
     };
     let HandleResponse { handle, .. } = device.command(opcode::CREATE_CQ, &body)?;
     let finish = || {
-        let registration = device
-            .cqs()
-            .insert(handle, target.served_by(kernel.clone()))?;
+        let target = target.served_by(kernel.clone());
+        let registration = device.cqs().insert(handle, target)?;
         let answer = abi::CreateCqResponse {
             cqn: handle,
             reserved: 0,
@@ -103,10 +115,12 @@ pub(crate) fn create_cq(
     match finish() {
         Ok(registration) => Ok(Cq {
             number: handle,
-            entries: ring.entries,
+            entries: AtomicU32::new(ring.entries),
+            stride: ring.stride,
+            comp_vector: init.comp_vector,
             _registration: registration,
             kernel,
-            _memory: memory,
+            memory,
         }),
         Err(error) => {
             device.must_destroy(opcode::DESTROY_CQ, handle);
@@ -129,7 +143,12 @@ fn user_ring(
     };
     check_buffer(request.buffer, request.length)?;
     check_ring(request.length, CqRecord::SIZE, &ring)?;
-    if request.flags != 0 || ring.stride != Cqe::SIZE as u32 {
+    let stride = if init.flags & CQ_TIMESTAMPS != 0 {
+        Cqe::SIZE.saturating_add(CqeExtension::SIZE)
+    } else {
+        Cqe::SIZE
+    };
+    if request.flags != 0 || ring.stride as usize != stride {
         return Err(Errno::EINVAL);
     }
     let umem = Umem::new_cq(
@@ -140,6 +159,40 @@ fn user_ring(
         access::LOCAL_WRITE,
     )?;
     Ok((QueueMemory::User(umem), ring))
+}
+
+/// Gives a completion queue of a process another buffer.
+pub(crate) fn resize_cq(device: &Device, cq: &Cq, entries: u32, udata: Udata<'_>) -> Result<()> {
+    if !udata.is_user() || cq.kernel.is_some() {
+        return Err(Errno::EOPNOTSUPP);
+    }
+    let request = abi::ResizeCqRequest::from_bytes(&udata.read()?);
+    let ring = RingLayout {
+        entries: request.entries,
+        stride: cq.stride,
+        offset: request.ring_offset,
+    };
+    check_ring(request.length, CqRecord::SIZE, &ring)?;
+    if ring.entries == 0 || ring.entries < entries || ring.entries > device.limits().max_cqe {
+        return Err(Errno::EINVAL);
+    }
+    let memory = QueueMemory::user(device, request.buffer, request.length)?;
+    let tree = memory.tree(device.dma())?;
+    let body = ResizeCq {
+        cqn: cq.number,
+        entries: ring.entries,
+        ring_offset: ring.offset,
+        buffer: tree.list(),
+        ..Default::default()
+    };
+    let moved = cq.memory.with(|old| -> Result<u32> {
+        let HandleResponse { handle, .. } = device.command(opcode::RESIZE_CQ, &body)?;
+        cq.entries.store(ring.entries, Ordering::Relaxed);
+        // The device has let go of the old one.
+        *old = memory;
+        Ok(handle)
+    })?;
+    udata.write(&abi::ResizeCqResponse { moved, reserved: 0 }.to_bytes())
 }
 
 /// Destroys a completion queue.

@@ -7,13 +7,21 @@
 //! place in the tables for events. It is dropped only when the device has let go of the object.
 mod ah;
 mod cq;
+mod dm;
 mod mr;
+mod mw;
 mod qp;
+mod srq;
 
 pub(crate) use ah::{create_ah, multicast, Ah};
-pub(crate) use cq::{create_cq, destroy_cq, Cq, CqInit};
-pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, Mr};
+pub(crate) use cq::{create_cq, destroy_cq, resize_cq, Cq, CqInit};
+pub(crate) use dm::{alloc_dm, dealloc_dm, reg_dm_mr, Dm, TOTAL as DM_TOTAL};
+pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, Mr, Place};
+pub(crate) use mw::{alloc_mw, dealloc_mw, Mw};
 pub(crate) use qp::{create_qp, destroy_qp, modify_qp, query_qp, Qp, QpInit};
+pub(crate) use srq::{
+    alloc_xrcd, create_srq, dealloc_xrcd, destroy_srq, modify_srq, query_srq, Srq, SrqInit, Xrcd,
+};
 
 use crate::device::Device;
 use crate::pages::PageTree;
@@ -22,7 +30,8 @@ use crate::sys::alloc::{Arc, Array};
 use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage};
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{
-    device_cap, DeviceAttr, MmapEntry, PortAttr, Udata, Umem, UserContext, ATOMIC_NONE, PORT_CM_SUP,
+    device_cap, DeviceAttr, MmapEntry, PortAttr, Udata, Umem, UserContext, ATOMIC_GLOB,
+    ATOMIC_NONE, PORT_CM_SUP,
 };
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::RingLayout;
@@ -36,6 +45,8 @@ use virtio_rdma_spec::PAGE_SIZE;
 
 /// The only port.
 const PORT: u8 = 1;
+/// The clock of completion time stamps counts nanoseconds.
+const CLOCK_KHZ: u64 = 1_000_000;
 
 /// A limit of the device, in fields that are signed on some kernels.
 fn limit(value: u32) -> u32 {
@@ -44,7 +55,9 @@ fn limit(value: u32) -> u32 {
 
 /// Attributes and limits of the device.
 pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<'_>) -> Result<()> {
-    udata.none()?;
+    // The clock of the device is not known here: zero.
+    udata.read::<0>()?;
+    udata.write(&abi::QueryDeviceResponse::default().to_bytes())?;
     let features = device.features();
     let limits = device.limits();
     let (vendor, part, revision) = device.virtio().pci_ids();
@@ -69,6 +82,38 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
             .saturating_mul(limits.max_mcast_qp_attach);
         attr.max_total_mcast_qp_attach = limit(attachments) as _;
     }
+    if features.has(feature::SRQ) {
+        attr.max_srq = limit(limits.max_srq) as _;
+        attr.max_srq_wr = limit(limits.max_srq_wr) as _;
+        attr.max_srq_sge = limit(limits.max_srq_sge) as _;
+    }
+    if features.has(feature::XRC) {
+        attr.device_cap_flags |= device_cap::XRC;
+    }
+    if features.has(feature::MW) {
+        attr.device_cap_flags |= device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B;
+        attr.max_mw = limit(limits.max_mw) as _;
+    }
+    if features.has(feature::ATOMIC) {
+        // The device uses atomic instructions of the CPU.
+        attr.atomic_cap = ATOMIC_GLOB;
+        attr.masked_atomic_cap = ATOMIC_GLOB;
+        attr.device_cap_flags |= device_cap::ATOMIC_WRITE;
+    } else {
+        attr.atomic_cap = ATOMIC_NONE;
+        attr.masked_atomic_cap = ATOMIC_NONE;
+    }
+    if features.has(feature::FLUSH) {
+        attr.device_cap_flags |= device_cap::FLUSH_GLOBAL | device_cap::FLUSH_PERSISTENT;
+    }
+    if features.has(feature::CQ_TIMESTAMP) {
+        attr.timestamp_mask = u64::MAX;
+        attr.hca_core_clock = CLOCK_KHZ;
+    }
+    // Moderation is a hint that events may come late; ours never do.
+    attr.cq_caps.max_cq_moderation_count = u16::MAX;
+    attr.cq_caps.max_cq_moderation_period = u16::MAX;
+    attr.max_dm_size = DM_TOTAL;
     attr.max_qp = limit(limits.max_qp) as _;
     attr.max_qp_wr = limit(limits.max_qp_wr) as _;
     attr.max_send_sge = limit(limits.max_sge) as _;
@@ -81,12 +126,29 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
     attr.max_qp_rd_atom = limit(limits.max_qp_rd_atom) as _;
     attr.max_res_rd_atom = limit(limits.max_res_rd_atom) as _;
     attr.max_qp_init_rd_atom = limit(limits.max_qp_init_rd_atom) as _;
-    attr.atomic_cap = ATOMIC_NONE;
-    attr.masked_atomic_cap = ATOMIC_NONE;
     attr.max_fast_reg_page_list_len = limits.max_fast_reg_pages;
     attr.max_pkeys = u16::try_from(limits.pkey_table_len).unwrap_or(u16::MAX);
     attr.local_ca_ack_delay = limits.local_ca_ack_delay as u8;
     Ok(())
+}
+
+/// Counters of the port, by name.
+pub(crate) fn port_counters(device: &Device) -> Result<[u64; 7]> {
+    let body = QueryPort {
+        port_num: PORT,
+        ..Default::default()
+    };
+    let port: QueryPortResponse = device.command(opcode::QUERY_PORT, &body)?;
+    // In the order of their names in glue.c.
+    Ok([
+        port.tx_bytes,
+        port.tx_messages,
+        port.rx_bytes,
+        port.rx_messages,
+        port.rnr_naks,
+        port.retries,
+        port.errors,
+    ])
 }
 
 /// Attributes of the port. Its state is that of the device's link and the paired interface together.
@@ -168,10 +230,19 @@ pub(crate) fn del_gid(device: &Device, index: u16) -> Result<()> {
 /// A process's context: its doorbell memory and mappings.
 pub(crate) struct Context {
     handle: u32,
+    /// What its process was told; for others that import it.
+    response: abi::AllocContextResponse,
     /// Doorbell memory, notify pages, status page.
     _entries: [MmapEntry; 3],
     /// Shared with the device until the context is destroyed there.
     _doorbell: Array<DmaPage>,
+}
+
+impl Context {
+    /// What its process was told.
+    pub(crate) fn response(&self) -> &abi::AllocContextResponse {
+        &self.response
+    }
 }
 
 /// Creates a context with `BLOCK_PAGES` pages of doorbell memory per doorbell queue.
@@ -216,11 +287,12 @@ pub(crate) fn alloc_context(
             reserved: [0; 16],
         };
         udata.write(&answer.to_bytes())?;
-        Ok([doorbell_entry, notify_entry, status_entry])
+        Ok(([doorbell_entry, notify_entry, status_entry], answer))
     };
     match finish() {
-        Ok(entries) => Ok(Context {
+        Ok((entries, response)) => Ok(Context {
             handle,
+            response,
             _entries: entries,
             _doorbell: doorbell,
         }),
@@ -260,8 +332,9 @@ pub(crate) fn dealloc_pd(device: &Device, pd: &Pd) -> Result<()> {
     device.destroy(opcode::DESTROY_PD, pd.handle)
 }
 
-/// Where the rings of a queue are: pinned memory of a process, or the kernel's own.
+/// Where the rings of a queue are: pinned memory of a process, or the kernel's own; or it has none.
 enum QueueMemory {
+    None,
     User(Umem),
     Kernel(Arc<DmaBuffer>),
 }
@@ -276,6 +349,7 @@ impl QueueMemory {
     /// The list of its pages. The device takes it in before it answers the command with it.
     fn tree(&self, dma: DmaDevice) -> Result<PageTree> {
         match self {
+            Self::None => Ok(PageTree::empty()),
             Self::User(umem) => PageTree::of_umem(dma, umem, PAGE_SIZE),
             Self::Kernel(memory) => PageTree::of_pages(dma, memory.pages()),
         }

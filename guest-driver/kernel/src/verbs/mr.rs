@@ -5,15 +5,77 @@ use crate::device::Device;
 use crate::pages::PageTree;
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{Umem, ACCESS_OPTIONAL};
-use virtio_rdma_spec::command::{opcode, RegMr, RegMrResponse};
+use virtio_rdma_spec::command::{opcode, rereg_flag, RegMr, RegMrResponse, ReregMr};
 use virtio_rdma_spec::verbs::access;
 
 /// A memory region.
 pub(crate) struct Mr {
     lkey: u32,
     rkey: u32,
-    /// None for the region of all memory.
-    _umem: Option<Umem>,
+    /// None for regions of all memory and of device memory.
+    user: Option<UserMemory>,
+}
+
+/// Memory of a process, pinned.
+pub(super) struct UserMemory {
+    place: Place,
+    access: u32,
+    /// Pinned for writing.
+    writable: bool,
+    umem: Umem,
+}
+
+/// Where a region is.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    /// Address in the current process.
+    pub(crate) start: u64,
+    /// Bytes.
+    pub(crate) length: u64,
+    /// What work requests call the first byte.
+    pub(crate) virt: u64,
+}
+
+/// Pages as the device is told of them.
+struct Described {
+    tree: PageTree,
+    /// Offset of the first byte in the first page. It need not be that of the address that work requests use.
+    offset: u64,
+}
+
+impl UserMemory {
+    fn pin(device: &Device, place: Place, access: u32) -> Result<Self> {
+        if place.length == 0 {
+            return Err(Errno::EINVAL);
+        }
+        Ok(Self {
+            place,
+            access,
+            writable: needs_writing(access),
+            umem: Umem::new(device.ib(), place.start, place.length, access)?,
+        })
+    }
+
+    fn describe(&self, device: &Device) -> Result<Described> {
+        /// Page sizes that a page list can have: 2^12 to 2^31.
+        const SIZES: u64 = 0xffff_f000;
+        let (start, sizes) = (self.place.start, device.limits().page_size_cap & SIZES);
+        let page_size = self.umem.best_page_size(sizes, start);
+        if !page_size.is_power_of_two() {
+            return Err(Errno::EINVAL);
+        }
+        Ok(Described {
+            tree: PageTree::of_umem(device.dma(), &self.umem, page_size)?,
+            offset: start & page_size.wrapping_sub(1),
+        })
+    }
+}
+
+/// Must memory that grants this be pinned for writing?
+fn needs_writing(access: u32) -> bool {
+    const WRITING: u32 =
+        access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_ATOMIC | access::MW_BIND;
+    access & WRITING != 0
 }
 
 impl Mr {
@@ -21,70 +83,114 @@ impl Mr {
     pub(crate) fn keys(&self) -> (u32, u32) {
         (self.lkey, self.rkey)
     }
+
+    /// Access flags from the core, as the device may know them: optional ones that it cannot are left out. All memory is
+    /// not for processes.
+    pub(super) fn known_access(flags: u32) -> Result<u32> {
+        const KNOWN: u32 = access::RELAXED_ORDERING | !ACCESS_OPTIONAL;
+        if flags & access::PHYSICAL != 0 {
+            return Err(Errno::EINVAL);
+        }
+        if flags & access::ON_DEMAND != 0 {
+            return Err(Errno::EOPNOTSUPP);
+        }
+        Ok(flags & KNOWN)
+    }
+
+    /// Registers what `body` describes.
+    pub(super) fn register(
+        device: &Device,
+        body: &RegMr,
+        user: Option<UserMemory>,
+    ) -> Result<Self> {
+        let RegMrResponse { lkey, rkey } = device.command(opcode::REG_MR, body)?;
+        Ok(Self { lkey, rkey, user })
+    }
 }
 
-/// Flags that the core lets through and the device may know; optional ones that it cannot are left out.
-/// All memory is not for processes.
-const KNOWN_ACCESS: u32 = (access::RELAXED_ORDERING | !ACCESS_OPTIONAL) & !access::PHYSICAL;
-
-/// Registers `length` bytes at `start` of the current process, which work requests name by addresses from `virt` on.
-pub(crate) fn reg_mr(
-    device: &Device,
-    pd: &Pd,
-    start: u64,
-    length: u64,
-    virt: u64,
-    access: u32,
-) -> Result<Mr> {
-    let access = access & KNOWN_ACCESS;
-    if length == 0 || access & access::ON_DEMAND != 0 {
-        return Err(if length == 0 {
-            Errno::EINVAL
-        } else {
-            Errno::EOPNOTSUPP
-        });
-    }
-    let umem = Umem::new(device.ib(), start, length, access)?;
-    /// Page sizes that a page list can have: 2^12 to 2^31.
-    const SIZES: u64 = 0xffff_f000;
-    // The device is told the offset in the first page: it need not be that of `virt`.
-    let page_size = umem.best_page_size(device.limits().page_size_cap & SIZES, start);
-    if !page_size.is_power_of_two() {
-        return Err(Errno::EINVAL);
-    }
-    let tree = PageTree::of_umem(device.dma(), &umem, page_size)?;
+/// Registers memory of the current process.
+pub(crate) fn reg_mr(device: &Device, pd: &Pd, place: Place, access: u32) -> Result<Mr> {
+    let access = Mr::known_access(access)?;
+    let memory = UserMemory::pin(device, place, access)?;
+    let Described { tree, offset } = memory.describe(device)?;
     let body = RegMr {
         pd: pd.handle,
         access,
-        iova: virt,
-        length,
-        offset: start & page_size.wrapping_sub(1),
+        iova: place.virt,
+        length: place.length,
+        offset,
         pages: tree.list(),
         key: device.next_key(),
-        reserved: [0; 7],
+        ..Default::default()
     };
-    let RegMrResponse { lkey, rkey } = device.command(opcode::REG_MR, &body)?;
-    Ok(Mr {
-        lkey,
-        rkey,
-        _umem: Some(umem),
-    })
+    Mr::register(device, &body, Some(memory))
 }
 
 /// Registers all memory of the guest, for users in the kernel: addresses are those for DMA.
 pub(crate) fn get_dma_mr(device: &Device, pd: &Pd, access: u32) -> Result<Mr> {
     let body = RegMr {
         pd: pd.handle,
-        access: (access & KNOWN_ACCESS) | access::PHYSICAL,
+        access: Mr::known_access(access)? | access::PHYSICAL,
         key: device.next_key(),
         ..Default::default()
     };
-    let RegMrResponse { lkey, rkey } = device.command(opcode::REG_MR, &body)?;
-    Ok(Mr {
-        lkey,
-        rkey,
-        _umem: None,
-    })
+    Mr::register(device, &body, None)
+}
+
+/// What is to change about a region: each if it is there.
+pub(crate) struct Change<'a> {
+    pub(crate) place: Option<Place>,
+    pub(crate) pd: Option<&'a Pd>,
+    pub(crate) access: Option<u32>,
+}
+
+/// Changes a region in one step. On an error it is as before.
+pub(crate) fn rereg_mr(device: &Device, mr: &mut Mr, change: &Change<'_>) -> Result<()> {
+    let old = mr.user.as_ref().ok_or(Errno::EOPNOTSUPP)?;
+    let access = match change.access {
+        Some(access) => Mr::known_access(access)?,
+        None => old.access,
+    };
+    let mut body = ReregMr {
+        lkey: mr.lkey,
+        key: device.next_key(),
+        ..Default::default()
+    };
+    if let Some(pd) = change.pd {
+        body.flags |= rereg_flag::PD;
+        body.pd = pd.handle;
+    }
+    if change.access.is_some() {
+        body.flags |= rereg_flag::ACCESS;
+        body.access = access;
+    }
+    // What is pinned for reading only is pinned anew if it is to be written.
+    let pin_anew = needs_writing(access) && !old.writable;
+    let place = change.place.or(pin_anew.then_some(old.place));
+    let new = match place {
+        Some(place) => Some(UserMemory::pin(device, place, access)?),
+        None => None,
+    };
+    // The tree lives until the command has been answered.
+    let described = match &new {
+        Some(new) => Some(new.describe(device)?),
+        None => None,
+    };
+    if let (Some(new), Some(described)) = (&new, &described) {
+        body.flags |= rereg_flag::TRANSLATION;
+        body.iova = new.place.virt;
+        body.length = new.place.length;
+        body.offset = described.offset;
+        body.pages = described.tree.list();
+    }
+    let RegMrResponse { lkey, rkey } = device.command(opcode::REREG_MR, &body)?;
+    (mr.lkey, mr.rkey) = (lkey, rkey);
+    if let Some(new) = new {
+        mr.user = Some(new);
+    } else if let Some(user) = &mut mr.user {
+        user.access = access;
+    }
+    Ok(())
 }
 
 /// Deregisters a region. The device answers when the last access has ended.

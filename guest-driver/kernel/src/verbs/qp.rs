@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Queue pairs.
-use super::{check_ring, Cq, Pd, QueueMemory};
+use super::{check_ring, Cq, Pd, QueueMemory, Srq, Xrcd};
 use crate::device::Device;
 use crate::kverbs::{self, KernelQp, KernelQpInit};
 use crate::sys::alloc::Arc;
@@ -24,6 +24,8 @@ pub(crate) struct Qp {
     /// On the device.
     handle: u32,
     caps: QpCaps,
+    /// Doorbell queue and slot.
+    bell: (u32, u32),
     /// Goes first: events before memory.
     _registration: Registration<QpTarget>,
     kernel: Option<Arc<KernelQp>>,
@@ -50,6 +52,11 @@ impl Qp {
         &self.caps
     }
 
+    /// The doorbell queue of its worker, and its slot there.
+    pub(crate) fn bell(&self) -> (u32, u32) {
+        self.bell
+    }
+
     /// The data path, if it is a queue pair of the kernel.
     pub(crate) fn kernel(&self) -> Option<&KernelQp> {
         self.kernel.as_deref()
@@ -73,45 +80,63 @@ pub(crate) struct QpInit<'a> {
     /// Flags of verbs, those of `create_qp_flag` that verbs have.
     pub(crate) create_flags: u32,
     pub(crate) signal_all: bool,
-    /// With a shared receive queue: not supported.
-    pub(crate) has_srq: bool,
+    /// Where receives come from, if not from a queue of its own.
+    pub(crate) srq: Option<&'a Srq>,
+    /// XRC target: its domain.
+    pub(crate) xrcd: Option<&'a Xrcd>,
     pub(crate) max_send_wr: u32,
     pub(crate) max_recv_wr: u32,
     pub(crate) max_send_sge: u32,
     pub(crate) max_recv_sge: u32,
     pub(crate) max_inline: u32,
-    pub(crate) pd: &'a Pd,
-    pub(crate) send_cq: &'a Cq,
-    pub(crate) recv_cq: &'a Cq,
+    /// None for an XRC target, as the following.
+    pub(crate) pd: Option<&'a Pd>,
+    pub(crate) send_cq: Option<&'a Cq>,
+    /// None for an XRC initiator, too.
+    pub(crate) recv_cq: Option<&'a Cq>,
 }
 
 impl QpInit<'_> {
     /// Can there be such a queue pair?
     fn check(&self, device: &Device, is_user: bool) -> Result<()> {
         let features = device.features();
-        let datagrams = features.has(feature::UD);
-        let supported = match self.qp_type {
-            qp_type::RC => true,
-            qp_type::UC => features.has(feature::UC),
-            qp_type::UD => datagrams,
-            qp_type::GSI => datagrams && !is_user,
-            _ => false,
+        let xrc = features.has(feature::XRC) && is_user;
+        // Whether there may be such queue pairs, and whether they may have an SRQ.
+        let (supported, shares) = match self.qp_type {
+            qp_type::RC => (true, true),
+            qp_type::UC => (features.has(feature::UC), true),
+            qp_type::UD => (features.has(feature::UD), true),
+            qp_type::GSI => (features.has(feature::UD) && !is_user, false),
+            qp_type::XRC_INI | qp_type::XRC_TGT => (xrc, false),
+            _ => (false, false),
         };
         let flags = match self.qp_type {
             qp_type::UD => u32::from(create_qp_flag::BLOCK_MULTICAST_LOOPBACK),
             _ => 0,
         };
-        if !supported || self.create_flags & !flags != 0 || self.has_srq {
+        if !supported || self.create_flags & !flags != 0 {
             return Err(Errno::EOPNOTSUPP);
         }
+        let target = self.qp_type == qp_type::XRC_TGT;
+        let initiator = self.qp_type == qp_type::XRC_INI;
         let limits = device.limits();
-        if self.max_send_sge > limits.max_sge
+        if (self.srq.is_some() && !shares)
+            || self.xrcd.is_some() != target
+            || self.pd.is_some() == target
+            || self.send_cq.is_some() == target
+            || (self.recv_cq.is_none() && !initiator && !target)
+            || self.max_send_sge > limits.max_sge
             || self.max_recv_sge > limits.max_sge
             || self.max_inline > limits.max_inline
         {
             return Err(Errno::EINVAL);
         }
         Ok(())
+    }
+
+    /// Has it a receive queue of its own?
+    fn receives(&self) -> bool {
+        self.srq.is_none() && !matches!(self.qp_type, qp_type::XRC_INI | qp_type::XRC_TGT)
     }
 }
 
@@ -124,6 +149,17 @@ struct Rings {
     context: u32,
 }
 
+impl Rings {
+    fn none() -> Self {
+        Self {
+            memory: QueueMemory::None,
+            sq: RingLayout::default(),
+            rq: RingLayout::default(),
+            context: 0,
+        }
+    }
+}
+
 /// Creates a queue pair, over a buffer of the process or of the kernel.
 pub(crate) fn create_qp(
     device: &Device,
@@ -132,46 +168,34 @@ pub(crate) fn create_qp(
     udata: Udata<'_>,
 ) -> Result<Qp> {
     init.check(device, udata.is_user())?;
-    let rings = if udata.is_user() {
+    let rings = if init.qp_type == qp_type::XRC_TGT {
+        if udata.read()? != [0; abi::CreateQpRequest::SIZE] {
+            return Err(Errno::EINVAL);
+        }
+        Rings::none()
+    } else if udata.is_user() {
         user_rings(device, udata)?
     } else {
         kernel_rings(device, init)?
     };
-    for (ring, wanted) in [(rings.sq, init.max_send_wr), (rings.rq, init.max_recv_wr)] {
-        if ring.entries < wanted || ring.entries > device.limits().max_qp_wr {
-            return Err(Errno::EINVAL);
+    let max_recv_wr = if init.receives() { init.max_recv_wr } else { 0 };
+    if init.qp_type != qp_type::XRC_TGT {
+        for (ring, wanted) in [(rings.sq, init.max_send_wr), (rings.rq, max_recv_wr)] {
+            if ring.entries < wanted || ring.entries > device.limits().max_qp_wr {
+                return Err(Errno::EINVAL);
+            }
         }
     }
     let tree = rings.memory.tree(device.dma())?;
     let body = CreateQp {
-        pd: init.pd.handle,
-        context: rings.context,
-        send_cq: init.send_cq.number(),
-        recv_cq: init.recv_cq.number(),
-        qp_type: init.qp_type,
-        flags: init.create_flags as u8
-            | if init.signal_all {
-                create_qp_flag::SIGNAL_ALL
-            } else {
-                0
-            },
-        sq_entries: rings.sq.entries,
-        sq_stride: rings.sq.stride,
-        sq_offset: rings.sq.offset,
-        rq_entries: rings.rq.entries,
-        rq_stride: rings.rq.stride,
-        rq_offset: rings.rq.offset,
-        max_send_sge: u16::try_from(init.max_send_sge).map_err(|_| Errno::EINVAL)?,
-        max_recv_sge: u16::try_from(init.max_recv_sge).map_err(|_| Errno::EINVAL)?,
-        max_inline: init.max_inline,
         buffer: tree.list(),
-        ..Default::default()
+        ..create_command(init, &rings)?
     };
     let made: CreateQpResponse = device.command(opcode::CREATE_QP, &body)?;
     let finish = || {
         let kernel = match &rings.memory {
-            QueueMemory::User(_) => None,
             QueueMemory::Kernel(_) => Some(Arc::new(kernel_qp(device, init, &rings, &made)?)?),
+            QueueMemory::User(_) | QueueMemory::None => None,
         };
         let target = target.served_by(kernel.clone());
         let registration = device.qps().insert(made.qpn, target)?;
@@ -196,6 +220,7 @@ pub(crate) fn create_qp(
                 max_inline: init.max_inline,
                 signal_all: init.signal_all,
             },
+            bell: (made.doorbell_queue, made.slot),
             _registration: registration,
             kernel,
             _memory: rings.memory,
@@ -205,6 +230,46 @@ pub(crate) fn create_qp(
             Err(error)
         }
     }
+}
+
+/// The command, but for the pages of the buffer.
+fn create_command(init: &QpInit<'_>, rings: &Rings) -> Result<CreateQp> {
+    if init.qp_type == qp_type::XRC_TGT {
+        return Ok(CreateQp {
+            qp_type: init.qp_type,
+            xrcd: init.xrcd.map_or(0, Xrcd::handle),
+            ..Default::default()
+        });
+    }
+    let signal_all = if init.signal_all {
+        create_qp_flag::SIGNAL_ALL
+    } else {
+        0
+    };
+    let narrow = |sge: u32| u16::try_from(sge).map_err(|_| Errno::EINVAL);
+    Ok(CreateQp {
+        pd: init.pd.map_or(0, |pd| pd.handle),
+        context: rings.context,
+        send_cq: init.send_cq.map_or(0, Cq::number),
+        recv_cq: init.recv_cq.map_or(0, Cq::number),
+        qp_type: init.qp_type,
+        flags: init.create_flags as u8 | signal_all,
+        sq_entries: rings.sq.entries,
+        sq_stride: rings.sq.stride,
+        sq_offset: rings.sq.offset,
+        rq_entries: rings.rq.entries,
+        rq_stride: rings.rq.stride,
+        rq_offset: rings.rq.offset,
+        max_send_sge: narrow(init.max_send_sge)?,
+        max_recv_sge: narrow(if init.receives() {
+            init.max_recv_sge
+        } else {
+            0
+        })?,
+        max_inline: init.max_inline,
+        srq: init.srq.map_or(0, Srq::number),
+        ..Default::default()
+    })
 }
 
 /// The buffer that a process describes, pinned, and the rings in it.
@@ -239,9 +304,13 @@ fn user_rings(device: &Device, udata: Udata<'_>) -> Result<Rings> {
 fn core_caps(init: &QpInit<'_>) -> buffer::QpCaps {
     buffer::QpCaps {
         max_send_wr: init.max_send_wr,
-        max_recv_wr: init.max_recv_wr,
+        max_recv_wr: if init.receives() { init.max_recv_wr } else { 0 },
         max_send_sge: init.max_send_sge,
-        max_recv_sge: init.max_recv_sge,
+        max_recv_sge: if init.receives() {
+            init.max_recv_sge
+        } else {
+            0
+        },
         max_inline: init.max_inline,
     }
 }
@@ -267,7 +336,7 @@ fn kernel_qp(
     let QueueMemory::Kernel(memory) = &rings.memory else {
         return Err(Errno::EINVAL);
     };
-    let kernel_cq = |cq: &Cq| cq.kernel().cloned().ok_or(Errno::EINVAL);
+    let kernel_cq = |cq: Option<&Cq>| cq.and_then(Cq::kernel).cloned().ok_or(Errno::EINVAL);
     KernelQp::new(
         device,
         KernelQpInit {
