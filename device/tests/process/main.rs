@@ -11,5 +11,6 @@ mod frontend;
 mod lifecycle;
 mod memory;
 mod scale;
+mod srq;
 mod states;
 mod uc;
