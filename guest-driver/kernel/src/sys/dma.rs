@@ -85,6 +85,7 @@ impl Drop for DmaPage {
 /// Pages of our own that follow each other in the kernel's address space: rings, doorbell memory.
 pub(crate) struct DmaBuffer {
     memory: NonNull<AtomicU64>,
+    words: usize,
     /// Freed after the mapping.
     pages: Array<DmaPage>,
 }
@@ -110,6 +111,7 @@ impl DmaBuffer {
         };
         Ok(Self {
             memory: NonNull::new(memory.cast()).ok_or(Errno::ENOMEM)?,
+            words: pages.len().saturating_mul(PAGE_SIZE as usize / 8),
             pages,
         })
     }
@@ -121,10 +123,9 @@ impl DmaBuffer {
 
     /// The memory; others (the device, processes) access it, too.
     pub(crate) fn words(&self) -> &[AtomicU64] {
-        let words = self.pages.len().saturating_mul(PAGE_SIZE as usize / 8);
         // SAFETY: that is how long the mapping is, and it stays until drop. Page aligned, and only accessed by atomic
         // instructions, on this side and, as the specification has it, on the device's.
-        unsafe { core::slice::from_raw_parts(self.memory.as_ptr(), words) }
+        unsafe { core::slice::from_raw_parts(self.memory.as_ptr(), self.words) }
     }
 }
 

@@ -75,13 +75,6 @@ impl<B: Base> Object<B> {
         unsafe { (*base.as_ptr().cast::<Self>()).data.assume_init_ref() }
     }
 
-    /// # Safety
-    /// As [`Self::data`], and nobody else must use the object meanwhile.
-    unsafe fn data_mut<'a>(base: NonNull<B>) -> &'a mut B::Data {
-        // SAFETY: the caller says that the data was written, and is used by him alone.
-        unsafe { (*base.as_ptr().cast::<Self>()).data.assume_init_mut() }
-    }
-
     /// An object whose memory is ours to allocate; without any, the data is given back. The core fills in its structure.
     fn allocate(data: B::Data) -> core::result::Result<Box<Self>, B::Data> {
         // SAFETY: the structures of the core are plain data for which zero is a value.
@@ -211,6 +204,7 @@ pub(super) fn table(features: Features) -> ib_device_ops {
 
     ops.reg_user_mr = Some(memory::reg_user_mr);
     ops.dereg_mr = Some(memory::dereg_mr);
+    ops.fill_res_mr_entry = Some(memory::fill_res_mr_entry);
     ops.alloc_dm = Some(memory::alloc_dm);
     ops.dealloc_dm = Some(memory::dealloc_dm);
     ops.reg_dm_mr = Some(memory::reg_dm_mr);
@@ -289,4 +283,11 @@ unsafe fn write_attr(attrs: *mut uverbs_attr_bundle, bytes: &[u8]) -> Result<()>
 unsafe fn fill<const N: usize>(msg: *mut sk_buff, entries: [vrdma_detail; N]) -> i32 {
     // SAFETY: the caller's; that many entries.
     unsafe { vrdma_details_put(msg, entries.as_ptr(), N) }
+}
+
+fn detail(name: &'static core::ffi::CStr, value: u32) -> vrdma_detail {
+    vrdma_detail {
+        name: name.as_ptr(),
+        value,
+    }
 }

@@ -77,6 +77,8 @@ pub(crate) fn create_cq(
     let (memory, ring, kernel) = if udata.is_user() {
         let (memory, ring) = user_ring(device, init, udata)?;
         (memory, ring, None)
+    } else if !device.features().kernel_verbs() {
+        return Err(Errno::EOPNOTSUPP);
     } else {
         let layout = CqLayout::new(init.entries).ok_or(Errno::EINVAL)?;
         let memory = kverbs::queue_memory(device, layout.size)?;

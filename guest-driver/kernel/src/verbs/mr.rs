@@ -5,11 +5,14 @@ use crate::device::Device;
 use crate::pages::PageTree;
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{Umem, ACCESS_OPTIONAL};
+use crate::sys::sync::Locked;
 use virtio_rdma_spec::command::{opcode, rereg_flag, RegMr, RegMrResponse, ReregMr};
 use virtio_rdma_spec::verbs::access;
 
 /// A memory region.
-pub(crate) struct Mr {
+pub(crate) struct Mr(Locked<Region>);
+
+struct Region {
     lkey: u32,
     rkey: u32,
     /// None for regions of all memory and of device memory.
@@ -22,6 +25,8 @@ pub(super) struct UserMemory {
     access: u32,
     /// Pinned for writing.
     writable: bool,
+    /// How it was described to the device: pages, and log2 of their size.
+    pages: (u32, u32),
     umem: Umem,
 }
 
@@ -52,11 +57,12 @@ impl UserMemory {
             place,
             access,
             writable: needs_writing(access),
+            pages: (0, 0),
             umem: Umem::new(device.ib(), place.start, place.length, access)?,
         })
     }
 
-    fn describe(&self, device: &Device) -> Result<Described> {
+    fn describe(&mut self, device: &Device) -> Result<Described> {
         /// Page sizes that a page list can have: 2^12 to 2^31.
         const SIZES: u64 = 0xffff_f000;
         let (start, sizes) = (self.place.start, device.limits().page_size_cap & SIZES);
@@ -64,8 +70,11 @@ impl UserMemory {
         if !page_size.is_power_of_two() {
             return Err(Errno::EINVAL);
         }
+        let tree = PageTree::of_umem(device.dma(), &self.umem, page_size)?;
+        let list = tree.list();
+        self.pages = (list.count, u32::from(list.page_shift));
         Ok(Described {
-            tree: PageTree::of_umem(device.dma(), &self.umem, page_size)?,
+            tree,
             offset: start & page_size.wrapping_sub(1),
         })
     }
@@ -81,7 +90,13 @@ fn needs_writing(access: u32) -> bool {
 impl Mr {
     /// Local and remote key.
     pub(crate) fn keys(&self) -> (u32, u32) {
-        (self.lkey, self.rkey)
+        self.0.with(|region| (region.lkey, region.rkey))
+    }
+
+    /// Pages of pinned memory, and log2 of their size.
+    pub(crate) fn pages(&self) -> Option<(u32, u32)> {
+        self.0
+            .with(|region| region.user.as_ref().map(|user| user.pages))
     }
 
     /// Access flags from the core, as the device may know them: optional ones that it cannot are left out. All memory is
@@ -103,15 +118,21 @@ impl Mr {
         body: &RegMr,
         user: Option<UserMemory>,
     ) -> Result<Self> {
+        let region = Locked::new(Region {
+            lkey: 0,
+            rkey: 0,
+            user,
+        })?;
         let RegMrResponse { lkey, rkey } = device.command(opcode::REG_MR, body)?;
-        Ok(Self { lkey, rkey, user })
+        region.with(|region| (region.lkey, region.rkey) = (lkey, rkey));
+        Ok(Self(region))
     }
 }
 
 /// Registers memory of the current process.
 pub(crate) fn reg_mr(device: &Device, pd: &Pd, place: Place, access: u32) -> Result<Mr> {
     let access = Mr::known_access(access)?;
-    let memory = UserMemory::pin(device, place, access)?;
+    let mut memory = UserMemory::pin(device, place, access)?;
     let Described { tree, offset } = memory.describe(device)?;
     let body = RegMr {
         pd: pd.handle,
@@ -145,60 +166,66 @@ pub(crate) struct Change<'a> {
 }
 
 /// Changes a region in one step. On an error it is as before.
-pub(crate) fn rereg_mr(device: &Device, mr: &mut Mr, change: &Change<'_>) -> Result<()> {
-    let old = mr.user.as_ref().ok_or(Errno::EOPNOTSUPP)?;
-    let access = match change.access {
-        Some(access) => Mr::known_access(access)?,
-        None => old.access,
-    };
-    let mut body = ReregMr {
-        lkey: mr.lkey,
-        key: device.next_key(),
-        ..Default::default()
-    };
-    if let Some(pd) = change.pd {
-        body.flags |= rereg_flag::PD;
-        body.pd = pd.handle;
+pub(crate) fn rereg_mr(device: &Device, mr: &Mr, change: &Change<'_>) -> Result<()> {
+    mr.0.with(|region| region.change(device, change))
+}
+
+impl Region {
+    fn change(&mut self, device: &Device, change: &Change<'_>) -> Result<()> {
+        let old = self.user.as_ref().ok_or(Errno::EOPNOTSUPP)?;
+        let access = match change.access {
+            Some(access) => Mr::known_access(access)?,
+            None => old.access,
+        };
+        let mut body = ReregMr {
+            lkey: self.lkey,
+            key: device.next_key(),
+            ..Default::default()
+        };
+        if let Some(pd) = change.pd {
+            body.flags |= rereg_flag::PD;
+            body.pd = pd.handle;
+        }
+        if change.access.is_some() {
+            body.flags |= rereg_flag::ACCESS;
+            body.access = access;
+        }
+        // What is pinned for reading only is pinned anew if it is to be written.
+        let pin_anew = needs_writing(access) && !old.writable;
+        let place = change.place.or(pin_anew.then_some(old.place));
+        let mut new = match place {
+            Some(place) => Some(UserMemory::pin(device, place, access)?),
+            None => None,
+        };
+        // The tree lives until the command has been answered.
+        let described = match &mut new {
+            Some(new) => Some(new.describe(device)?),
+            None => None,
+        };
+        if let (Some(new), Some(described)) = (&new, &described) {
+            body.flags |= rereg_flag::TRANSLATION;
+            body.iova = new.place.virt;
+            body.length = new.place.length;
+            body.offset = described.offset;
+            body.pages = described.tree.list();
+        }
+        let RegMrResponse { lkey, rkey } = device.command(opcode::REREG_MR, &body)?;
+        (self.lkey, self.rkey) = (lkey, rkey);
+        if let Some(new) = new {
+            self.user = Some(new);
+        } else if let Some(user) = &mut self.user {
+            user.access = access;
+        }
+        Ok(())
     }
-    if change.access.is_some() {
-        body.flags |= rereg_flag::ACCESS;
-        body.access = access;
-    }
-    // What is pinned for reading only is pinned anew if it is to be written.
-    let pin_anew = needs_writing(access) && !old.writable;
-    let place = change.place.or(pin_anew.then_some(old.place));
-    let new = match place {
-        Some(place) => Some(UserMemory::pin(device, place, access)?),
-        None => None,
-    };
-    // The tree lives until the command has been answered.
-    let described = match &new {
-        Some(new) => Some(new.describe(device)?),
-        None => None,
-    };
-    if let (Some(new), Some(described)) = (&new, &described) {
-        body.flags |= rereg_flag::TRANSLATION;
-        body.iova = new.place.virt;
-        body.length = new.place.length;
-        body.offset = described.offset;
-        body.pages = described.tree.list();
-    }
-    let RegMrResponse { lkey, rkey } = device.command(opcode::REREG_MR, &body)?;
-    (mr.lkey, mr.rkey) = (lkey, rkey);
-    if let Some(new) = new {
-        mr.user = Some(new);
-    } else if let Some(user) = &mut mr.user {
-        user.access = access;
-    }
-    Ok(())
 }
 
 /// Deregisters a region. The device answers when the last access has ended.
 pub(crate) fn dereg_mr(device: &Device, mr: &Mr) -> Result<()> {
-    device.destroy(opcode::DEREG_MR, mr.lkey)
+    device.destroy(opcode::DEREG_MR, mr.keys().0)
 }
 
 /// Takes a region back whose registration could not be completed.
 pub(crate) fn discard_mr(device: &Device, mr: &Mr) {
-    device.must_destroy(opcode::DEREG_MR, mr.lkey);
+    device.must_destroy(opcode::DEREG_MR, mr.keys().0);
 }

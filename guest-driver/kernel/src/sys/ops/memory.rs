@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Protection domains, memory regions, windows, device memory. The safety requirements are those of [`super`].
-use super::{create, destroy, device, write_attr, Base, Object};
+use super::{create, destroy, detail, device, fill, write_attr, Base, Object};
 use crate::device::Device;
 use crate::sys::alloc::Box;
 use crate::sys::bindings::*;
@@ -105,7 +105,7 @@ pub(in crate::sys) unsafe extern "C" fn rereg_user_mr(
     udata: *mut ib_udata,
 ) -> *mut ib_mr {
     let flags = flags as u32;
-    // SAFETY: see the module; the core lets nobody else use the region meanwhile.
+    // SAFETY: see the module; the core lets nobody else change the region meanwhile.
     let result = unsafe {
         let object = NonNull::new(mr).ok_or(Errno::EINVAL);
         object.and_then(|object| {
@@ -125,7 +125,7 @@ pub(in crate::sys) unsafe extern "C" fn rereg_user_mr(
                 pd,
                 access: (flags & rereg_flag::ACCESS != 0).then_some(access as u32),
             };
-            let data = Object::data_mut(object);
+            let data: &verbs::Mr = Object::data(object);
             verbs::rereg_mr(device, data, &change)?;
             ((*mr).lkey, (*mr).rkey) = data.keys();
             Ok(())
@@ -238,6 +238,25 @@ unsafe extern "C" fn vrdma_dm_response(dm: *mut ib_dm, to: *mut vrdma_dm_info) {
         unsafe {
             let response = Object::data(dm).response();
             (*to).bytes = response.to_bytes();
+        }
+    }
+}
+
+pub(in crate::sys) unsafe extern "C" fn fill_res_mr_entry(
+    msg: *mut sk_buff,
+    mr: *mut ib_mr,
+) -> c_int {
+    let Some(mr) = NonNull::new(mr) else {
+        return 0;
+    };
+    // SAFETY: see the module; the core holds the object.
+    unsafe {
+        let data: &verbs::Mr = Object::data(mr);
+        match data.pages() {
+            Some((pages, shift)) => {
+                fill(msg, [detail(c"pages", pages), detail(c"page_shift", shift)])
+            }
+            None => 0,
         }
     }
 }

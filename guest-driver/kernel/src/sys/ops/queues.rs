@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Completion queues, shared receive queues, XRC domains, queue pairs. The safety requirements are those of [`super`].
 use super::addresses::{qp_attr_from_device, qp_attr_to_device};
-use super::{create, destroy, device, fill, Object};
+use super::{create, destroy, detail, device, fill, Object};
 use crate::sys::bindings::*;
 use crate::sys::error::{code, Errno};
 use crate::sys::rdma::{CqBuffer, CqTarget, QpTarget, SrqTarget, Udata};
@@ -207,13 +207,6 @@ pub(in crate::sys) unsafe extern "C" fn fill_res_qp_entry(
             detail(c"doorbell_slot", bell.1),
         ];
         fill(msg, entries)
-    }
-}
-
-fn detail(name: &'static core::ffi::CStr, value: u32) -> vrdma_detail {
-    vrdma_detail {
-        name: name.as_ptr(),
-        value,
     }
 }
 
