@@ -27,7 +27,6 @@ pub(crate) mod device_cap {
     pub(crate) const MEM_WINDOW_TYPE_2B: u64 = bindings::IB_DEVICE_MEM_WINDOW_TYPE_2B as u64;
     pub(crate) const ATOMIC_WRITE: u64 = bindings::IB_DEVICE_ATOMIC_WRITE as u64;
     pub(crate) const FLUSH_GLOBAL: u64 = bindings::IB_DEVICE_FLUSH_GLOBAL as u64;
-    pub(crate) const FLUSH_PERSISTENT: u64 = bindings::IB_DEVICE_FLUSH_PERSISTENT as u64;
 }
 
 /// Capability flag of the port: the communication manager works on it.

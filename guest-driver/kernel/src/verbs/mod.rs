@@ -36,7 +36,7 @@ use crate::sys::rdma::{
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::RingLayout;
 use virtio_rdma_spec::command::{
-    opcode, CreateContext, HandleResponse, QueryPort, QueryPortResponse, SetGid,
+    opcode, CreateContext, HandleResponse, QueryClockResponse, QueryPort, QueryPortResponse, SetGid,
 };
 use virtio_rdma_spec::config::{feature, first_doorbell_queue};
 use virtio_rdma_spec::doorbell::BLOCK_PAGES;
@@ -55,10 +55,18 @@ fn limit(value: u32) -> u32 {
 
 /// Attributes and limits of the device.
 pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<'_>) -> Result<()> {
-    // The clock of the device is not known here: zero.
-    udata.read::<0>()?;
-    udata.write(&abi::QueryDeviceResponse::default().to_bytes())?;
     let features = device.features();
+    udata.read::<0>()?;
+    let clock = if udata.is_user() && features.has(feature::CQ_TIMESTAMP) {
+        // Zero: not known. That a device failed must not keep tools from showing it.
+        device
+            .command(opcode::QUERY_CLOCK, &[0u8; 0])
+            .map_or(0, |QueryClockResponse { clock }| clock)
+    } else {
+        0
+    };
+    let answer = abi::QueryDeviceResponse { clock, reserved: 0 };
+    udata.write(&answer.to_bytes())?;
     let limits = device.limits();
     let (vendor, part, revision) = device.virtio().pci_ids();
     attr.fw_ver = limits.fw_ver;
@@ -104,7 +112,7 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
         attr.masked_atomic_cap = ATOMIC_NONE;
     }
     if features.has(feature::FLUSH) {
-        attr.device_cap_flags |= device_cap::FLUSH_GLOBAL | device_cap::FLUSH_PERSISTENT;
+        attr.device_cap_flags |= device_cap::FLUSH_GLOBAL;
     }
     if features.has(feature::CQ_TIMESTAMP) {
         attr.timestamp_mask = u64::MAX;

@@ -211,6 +211,7 @@ pub(in crate::sys) unsafe extern "C" fn get_hw_stats(
         // SAFETY: made by alloc_hw_port_stats; that many values.
         Ok(values) => unsafe { vrdma_counters_set(stats, values.as_ptr(), values.len()) },
         // A device that does not answer has nothing new: an error would only keep tools from showing the rest.
-        Err(_) => 0,
+        // SAFETY: made by alloc_hw_port_stats.
+        Err(_) => unsafe { (*stats).num_counters },
     }
 }
