@@ -81,9 +81,15 @@ impl<M: Memory> CompletionQueue<M> {
     #[inline(always)]
     pub fn poll(&self) -> Option<Cqe> {
         // A bound for the entries that are skipped: a lap.
-        for _ in 0..=self.ring.entries() {
+        for skipped in 0..=self.ring.entries() {
             let position = self.consumer.load(Ordering::Relaxed);
-            let cqe = self.peek(position)?;
+            let Some(cqe) = self.peek(position) else {
+                if skipped > 0 {
+                    // The caller has nothing to publish, but the device needs the room.
+                    self.publish();
+                }
+                return None;
+            };
             self.consumer
                 .store(position.wrapping_add(1), Ordering::Relaxed);
             if cqe.qp_num != FORGOTTEN {
