@@ -14,3 +14,4 @@ mod scale;
 mod srq;
 mod states;
 mod uc;
+mod xrc;
