@@ -13,7 +13,6 @@ use virtio_rdma_spec::command::{
     gid_type, opcode, status, CommandHeader, CreateContext, Handle, HandleResponse, PageList,
     QueryDeviceResponse, QueryPort, QueryPortResponse, ResponseHeader, SetGid, SetStatusPage,
 };
-use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES};
@@ -180,36 +179,12 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         gid_table_len: GID_TABLE_LEN as u32,
         pkey_table_len: 1,
         local_ca_ack_delay: 0,
-        max_srq: if rnic.accepted(feature::SRQ) {
-            limits.srqs
-        } else {
-            0
-        },
-        max_srq_wr: if rnic.accepted(feature::SRQ) {
-            MAX_WQ_ENTRIES
-        } else {
-            0
-        },
-        max_srq_sge: if rnic.accepted(feature::SRQ) {
-            MAX_SGE
-        } else {
-            0
-        },
-        max_ah: if rnic.accepted(feature::UD) {
-            u32::MAX >> 1
-        } else {
-            0
-        },
-        max_mcast_grp: if rnic.accepted(feature::UD) {
-            limits.multicast
-        } else {
-            0
-        },
-        max_mcast_qp_attach: if rnic.accepted(feature::UD) {
-            limits.multicast
-        } else {
-            0
-        },
+        max_srq: limits.srqs,
+        max_srq_wr: MAX_WQ_ENTRIES,
+        max_srq_sge: MAX_SGE,
+        max_ah: u32::MAX >> 1,
+        max_mcast_grp: limits.multicast,
+        max_mcast_qp_attach: limits.multicast,
         ..QueryDeviceResponse::default()
     };
     encode(response.to_bytes())

@@ -275,7 +275,8 @@ impl VhostUserBackendReqHandlerMut for Device {
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
-        if features & !FEATURES != 0 {
+        let has = |feature: u32| features & (1 << feature) != 0;
+        if features & !FEATURES != 0 || (has(feature::XRC) && !has(feature::SRQ)) {
             return Err(Error::FeatureMismatch);
         }
         self.rnic.set_features(features);

@@ -344,6 +344,7 @@ fn the_limit_tells_once() {
     assert_no_event(&two.b);
 }
 
+// D-SRQ-003, D-SRQ-006.
 #[test]
 fn the_position_may_wrap_the_ring_while_a_limit_is_armed() {
     let two = Two::with_all_types();
@@ -368,6 +369,7 @@ fn the_position_may_wrap_the_ring_while_a_limit_is_armed() {
     }
 }
 
+// D-SRQ-001, D-SRQ-002.
 #[test]
 fn commands_are_checked() {
     let two = Two::with_all_types();
@@ -417,7 +419,9 @@ fn commands_are_checked() {
         buffer: pages,
         ..Default::default()
     };
+    buffer.view().write(0, &[0xff; 8]);
     let created = vm.execute::<CreateSrq>(&good).unwrap();
+    assert_eq!(buffer.view().get(0, 8), [0; 8]);
     vm.execute::<DestroySrq>(&handle(created.srqn)).unwrap();
     let before = counts(&two.process, vm.path());
     let refused = |expected, spoil: &dyn Fn(&mut command::CreateSrq)| {
@@ -510,6 +514,7 @@ fn commands_are_checked() {
     );
 }
 
+// D-FEAT-004.
 #[test]
 fn there_are_none_without_the_feature() {
     let process = process(1);
@@ -822,6 +827,7 @@ fn slots_beyond_those_of_the_root_word_ring_as_well() {
     }
 }
 
+// D-SRQ-004.
 #[test]
 fn random_entries_do_no_harm() {
     let mut two = Two::with_all_types();

@@ -410,6 +410,7 @@ fn the_target_outlives_those_that_used_it() {
     drop((a, domain));
 }
 
+// D-SRQ-001.
 #[test]
 fn a_queue_that_is_destroyed_under_traffic_is_gone() {
     let two = Two::of(&["--workers", "2"], &all_types());
