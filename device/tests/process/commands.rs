@@ -13,7 +13,9 @@ use vhost_device_rdma_bare::spec::ring::MAX_CQ_ENTRIES;
 use vhost_device_rdma_bare::spec::verbs::{access, qp_type};
 use vhost_device_rdma_bare::{Context, Cq, Pd, Placement, Vm, VmOptions, PAGE};
 
-use crate::common::{assert_success, caps, counts, process, vm, Pair, Side, SideOptions, Two, ALL};
+use crate::common::{
+    assert_success, caps, counts, everything, process, vm, Pair, Side, SideOptions, Two, ALL,
+};
 
 fn command(opcode: u16, length: u32, body: &[u8]) -> Vec<u8> {
     let header = CommandHeader {
@@ -406,8 +408,7 @@ fn assert_served(vm: &std::sync::Arc<Vm>) {
 // D-SEC-002, D-SEC-003.
 #[test]
 fn random_commands_do_no_harm() {
-    let two = Two::new();
-    let mut two = two;
+    let mut two = Two::of(&[], &everything());
     let known: Vec<u16> = opcode::ALL.iter().map(|(_, value)| *value as u16).collect();
     let commands = (
         prop::sample::select(known),
@@ -442,7 +443,7 @@ fn random_commands_do_no_harm() {
 // D-SEC-002.
 #[test]
 fn random_bytes_do_no_harm() {
-    let mut two = Two::new();
+    let mut two = Two::of(&[], &everything());
     let mut runner = TestRunner::new(Config {
         cases: 2000,
         ..Config::default()
@@ -460,7 +461,7 @@ fn random_bytes_do_no_harm() {
 // D-ARM-002, D-DB-003, D-DB-004, D-SEC-002, D-SEC-005.
 #[test]
 fn random_rings_do_no_harm() {
-    let mut two = Two::new();
+    let mut two = Two::of(&[], &everything());
     let options = SideOptions {
         qp: vhost_device_rdma_bare::QpOptions {
             caps: caps(16, 4, 64),

@@ -19,9 +19,9 @@ use vhost_device_rdma_bare::{
 };
 
 use crate::common::{
-    all_types, assert_event, assert_no_event, assert_reaches, assert_refused, assert_status,
-    assert_success, caps, counts, pattern, process, vm, Pair, Side, SideOptions, Two, ALL, NOTHING,
-    TIMEOUT,
+    all_types, assert_event, assert_no_event, assert_reaches, assert_refused, assert_soon,
+    assert_status, assert_success, caps, counts, pattern, process, vm, Pair, Side, SideOptions,
+    Two, ALL, NOTHING, TIMEOUT,
 };
 
 /// Senders of one VM, connected each to a queue pair of the other VM; those share a receive queue.
@@ -219,7 +219,8 @@ fn posting_wakes_all_that_wait() {
             c.rnr_retry = 7;
             c.min_rnr_timer = 0;
         });
-        for round in 0..4u64 {
+        let mut times = Vec::new();
+        for round in 0..5u64 {
             for i in 0..5 {
                 shared.send(i, 8);
             }
@@ -241,9 +242,9 @@ fn posting_wakes_all_that_wait() {
             for sender in &shared.senders {
                 assert_success(&sender.sent());
             }
-            let took = start.elapsed();
-            assert!(took < Duration::from_millis(500), "woken after {took:?}");
+            times.push(start.elapsed());
         }
+        assert_soon(times);
         // Once nobody waits, posting is silent again.
         for i in 0..3 {
             shared.post(i);
@@ -778,6 +779,7 @@ fn slots_beyond_those_of_the_root_word_ring_as_well() {
         ..QpOptions::default()
     };
     let mut slots = HashSet::from([side.qp.slot()]);
+    let mut times = Vec::new();
     let mut all = Vec::new();
     for _ in 0..90 {
         let srq = Srq::new(&side.context, &side.pd, &small).unwrap();
@@ -815,8 +817,7 @@ fn slots_beyond_those_of_the_root_word_ring_as_well() {
         let start = Instant::now();
         srq.post_recv(i, &[side.mr.sge(0, 8)]).unwrap();
         assert_success(&sender.sent());
-        let took = start.elapsed();
-        assert!(took < Duration::from_millis(400), "woken after {took:?}");
+        times.push(start.elapsed());
         let cqe = side.received();
         assert_success(&cqe);
         assert_eq!((cqe.wr_id, cqe.qp_num), (i, qp.number()));
@@ -825,6 +826,7 @@ fn slots_beyond_those_of_the_root_word_ring_as_well() {
         assert_success(&side.sent());
         qp.set_state(qp_state::ERR).unwrap();
     }
+    assert_soon(times);
 }
 
 // D-SRQ-004.
