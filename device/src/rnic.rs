@@ -28,6 +28,10 @@ use crate::worker::Worker;
 pub const GID_TABLE_LEN: usize = 32;
 /// Longest message, bytes.
 pub const MAX_MESSAGE: u64 = 1 << 31;
+/// Longest datagram, bytes: the port's MTU.
+pub const MAX_DATAGRAM: u64 = 4096;
+/// Number of a port's GSI queue pair, as messages name it.
+pub const GSI_QPN: u32 = 1;
 /// Most workers.
 pub const MAX_WORKERS: u16 = 8;
 /// Most completion-event queues.
@@ -54,10 +58,18 @@ pub struct Limits {
     pub pds: u32,
     /// Memory regions.
     pub mrs: u32,
+    /// Memory windows.
+    pub mws: u32,
     /// Completion queues.
     pub cqs: u32,
     /// Queue pairs.
     pub qps: u32,
+    /// Shared receive queues.
+    pub srqs: u32,
+    /// XRC domains.
+    pub xrcds: u32,
+    /// Attachments to multicast groups.
+    pub multicast: u32,
     /// Page lists of all objects, bytes of this process.
     pub footprint: u64,
 }
@@ -68,8 +80,12 @@ impl Default for Limits {
             contexts: 4096,
             pds: 65536,
             mrs: 1 << 20,
+            mws: 1 << 20,
             cqs: 131_072,
             qps: 131_072,
+            srqs: 65536,
+            xrcds: 4096,
+            multicast: 4096,
             footprint: 1 << 30,
         }
     }
@@ -134,6 +150,8 @@ pub trait EventSink: Send + Sync {
     fn forget_cq(&self, vector: u16, cqn: u32);
     /// Drops what is kept about a queue pair, which is destroyed.
     fn forget_qp(&self, qpn: u32);
+    /// Drops what is kept about a shared receive queue, which is destroyed.
+    fn forget_srq(&self, srqn: u32);
 }
 
 /// The adapter of this process: its workers, and the networks between its VMs.
@@ -255,6 +273,7 @@ struct Counters {
     rnr_naks: AtomicU64,
     retries: AtomicU64,
     errors: AtomicU64,
+    qkey_violations: AtomicU64,
 }
 
 /// Adds to a counter that only the calling worker writes.
@@ -282,6 +301,8 @@ pub struct Totals {
     pub retries: u64,
     /// Work requests completed in error.
     pub errors: u64,
+    /// Datagrams with a wrong Q_Key.
+    pub qkey_violations: u64,
 }
 
 /// Log lines per second about what a guest does wrong.
@@ -382,14 +403,15 @@ impl Rnic {
         for context in tables.contexts.iter_mut() {
             context.doorbell = context.doorbell.rebase(memory);
         }
-        for mr in tables.mrs.iter_mut() {
-            *mr = Arc::new(mr.rebase(memory));
-        }
+        tables.keys.rebase(memory);
         for cq in tables.cqs.iter_mut() {
             cq.rebase(memory);
         }
         for qp in tables.qps.iter_mut() {
             qp.rebase(memory);
+        }
+        for srq in tables.srqs.iter_mut() {
+            srq.rebase(memory);
         }
     }
 
@@ -425,8 +447,13 @@ impl Rnic {
         for qp in tables.qps.clear() {
             qp.dead.store(true, Ordering::SeqCst);
         }
+        tables.gsi = None;
+        tables.srqs.clear();
+        tables.xrcds.clear();
+        self.ports.leave_all(self);
+        tables.multicast = 0;
         tables.contexts.clear();
-        tables.mrs.clear();
+        tables.keys.clear();
         tables.cqs.clear();
         tables.pds.clear();
         tables.status_page = None;
@@ -546,6 +573,12 @@ impl Rnic {
         }
     }
 
+    pub(crate) fn count_qkey_violation(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.qkey_violations, 1);
+        }
+    }
+
     /// Sums of all counters.
     #[must_use]
     pub fn totals(&self) -> Totals {
@@ -561,6 +594,7 @@ impl Rnic {
                 rnr_naks: sum(t.rnr_naks, &c.rnr_naks),
                 retries: sum(t.retries, &c.retries),
                 errors: sum(t.errors, &c.errors),
+                qkey_violations: sum(t.qkey_violations, &c.qkey_violations),
             }
         })
     }
@@ -584,8 +618,9 @@ impl Rnic {
                 "dest_qpn": attr.dest_qp_num,
                 "dest_gid": std::net::Ipv6Addr::from(attr.av.dgid).to_string(),
                 "pd": qp.pd,
-                "send_cq": qp.send_cq.number,
-                "recv_cq": qp.recv_cq.number,
+                "send_cq": qp.send_cq.as_ref().map(|cq| cq.number),
+                "recv_cq": qp.recv_cq.as_ref().map(|cq| cq.number),
+                "srq": qp.srq.as_ref().map(|srq| srq.number),
                 "context": qp.context,
                 "worker": qp.worker.index,
                 "slot": qp.slot,
@@ -596,21 +631,32 @@ impl Rnic {
         let cqs = tables.cqs.iter().map(|(cqn, cq)| {
             json!({
                 "cqn": cqn,
-                "entries": cq.entries,
+                "entries": cq.entries(),
                 "vector": cq.vector,
                 "completions": cq.position(),
                 "users": cq.users.load(Ordering::Relaxed),
                 "error": cq.errored(),
             })
         });
-        let mrs = tables.mrs.iter().map(|(_, mr)| {
+        let srqs = tables.srqs.iter().map(|(srqn, srq)| {
+            json!({
+                "srqn": srqn,
+                "pd": srq.pd,
+                "entries": srq.entries,
+                "limit": srq.limit(),
+                "receives": srq.position(),
+                "xrcd": srq.xrc.as_ref().map(|xrc| xrc.domain),
+                "users": srq.users.load(Ordering::Relaxed),
+            })
+        });
+        let mrs = tables.keys.regions().map(|mr| {
             json!({
                 "key": mr.key,
                 "pd": mr.pd,
                 "access": mr.access,
                 "iova": mr.iova,
                 "length": mr.length,
-                "pages": mr.pages.count(),
+                "pages": mr.backing.count(),
             })
         });
         json!({
@@ -625,9 +671,12 @@ impl Rnic {
             "counts": {
                 "contexts": tables.contexts.len(),
                 "pds": tables.pds.len(),
-                "mrs": tables.mrs.len(),
+                "mrs": tables.keys.mrs(),
+                "mws": tables.keys.mws(),
                 "cqs": tables.cqs.len(),
                 "qps": tables.qps.len(),
+                "srqs": tables.srqs.len(),
+                "xrcds": tables.xrcds.len(),
             },
             "counters": {
                 "tx_messages": totals.tx_messages,
@@ -637,10 +686,12 @@ impl Rnic {
                 "rnr_naks": totals.rnr_naks,
                 "retries": totals.retries,
                 "errors": totals.errors,
+                "qkey_violations": totals.qkey_violations,
             },
             "qps": qps.collect::<Vec<_>>(),
             "cqs": cqs.collect::<Vec<_>>(),
             "mrs": mrs.collect::<Vec<_>>(),
+            "srqs": srqs.collect::<Vec<_>>(),
         })
     }
 }

@@ -64,16 +64,18 @@ fn tree() -> Result<PathBuf> {
 
 fn bindings(include: &Path, out: &Path) -> Result<()> {
     let header = include.join("infiniband/driver.h");
+    let ioctl_header = include.join("rdma/ib_user_ioctl_cmds.h");
     let bindings = bindgen::Builder::default()
         .header(header.display().to_string())
+        .header(ioctl_header.display().to_string())
         .clang_args(["-std=gnu11", "-D_GNU_SOURCE", "-I"])
         .clang_arg(include.display().to_string())
-        .allowlist_type("verbs_.*|ibv_.*|ib_uverbs_.*|rdma_driver_id")
+        .allowlist_type("verbs_.*|ibv_.*|ib_uverbs_.*|uverbs_.*|rdma_driver_id")
         .allowlist_function(
-            "ibv_cmd_.*|_verbs_init_and_alloc_context|verbs_set_ops|verbs_uninit_context",
+            "ibv_cmd_.*|execute_ioctl|_verbs_init_and_alloc_context|verbs_set_ops|verbs_uninit_context",
         )
         .allowlist_function("ibv_dontfork_range|ibv_dofork_range")
-        .allowlist_var("IBV_.*|VERBS_.*")
+        .allowlist_var("IBV_.*|UVERBS_.*|VERBS_.*")
         .default_enum_style(bindgen::EnumVariation::Consts)
         .prepend_enum_name(false)
         .use_core()

@@ -4,15 +4,31 @@
 # Fetches what building the provider needs and Debian does not package: the private headers and the symbol versions of
 # rdma-core, from its source. Also libclang, which reads them. Quick if all is there; safe to run twice at once.
 #
+#     set-up.sh [VERSION]
+#
+# VERSION is 56.1 (the default, what the build uses by itself) or 65.0 (VIRTIO_RDMA_RDMA_CORE=RESULT makes the build use it).
+#
 # The result is $XDG_CACHE_HOME/virtio-rdma/rdma-core-VERSION/ (default ~/.cache): `include/` with the headers as
 # they are seen inside rdma-core's build, `libibverbs.map`, and `pabi`, the version of the private interface.
 #
 # VIRTIO_RDMA_MIRROR  Debian mirror to use (default: the one of this machine, else deb.debian.org)
 set -eu
 
-version=56.1
-suite=trixie
-sha256=63ce7f2baa7242c2dbc76375dac957c420187dd27f8c5e148efc07971ee522a8
+version=${1:-56.1}
+case $version in
+56.1)
+    suite=trixie
+    sha256=63ce7f2baa7242c2dbc76375dac957c420187dd27f8c5e148efc07971ee522a8
+    ;;
+65.0)
+    suite=sid
+    sha256=f6ba3d8b2c4aa334c5c883c1ad0772de339011123cff4fb1db32ae7a443fb7ca
+    ;;
+*)
+    echo "unknown version of rdma-core: $version" >&2
+    exit 2
+    ;;
+esac
 # Counts up when the layout of the result changes.
 layout=1
 
@@ -67,8 +83,9 @@ if ! echo "$sha256  $tarball" | sha256sum --check --status; then
     exit 1
 fi
 
-tar -C "$work" -xzf "$tarball"
 source=$work/rdma-core-$version
+mkdir "$source"
+tar -C "$source" --strip-components=1 -xzf "$tarball"
 tree=$work/tree
 mkdir -p "$tree/include/infiniband" "$tree/include/kernel-abi"
 cp "$source"/libibverbs/*.h "$source"/kernel-headers/rdma/ib_user_ioctl_verbs.h "$tree/include/infiniband/"

@@ -17,6 +17,8 @@ constants! {
         SET_GID = 0x03,
         /// Tells the device where the status page is.
         SET_STATUS_PAGE = 0x04,
+        /// The device's clock, by which completions have time stamps.
+        QUERY_CLOCK = 0x05,
         /// Creates a context: doorbell memory.
         CREATE_CONTEXT = 0x10,
         /// Destroys a context.
@@ -25,14 +27,26 @@ constants! {
         CREATE_PD = 0x20,
         /// Destroys a protection domain.
         DESTROY_PD = 0x21,
+        /// Creates an XRC domain.
+        CREATE_XRCD = 0x24,
+        /// Destroys an XRC domain.
+        DESTROY_XRCD = 0x25,
         /// Registers a memory region.
         REG_MR = 0x30,
         /// Deregisters a memory region.
         DEREG_MR = 0x31,
+        /// Changes a memory region.
+        REREG_MR = 0x32,
+        /// Allocates a memory window.
+        ALLOC_MW = 0x38,
+        /// Deallocates a memory window.
+        DEALLOC_MW = 0x39,
         /// Creates a completion queue.
         CREATE_CQ = 0x40,
         /// Destroys a completion queue.
         DESTROY_CQ = 0x41,
+        /// Gives a completion queue another buffer.
+        RESIZE_CQ = 0x42,
         /// Creates a queue pair.
         CREATE_QP = 0x50,
         /// Modifies a queue pair.
@@ -41,6 +55,18 @@ constants! {
         QUERY_QP = 0x52,
         /// Destroys a queue pair.
         DESTROY_QP = 0x53,
+        /// Creates a shared receive queue.
+        CREATE_SRQ = 0x60,
+        /// Modifies a shared receive queue.
+        MODIFY_SRQ = 0x61,
+        /// Queries a shared receive queue.
+        QUERY_SRQ = 0x62,
+        /// Destroys a shared receive queue.
+        DESTROY_SRQ = 0x63,
+        /// Attaches a queue pair to a multicast group.
+        ATTACH_MCAST = 0x70,
+        /// Detaches a queue pair from a multicast group.
+        DETACH_MCAST = 0x71,
     }
 }
 
@@ -225,8 +251,10 @@ layouts! {
         112 => max_mw: u32,
         /// Pages of a fast registration.
         116 => max_fast_reg_pages: u32,
-        /// Reserved, zero.
-        120 => reserved: [u8; 8],
+        /// Multicast groups.
+        120 => max_mcast_grp: u32,
+        /// Queue pairs attached to a multicast group.
+        124 => max_mcast_qp_attach: u32,
     }
 
     /// Body of QUERY_PORT.
@@ -303,6 +331,12 @@ layouts! {
         0 => addr: u64,
     }
 
+    /// Response of QUERY_CLOCK.
+    pub struct QueryClockResponse(8) {
+        /// The device's clock now, nanoseconds.
+        0 => clock: u64,
+    }
+
     /// Body of CREATE_CONTEXT.
     pub struct CreateContext(24) {
         /// Doorbell memory: `doorbell::BLOCK_PAGES` pages per doorbell queue, in their order, zeroed.
@@ -361,7 +395,7 @@ layouts! {
         0 => entries: u32,
         /// Completion-event queue for its events, 0 to C - 1.
         4 => comp_vector: u16,
-        /// Stride of the entries, bytes: 32.
+        /// Stride of the entries, bytes: 32, or, with CQ_TIMESTAMP, 64.
         6 => stride: u16,
         /// Offset of the ring in the buffer, a multiple of the stride, at least 64.
         8 => ring_offset: u32,
@@ -411,8 +445,10 @@ layouts! {
         52 => srq: u32,
         /// The buffer: a `QpRecord` at its start, and the rings.
         56 => buffer: PageList,
+        /// XRC domain (XRC_TGT). Otherwise zero.
+        72 => xrcd: u32,
         /// Reserved, zero.
-        72 => reserved1: [u8; 16],
+        76 => reserved1: [u8; 12],
     }
 
     /// Response of CREATE_QP.
@@ -437,6 +473,135 @@ layouts! {
         8 => attr: QpAttr,
     }
 
+    /// Body of REREG_MR. The response is a `RegMrResponse`. Fields of what is not to be changed are ignored.
+    pub struct ReregMr(72) {
+        /// The region: its lkey.
+        0 => lkey: u32,
+        /// What to change: `rereg_flag`.
+        4 => flags: u32,
+        /// PD: the new protection domain.
+        8 => pd: u32,
+        /// ACCESS: the new `access`.
+        12 => access: u32,
+        /// TRANSLATION: the new address of the first byte.
+        16 => iova: u64,
+        /// TRANSLATION: the new length, bytes.
+        24 => length: u64,
+        /// TRANSLATION: the new offset in the first page.
+        32 => offset: u64,
+        /// TRANSLATION: the new pages.
+        40 => pages: PageList,
+        /// The 8-bit consumer part of the new keys.
+        56 => key: u8,
+        /// Reserved, zero.
+        57 => reserved: [u8; 15],
+    }
+
+    /// Body of ALLOC_MW. The response is a `HandleResponse` with the rkey of the window; DEALLOC_MW takes it, or any later
+    /// one of the window.
+    pub struct AllocMw(16) {
+        /// Protection domain.
+        0 => pd: u32,
+        /// `mw_type`.
+        4 => mw_type: u8,
+        /// The 8-bit consumer part of the first key.
+        5 => key: u8,
+        /// Reserved, zero.
+        6 => reserved: [u8; 10],
+    }
+
+    /// Body of RESIZE_CQ. The response is a `HandleResponse` with the number of entries that were moved.
+    pub struct ResizeCq(40) {
+        /// Completion queue.
+        0 => cqn: u32,
+        /// Entries of the new ring, a power of two.
+        4 => entries: u32,
+        /// Offset of the new ring in the new buffer.
+        8 => ring_offset: u32,
+        /// Reserved, zero.
+        12 => reserved0: u32,
+        /// The new buffer, as in CREATE_CQ.
+        16 => buffer: PageList,
+        /// Reserved, zero.
+        32 => reserved1: u64,
+    }
+
+    /// Body of CREATE_SRQ. The response is a `CreateSrqResponse`.
+    pub struct CreateSrq(64) {
+        /// Protection domain.
+        0 => pd: u32,
+        /// Context: whose doorbell memory is used.
+        4 => context: u32,
+        /// Entries, a power of two.
+        8 => entries: u32,
+        /// Stride of the entries, bytes, as of receive queues.
+        12 => stride: u32,
+        /// Offset of the ring in the buffer, a multiple of the stride, at least 128.
+        16 => ring_offset: u32,
+        /// Scatter/gather entries per receive work request.
+        20 => max_sge: u16,
+        /// `srq_type`.
+        22 => srq_type: u8,
+        /// Reserved, zero.
+        23 => reserved0: u8,
+        /// XRC: the XRC domain. Otherwise zero.
+        24 => xrcd: u32,
+        /// XRC: completion queue of its receives. Otherwise zero.
+        28 => cq: u32,
+        /// SRQ_LIMIT_REACHED is raised once fewer entries than this are posted; zero: never.
+        32 => limit: u32,
+        /// Reserved, zero.
+        36 => reserved1: u32,
+        /// The buffer: an `SrqRecord` at its start, and the ring.
+        40 => buffer: PageList,
+        /// Reserved, zero.
+        56 => reserved2: u64,
+    }
+
+    /// Response of CREATE_SRQ.
+    pub struct CreateSrqResponse(16) {
+        /// Number of the SRQ, 24 bits; also the handle.
+        0 => srqn: u32,
+        /// Doorbell queue, 0 to D - 1, of its worker.
+        4 => doorbell_queue: u32,
+        /// Slot in that worker's doorbell block of the context.
+        8 => slot: u32,
+        /// Reserved, zero.
+        12 => reserved: u32,
+    }
+
+    /// Body of MODIFY_SRQ.
+    pub struct ModifySrq(16) {
+        /// The SRQ.
+        0 => srqn: u32,
+        /// The limit, as in CREATE_SRQ.
+        4 => limit: u32,
+        /// Reserved, zero.
+        8 => reserved: u64,
+    }
+
+    /// Response of QUERY_SRQ.
+    pub struct QuerySrqResponse(16) {
+        /// Entries.
+        0 => entries: u32,
+        /// Scatter/gather entries per receive work request.
+        4 => max_sge: u32,
+        /// The limit; zero once SRQ_LIMIT_REACHED was raised.
+        8 => limit: u32,
+        /// Reserved, zero.
+        12 => reserved: u32,
+    }
+
+    /// Body of ATTACH_MCAST, DETACH_MCAST.
+    pub struct Multicast(24) {
+        /// The group's GID.
+        0 => gid: [u8; 16],
+        /// The UD queue pair.
+        16 => qpn: u32,
+        /// Reserved, zero.
+        20 => reserved: u32,
+    }
+
     /// Response of QUERY_QP.
     pub struct QueryQpResponse(96) {
         /// The attributes.
@@ -449,6 +614,40 @@ constants! {
     pub mod create_qp_flag: u8 {
         /// Every send work request produces a completion.
         SIGNAL_ALL = 1,
+        /// UD: multicast messages do not come back to the queue pair that sent them, nor to others of its VM.
+        BLOCK_MULTICAST_LOOPBACK = 2,
+    }
+}
+
+constants! {
+    /// Flags of REREG_MR; the numbers are those of verbs.
+    pub mod rereg_flag: u32 {
+        /// Other pages.
+        TRANSLATION = 1,
+        /// Another protection domain.
+        PD = 2,
+        /// Other access flags.
+        ACCESS = 4,
+    }
+}
+
+constants! {
+    /// Types of memory windows.
+    pub mod mw_type: u8 {
+        /// Bound through a command-like verb, belongs to its protection domain.
+        TYPE_1 = 1,
+        /// Bound and invalidated by work requests, belongs to the queue pair that bound it and to its protection domain.
+        TYPE_2 = 2,
+    }
+}
+
+constants! {
+    /// Types of shared receive queues.
+    pub mod srq_type: u8 {
+        /// Used by the queue pairs that were created with it.
+        BASIC = 0,
+        /// Used by messages to XRC_TGT queue pairs that name it.
+        XRC = 1,
     }
 }
 

@@ -43,5 +43,27 @@ constants! {
         /// RC queue pairs with SEND, RDMA WRITE, RDMA READ and their immediate forms. Always offered; a driver that
         /// does not accept it has no queue pairs.
         RC = 0,
+        /// UD queue pairs, the GSI queue pair, multicast.
+        UD = 1,
+        /// UC queue pairs.
+        UC = 2,
+        /// Shared receive queues.
+        SRQ = 3,
+        /// XRC domains, XRC queue pairs, XRC shared receive queues. Needs SRQ.
+        XRC = 4,
+        /// Atomic operations of 8 bytes, plain and masked, and ATOMIC_WRITE.
+        ATOMIC = 5,
+        /// Memory windows, LOCAL_INV and SEND_WITH_INV.
+        MW = 6,
+        /// REREG_MR.
+        REREG_MR = 7,
+        /// RESIZE_CQ.
+        RESIZE_CQ = 8,
+        /// Completions with time stamps.
+        CQ_TIMESTAMP = 9,
+        /// FLUSH.
+        FLUSH = 10,
+        /// Regions of all guest memory (REG_MR with PHYSICAL).
+        PHYSICAL_MR = 11,
     }
 }

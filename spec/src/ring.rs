@@ -36,10 +36,81 @@ layouts! {
         24 => rkey: u32,
         /// XRC: number of the remote SRQ. Otherwise zero.
         28 => srqn: u32,
-        /// Atomic operations: operand to add or to compare with. Otherwise zero.
+        /// Atomic operations: operand to add or to compare with. FLUSH: length of the range, bytes. Otherwise zero.
         32 => operand0: u64,
-        /// Atomic operations: operand to swap in. Otherwise zero.
+        /// Atomic operations: operand to swap in. FLUSH: `flush_type` bits, and `flush_level` in bits 8 to 15. Otherwise
+        /// zero.
         40 => operand1: u64,
+    }
+
+    /// The first bytes of an entry of the send queue of a UD or GSI queue pair; scatter/gather entries or inline data follow
+    /// at offset 64.
+    pub struct UdWqe(64) {
+        /// `wr_opcode`: SEND or SEND_WITH_IMM.
+        0 => opcode: u8,
+        /// `send_flag` bits, and `PHASE`.
+        1 => flags: u8,
+        /// Scatter/gather entries, or with INLINE the bytes of payload.
+        2 => count: u16,
+        /// Immediate data (four octets, as the application gave them).
+        4 => imm: u32,
+        /// Work request id, returned in the completion.
+        8 => wr_id: u64,
+        /// Destination GID; a multicast GID reaches the group.
+        16 => dgid: [u8; 16],
+        /// Destination queue pair; 0xffffff for multicast.
+        32 => remote_qpn: u32,
+        /// Q_Key of the message. With bit 31 set the sender's own Q_Key is used.
+        36 => remote_qkey: u32,
+        /// Flow label, 20 bits.
+        40 => flow_label: u32,
+        /// Index of the source GID.
+        44 => sgid_index: u16,
+        /// Service level, 0 to 15.
+        46 => sl: u8,
+        /// Traffic class.
+        47 => traffic_class: u8,
+        /// Hop limit.
+        48 => hop_limit: u8,
+        /// Reserved, zero.
+        49 => reserved0: u8,
+        /// Destination MAC address.
+        50 => dmac: [u8; 6],
+        /// GSI: index of the P_Key of the message. Otherwise zero.
+        56 => pkey_index: u16,
+        /// Reserved, zero.
+        58 => reserved1: [u8; 6],
+    }
+
+    /// An entry of a send queue that binds a memory window, as far as it differs from `SendWqe`: bytes 16 to 64.
+    pub struct BindMw(48) {
+        /// First address of the window, as remote work requests name it.
+        0 => addr: u64,
+        /// Present rkey of the window.
+        8 => mw_rkey: u32,
+        /// Reserved, zero.
+        12 => reserved: u32,
+        /// Length of the window, bytes. Zero: the window is bound to nothing.
+        16 => length: u64,
+        /// `access` of the window.
+        24 => access: u32,
+        /// lkey of the region.
+        28 => mr_lkey: u32,
+        /// Address of the window's first byte in the region.
+        32 => mr_addr: u64,
+        /// The rkey of the window after the bind: the present one with other low 8 bits.
+        40 => new_rkey: u32,
+        /// Reserved, zero.
+        44 => reserved1: u32,
+    }
+
+    /// The last operands of an entry of a send queue with a masked atomic operation; they follow the scatter/gather
+    /// entry, at offset 64.
+    pub struct MaskedOperands(16) {
+        /// Compare and swap: mask of the comparison. Fetch and add: mask of the field boundaries.
+        0 => mask0: u64,
+        /// Compare and swap: mask of the swap. Fetch and add: zero.
+        8 => mask1: u64,
     }
 
     /// The first bytes of an entry of a receive queue; scatter/gather entries follow at offset 16.
@@ -84,6 +155,32 @@ layouts! {
         31 => phase: u8,
     }
 
+    /// What follows `Cqe` in an entry of a completion queue with stride 64. It is written before `Cqe`'s phase.
+    pub struct CqeExtension(32) {
+        /// Time of the completion on the device's clock, nanoseconds.
+        0 => timestamp: u64,
+        /// Source MAC address (datagrams).
+        8 => smac: [u8; 6],
+        /// VLAN id of the datagram, or 0xffff.
+        14 => vlan: u16,
+        /// Reserved, zero.
+        16 => reserved: [u8; 16],
+    }
+
+    /// The start of a shared receive queue's buffer. The ring follows.
+    pub struct SrqRecord(128) {
+        /// Written by the device. Not zero: posting must ring the doorbell (a sender waits for a receive).
+        0 => rq_waited: u32,
+        /// Written by the device: entries consumed so far, modulo 2^32. They are free.
+        4 => consumed: u32,
+        /// Reserved, zero.
+        8 => reserved0: [u8; 56],
+        /// Written by the driver: entries posted so far, modulo 2^32. The device reads it for the limit only.
+        64 => posted: u32,
+        /// Reserved, zero.
+        68 => reserved1: [u8; 60],
+    }
+
     /// The start of a queue pair's buffer: written by the device, read by the driver.
     pub struct QpRecord(64) {
         /// Not zero: posting to the receive queue must ring the doorbell (a sender waits for a receive, or the queue
@@ -109,6 +206,12 @@ layouts! {
 pub const PHASE: u8 = 0x80;
 /// Offset of the first scatter/gather entry or of the inline data in an entry of a send queue.
 pub const SEND_DATA_OFFSET: usize = SendWqe::SIZE;
+/// The same, in an entry of the send queue of a UD or GSI queue pair.
+pub const UD_DATA_OFFSET: usize = UdWqe::SIZE;
+/// Offset of `BindMw` in an entry of a send queue.
+pub const BIND_MW_OFFSET: usize = 16;
+/// Offset of `MaskedOperands` in an entry of a send queue.
+pub const MASKED_OPERANDS_OFFSET: usize = 64;
 /// Offset of the first scatter/gather entry in an entry of a receive queue.
 pub const RECV_DATA_OFFSET: usize = RecvWqe::SIZE;
 /// Offset, in a work queue entry, of the aligned 8 bytes that hold the phase.
@@ -146,6 +249,23 @@ pub const fn send_stride(sge: u32, inline: u32) -> Option<u32> {
     let by_sge = sge * Sge::SIZE as u32;
     let data = if by_sge > inline { by_sge } else { inline };
     let stride = (SendWqe::SIZE as u32 + data).next_power_of_two();
+    Some(if stride < MIN_SEND_STRIDE {
+        MIN_SEND_STRIDE
+    } else {
+        stride
+    })
+}
+
+/// The same for the send queue of a UD or GSI queue pair.
+#[must_use]
+pub const fn ud_send_stride(sge: u32, inline: u32) -> Option<u32> {
+    let extra = (UD_DATA_OFFSET - SEND_DATA_OFFSET) as u32;
+    if sge > MAX_SGE || inline > MAX_INLINE - extra {
+        return None;
+    }
+    let by_sge = sge * Sge::SIZE as u32;
+    let data = if by_sge > inline { by_sge } else { inline };
+    let stride = (UdWqe::SIZE as u32 + data).next_power_of_two();
     Some(if stride < MIN_SEND_STRIDE {
         MIN_SEND_STRIDE
     } else {

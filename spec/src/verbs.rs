@@ -180,6 +180,12 @@ constants! {
         RD_ATOMIC = 16,
         /// Flushed after an earlier error or a change to the error state.
         FLUSHED = 17,
+        /// The message has another Q_Key than the queue pair.
+        QKEY = 18,
+        /// A memory window cannot be bound so.
+        BIND = 19,
+        /// The shared receive queue does not exist, or does not belong to the XRC domain.
+        SRQ = 20,
     }
 }
 
@@ -296,6 +302,29 @@ constants! {
         FLUSH_PERSISTENT = 0x200,
         /// Relaxed ordering: a hint, accepted, no meaning.
         RELAXED_ORDERING = 0x10_0000,
+        /// Regions only, with the feature PHYSICAL_MR: all guest memory. Addresses are guest-physical addresses; REG_MR's
+        /// iova, length, offset and pages are zero.
+        PHYSICAL = 0x8000_0000,
+    }
+}
+
+constants! {
+    /// Where a FLUSH makes data arrive (`SendWqe::operand1`, bits 0 to 7).
+    pub mod flush_type: u8 {
+        /// Visible to all.
+        GLOBAL = 1,
+        /// Persistent.
+        PERSISTENT = 2,
+    }
+}
+
+constants! {
+    /// What a FLUSH is about (`SendWqe::operand1`, bits 8 to 15).
+    pub mod flush_level: u8 {
+        /// The range that the work request names.
+        RANGE = 0,
+        /// All of the region.
+        MR = 1,
     }
 }
 

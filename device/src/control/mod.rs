@@ -2,54 +2,32 @@
 //! Control commands: decode, do, encode (specification: "Control commands").
 //!
 //! The command is a private copy already. Everything in it is checked here, before any object changes.
-use std::sync::atomic::Ordering;
+mod cq;
+mod memory;
+mod queue_pair;
+mod srq;
+
 use std::sync::Arc;
 
 use virtio_rdma_spec::command::{
-    create_qp_flag, gid_type, opcode, status, CommandHeader, CreateContext, CreateCq, CreateQp,
-    CreateQpResponse, Handle, HandleResponse, ModifyQp, PageList, QueryDeviceResponse, QueryPort,
-    QueryPortResponse, QueryQpResponse, RegMr, RegMrResponse, ResponseHeader, SetGid,
-    SetStatusPage,
+    gid_type, opcode, status, CommandHeader, CreateContext, Handle, HandleResponse, PageList,
+    QueryDeviceResponse, QueryPort, QueryPortResponse, ResponseHeader, SetGid, SetStatusPage,
 };
-use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
 use virtio_rdma_spec::layout::Layout;
-use virtio_rdma_spec::ring::{
-    recv_stride, send_stride, CqRecord, Cqe, QpRecord, MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE,
-    MAX_WQE_STRIDE, MAX_WQ_ENTRIES,
-};
-use virtio_rdma_spec::verbs::{access, mtu, qp_type};
+use virtio_rdma_spec::ring::{MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES};
+use virtio_rdma_spec::verbs::mtu;
 use virtio_rdma_spec::PAGE_SIZE;
 
-use crate::engine::queue::WorkQueue;
-use crate::engine::requester::Requester;
-use crate::engine::responder::Responder;
 use crate::memory::{read_page_list, Pages};
 use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
-use crate::verbs::cq::Cq;
-use crate::verbs::mr::Mr;
-use crate::verbs::qp::{Parts, Qp, MAX_RD_ATOMIC};
+use crate::verbs::cq::Source;
+use crate::verbs::qp::MAX_RD_ATOMIC;
 use crate::verbs::tables::{Context, Pd, Slots, Tables};
 use crate::verbs::Error;
 
 /// Longest command that a device accepts, bytes.
 pub const MAX_COMMAND: usize = 4096;
-
-/// Longest region, bytes.
-const MAX_MR_SIZE: u64 = 1 << 40;
-
-/// Access flags that a region may have.
-const MR_ACCESS: u32 = access::LOCAL_WRITE
-    | access::REMOTE_WRITE
-    | access::REMOTE_READ
-    | access::REMOTE_ATOMIC
-    | access::ZERO_BASED
-    | access::HUGETLB
-    | access::RELAXED_ORDERING;
-
-/// Access flags that the specification names, but that this device does not support yet.
-const MR_ACCESS_LATER: u32 =
-    access::MW_BIND | access::ON_DEMAND | access::FLUSH_GLOBAL | access::FLUSH_PERSISTENT;
 
 /// Executes a command of `rnic`'s VM; returns the response, header and body.
 #[must_use]
@@ -94,18 +72,31 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::QUERY_PORT => query_port(rnic, &parse(body)?),
         opcode::SET_GID => set_gid(rnic, &parse(body)?),
         opcode::SET_STATUS_PAGE => set_status_page(rnic, &parse(body)?),
+        opcode::QUERY_CLOCK => no_body(body).and_then(|()| cq::query_clock(rnic)),
         opcode::CREATE_CONTEXT => create_context(rnic, &parse(body)?),
         opcode::DESTROY_CONTEXT => destroy_context(rnic, parse_handle(body)?),
         opcode::CREATE_PD => no_body(body).and_then(|()| create_pd(rnic)),
         opcode::DESTROY_PD => destroy_pd(rnic, parse_handle(body)?),
-        opcode::REG_MR => reg_mr(rnic, &parse(body)?),
-        opcode::DEREG_MR => dereg_mr(rnic, parse_handle(body)?),
-        opcode::CREATE_CQ => create_cq(rnic, &parse(body)?),
-        opcode::DESTROY_CQ => destroy_cq(rnic, parse_handle(body)?),
-        opcode::CREATE_QP => create_qp(rnic, &parse(body)?),
-        opcode::MODIFY_QP => modify_qp(rnic, &parse(body)?),
-        opcode::QUERY_QP => query_qp(rnic, parse_handle(body)?),
-        opcode::DESTROY_QP => destroy_qp(rnic, parse_handle(body)?),
+        opcode::REG_MR => memory::register(rnic, &parse(body)?),
+        opcode::DEREG_MR => memory::deregister(rnic, parse_handle(body)?),
+        opcode::REREG_MR => memory::reregister(rnic, &parse(body)?),
+        opcode::ALLOC_MW => memory::allocate_window(rnic, &parse(body)?),
+        opcode::DEALLOC_MW => memory::deallocate_window(rnic, parse_handle(body)?),
+        opcode::CREATE_CQ => cq::create(rnic, &parse(body)?),
+        opcode::DESTROY_CQ => cq::destroy(rnic, parse_handle(body)?),
+        opcode::RESIZE_CQ => cq::resize(rnic, &parse(body)?),
+        opcode::CREATE_QP => queue_pair::create(rnic, &parse(body)?),
+        opcode::MODIFY_QP => queue_pair::modify(rnic, &parse(body)?),
+        opcode::QUERY_QP => queue_pair::query(rnic, parse_handle(body)?),
+        opcode::DESTROY_QP => queue_pair::destroy(rnic, parse_handle(body)?),
+        opcode::CREATE_SRQ => srq::create(rnic, &parse(body)?),
+        opcode::MODIFY_SRQ => srq::modify(rnic, &parse(body)?),
+        opcode::QUERY_SRQ => srq::query(rnic, parse_handle(body)?),
+        opcode::DESTROY_SRQ => srq::destroy(rnic, parse_handle(body)?),
+        opcode::CREATE_XRCD => no_body(body).and_then(|()| srq::create_domain(rnic)),
+        opcode::DESTROY_XRCD => srq::destroy_domain(rnic, parse_handle(body)?),
+        opcode::ATTACH_MCAST => queue_pair::attach(rnic, &parse(body)?),
+        opcode::DETACH_MCAST => queue_pair::detach(rnic, &parse(body)?),
         _ => Err(Error::NotSupported),
     }
 }
@@ -138,6 +129,15 @@ fn zero(holds: bool) -> Result<(), Error> {
     }
 }
 
+/// What a command needs must have been accepted.
+fn needs(rnic: &Rnic, feature: u32) -> Result<(), Error> {
+    if rnic.accepted(feature) {
+        Ok(())
+    } else {
+        Err(Error::NotSupported)
+    }
+}
+
 fn encode<const N: usize>(bytes: [u8; N]) -> Vec<u8> {
     bytes.to_vec()
 }
@@ -160,7 +160,7 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         fw_ver: part(env!("CARGO_PKG_VERSION_MAJOR")) << 32
             | part(env!("CARGO_PKG_VERSION_MINOR")) << 16
             | part(env!("CARGO_PKG_VERSION_PATCH")),
-        max_mr_size: MAX_MR_SIZE,
+        max_mr_size: memory::MAX_MR_SIZE,
         page_size_cap: 0xffff_f000,
         max_context: limits.contexts,
         max_qp: limits.qps,
@@ -171,6 +171,7 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         max_cq: limits.cqs,
         max_cqe: MAX_CQ_ENTRIES,
         max_mr: limits.mrs,
+        max_mw: limits.mws,
         max_pd: limits.pds,
         max_qp_rd_atom: u32::from(MAX_RD_ATOMIC),
         max_qp_init_rd_atom: u32::from(MAX_RD_ATOMIC),
@@ -178,6 +179,12 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         gid_table_len: GID_TABLE_LEN as u32,
         pkey_table_len: 1,
         local_ca_ack_delay: 0,
+        max_srq: limits.srqs,
+        max_srq_wr: MAX_WQ_ENTRIES,
+        max_srq_sge: MAX_SGE,
+        max_ah: u32::MAX >> 1,
+        max_mcast_grp: limits.multicast,
+        max_mcast_qp_attach: limits.multicast,
         ..QueryDeviceResponse::default()
     };
     encode(response.to_bytes())
@@ -201,6 +208,7 @@ fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
         rnr_naks: totals.rnr_naks,
         retries: totals.retries,
         errors: totals.errors,
+        qkey_viol_cntr: totals.qkey_violations as u32,
         ..QueryPortResponse::default()
     };
     Ok(encode(response.to_bytes()))
@@ -210,13 +218,18 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
     zero(body.port_num == 1 && body.reserved == [0; 12])?;
     zero(body.gid_type == gid_type::ROCE_V1 || body.gid_type == gid_type::ROCE_V2)?;
     let mut tables = rnic.tables_mut();
-    let entry = tables
-        .gids
-        .get_mut(usize::from(body.index))
-        .ok_or(Error::Invalid)?;
+    let tables = &mut *tables;
+    let index = usize::from(body.index);
+    let entry = tables.gids.get_mut(index).ok_or(Error::Invalid)?;
+    let source = tables.sources.get_mut(index).ok_or(Error::Invalid)?;
     let new = (body.gid != [0; 16]).then_some(body.gid);
     let old = *entry;
+    let new_source = Source {
+        mac: body.mac,
+        vlan: body.vlan,
+    };
     if old == new {
+        *source = new_source;
         return Ok(Vec::new());
     }
     if let Some(gid) = new {
@@ -225,6 +238,7 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
         }
     }
     *entry = new;
+    *source = new_source;
     if let Some(gid) = old {
         if !tables.gids.contains(&Some(gid)) {
             rnic.ports().release(gid, rnic);
@@ -337,89 +351,6 @@ fn destroy_pd(rnic: &Arc<Rnic>, handle: u32) -> Result<Vec<u8>, Error> {
     Ok(Vec::new())
 }
 
-fn reg_mr(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
-    zero(body.reserved == [0; 7] && (1..=MAX_MR_SIZE).contains(&body.length))?;
-    zero(body.access & !(MR_ACCESS | MR_ACCESS_LATER) == 0)?;
-    if body.access & MR_ACCESS_LATER != 0 {
-        return Err(Error::NotSupported);
-    }
-    // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1, 10.6.3.1).
-    let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
-    zero(body.access & writes == 0 || body.access & access::LOCAL_WRITE != 0)?;
-    let zero_based = body.access & access::ZERO_BASED != 0;
-    let iova = if zero_based { 0 } else { body.iova };
-    zero(iova.checked_add(body.length - 1).is_some())?;
-    let end = body.offset.checked_add(body.length).ok_or(Error::Invalid)?;
-    zero((12..=31).contains(&body.pages.page_shift))?;
-    zero(body.offset >> body.pages.page_shift == 0)?;
-    zero(u64::from(body.pages.count) == end.div_ceil(1 << body.pages.page_shift))?;
-    if rnic.tables().pds.get(body.pd).is_none() {
-        return Err(Error::NotFound);
-    }
-    let pages = resolve(rnic, &body.pages)?;
-    let mut tables = rnic.tables_mut();
-    let tables = &mut *tables;
-    if tables.pds.get(body.pd).is_none() {
-        return Err(Error::NotFound);
-    }
-    let pages = tables.adopt(pages)?;
-    let footprint = pages.footprint();
-    let index = tables.mrs.insert_with(|index| {
-        let RegMr {
-            pd,
-            access,
-            length,
-            offset,
-            key,
-            ..
-        } = *body;
-        let key = index << 8 | u32::from(key);
-        Ok(Arc::new(Mr {
-            key,
-            pd,
-            access,
-            iova,
-            length,
-            offset,
-            footprint,
-            pages,
-        }))
-    });
-    let index = match index {
-        Ok(index) => index,
-        Err(error) => {
-            tables.release(footprint);
-            return Err(error);
-        }
-    };
-    if let Some(pd) = tables.pds.get_mut(body.pd) {
-        pd.users += 1;
-    }
-    let key = index << 8 | u32::from(body.key);
-    Ok(encode(
-        RegMrResponse {
-            lkey: key,
-            rkey: key,
-        }
-        .to_bytes(),
-    ))
-}
-
-fn dereg_mr(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
-    // The write lock is the guarantee: whoever used the key holds the lock for reading until its access has ended.
-    let mut tables = rnic.tables_mut();
-    if tables.mrs.get(key >> 8).ok_or(Error::NotFound)?.key != key {
-        return Err(Error::NotFound);
-    }
-    if let Some(mr) = tables.mrs.remove(key >> 8) {
-        tables.release(mr.footprint);
-        if let Some(pd) = tables.pds.get_mut(mr.pd) {
-            pd.users = pd.users.saturating_sub(1);
-        }
-    }
-    Ok(Vec::new())
-}
-
 /// Checks that a ring lies within `len` bytes, behind the record of `record` bytes, and is aligned to its stride.
 fn check_ring(
     offset: u32,
@@ -433,267 +364,4 @@ fn check_ring(
         .ok_or(Error::Invalid)?;
     let end = u64::from(offset).checked_add(size).ok_or(Error::Invalid)?;
     zero(offset as usize >= record && offset % stride.max(1) == 0 && end <= len)
-}
-
-fn create_cq(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error> {
-    zero(body.flags == 0 && body.reserved == 0)?;
-    zero(body.entries.is_power_of_two() && body.entries <= MAX_CQ_ENTRIES)?;
-    zero(
-        usize::from(body.stride) == Cqe::SIZE && body.comp_vector < rnic.settings.completion_queues,
-    )?;
-    let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
-    check_ring(
-        body.ring_offset,
-        u32::from(body.stride),
-        body.entries,
-        CqRecord::SIZE,
-        len,
-    )?;
-    let pages = resolve_ring(rnic, &body.buffer)?;
-    let mut tables = rnic.tables_mut();
-    let pages = tables.adopt(pages)?;
-    let footprint = pages.footprint();
-    let number = tables.cqs.insert_with(|number| {
-        Ok(Arc::new(Cq::new(
-            number,
-            body.comp_vector,
-            body.entries,
-            u64::from(body.ring_offset),
-            pages,
-        )))
-    });
-    number
-        .inspect_err(|_| tables.release(footprint))
-        .map(handle_response)
-}
-
-fn destroy_cq(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
-    let mut tables = rnic.tables_mut();
-    if tables
-        .cqs
-        .get(number)
-        .ok_or(Error::NotFound)?
-        .users
-        .load(Ordering::Relaxed)
-        != 0
-    {
-        return Err(Error::Busy);
-    }
-    if let Some(cq) = tables.cqs.remove(number) {
-        tables.release(cq.footprint);
-        if let Some(sink) = &tables.sink {
-            sink.forget_cq(cq.vector, number);
-        }
-    }
-    Ok(Vec::new())
-}
-
-/// Checks a work queue of a CREATE_QP; `least` is the stride that its work requests need.
-fn check_queue(
-    entries: u32,
-    stride: u32,
-    offset: u32,
-    least: Option<u32>,
-    len: u64,
-) -> Result<WorkQueue, Error> {
-    if entries != 0 {
-        zero(entries.is_power_of_two() && entries <= MAX_WQ_ENTRIES)?;
-        zero(
-            stride.is_power_of_two()
-                && stride <= MAX_WQE_STRIDE
-                && least.is_some_and(|least| stride >= least),
-        )?;
-        check_ring(offset, stride, entries, QpRecord::SIZE, len)?;
-    }
-    Ok(WorkQueue {
-        offset: u64::from(offset),
-        stride,
-        entries,
-        position: 0,
-    })
-}
-
-/// Whether two rings share memory.
-fn overlap(a: &WorkQueue, b: &WorkQueue) -> bool {
-    let end = |queue: &WorkQueue| queue.offset + u64::from(queue.stride) * u64::from(queue.entries);
-    a.entries != 0 && b.entries != 0 && a.offset < end(b) && b.offset < end(a)
-}
-
-fn create_qp(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error> {
-    zero(body.reserved0 == 0 && body.reserved1 == [0; 16])?;
-    zero(body.flags & !create_qp_flag::SIGNAL_ALL == 0)?;
-    zero(qp_type::name(body.qp_type).is_some())?;
-    if body.qp_type != qp_type::RC || body.srq != 0 || !rnic.accepted(feature::RC) {
-        return Err(Error::NotSupported);
-    }
-    let (send_sge, recv_sge) = (u32::from(body.max_send_sge), u32::from(body.max_recv_sge));
-    zero(send_sge <= MAX_SGE && recv_sge <= MAX_SGE && body.max_inline <= MAX_INLINE)?;
-    let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
-    let least = send_stride(send_sge, body.max_inline);
-    let sq = check_queue(body.sq_entries, body.sq_stride, body.sq_offset, least, len)?;
-    let rq = check_queue(
-        body.rq_entries,
-        body.rq_stride,
-        body.rq_offset,
-        recv_stride(recv_sge),
-        len,
-    )?;
-    zero(!overlap(&sq, &rq))?;
-    let pages = resolve_ring(rnic, &body.buffer)?;
-
-    let mut tables = rnic.tables_mut();
-    let tables = &mut *tables;
-    if tables.pds.get(body.pd).is_none() {
-        return Err(Error::NotFound);
-    }
-    let send_cq = tables.cqs.get(body.send_cq).ok_or(Error::NotFound)?.clone();
-    let recv_cq = tables.cqs.get(body.recv_cq).ok_or(Error::NotFound)?.clone();
-    let index = rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16);
-    let worker = rnic
-        .workers
-        .get(usize::from(index))
-        .ok_or(Error::Invalid)?
-        .clone();
-    let context = tables
-        .contexts
-        .get_mut(body.context)
-        .ok_or(Error::NotFound)?;
-    let slots = context
-        .workers
-        .get_mut(usize::from(index))
-        .ok_or(Error::Invalid)?;
-    let slot = slots.reserve()?;
-    let created = adopt_qp(
-        rnic,
-        tables,
-        body,
-        pages,
-        Queues { sq, rq },
-        &worker,
-        slot,
-        [&send_cq, &recv_cq],
-    );
-    let Some(context) = tables.contexts.get_mut(body.context) else {
-        return Err(Error::NotFound);
-    };
-    let Some(slots) = context.workers.get_mut(usize::from(index)) else {
-        return Err(Error::Invalid);
-    };
-    let qp = match created {
-        Ok(qp) => qp,
-        Err(error) => {
-            slots.release(slot);
-            return Err(error);
-        }
-    };
-    slots.set(slot, qp.clone());
-    context.users += 1;
-    if let Some(pd) = tables.pds.get_mut(body.pd) {
-        pd.users += 1;
-    }
-    send_cq.users.fetch_add(1, Ordering::Relaxed);
-    recv_cq.users.fetch_add(1, Ordering::Relaxed);
-    rnic.next_worker.fetch_add(1, Ordering::Relaxed);
-    let response = CreateQpResponse {
-        qpn: qp.number,
-        doorbell_queue: u32::from(index),
-        slot,
-        ..CreateQpResponse::default()
-    };
-    Ok(encode(response.to_bytes()))
-}
-
-struct Queues {
-    sq: WorkQueue,
-    rq: WorkQueue,
-}
-
-/// Makes the queue pair and puts it into the table.
-#[allow(clippy::too_many_arguments)]
-fn adopt_qp(
-    rnic: &Arc<Rnic>,
-    tables: &mut Tables,
-    body: &CreateQp,
-    pages: Pages,
-    queues: Queues,
-    worker: &Arc<crate::worker::Worker>,
-    slot: u32,
-    [send_cq, recv_cq]: [&Arc<Cq>; 2],
-) -> Result<Arc<Qp>, Error> {
-    let buffer = Arc::new(tables.adopt(pages)?);
-    let footprint = buffer.footprint();
-    let signal_all = body.flags & create_qp_flag::SIGNAL_ALL != 0;
-    let inserted = tables.qps.insert_with(|number| {
-        let (sge, inline) = (usize::from(body.max_send_sge), body.max_inline as usize);
-        let requester = Requester::new(buffer.clone(), queues.sq, sge, inline, signal_all);
-        let responder = Responder::new(buffer, queues.rq, usize::from(body.max_recv_sge));
-        Ok(Arc::new(Qp::new(Parts {
-            number,
-            rnic: rnic.clone(),
-            worker: worker.clone(),
-            pd: body.pd,
-            context: body.context,
-            slot,
-            qp_type: body.qp_type,
-            footprint,
-            send_cq: send_cq.clone(),
-            recv_cq: recv_cq.clone(),
-            requester,
-            responder,
-        })))
-    });
-    match inserted {
-        Ok(number) => tables.qps.get(number).cloned().ok_or(Error::NotFound),
-        Err(error) => {
-            tables.release(footprint);
-            Err(error)
-        }
-    }
-}
-
-fn find_qp(rnic: &Rnic, number: u32) -> Result<Arc<Qp>, Error> {
-    rnic.tables()
-        .qps
-        .get(number)
-        .cloned()
-        .ok_or(Error::NotFound)
-}
-
-fn modify_qp(rnic: &Arc<Rnic>, body: &ModifyQp) -> Result<Vec<u8>, Error> {
-    let attr = &body.attr;
-    zero(attr.reserved0 == [0; 6] && attr.reserved1 == [0; 16] && attr.av.reserved == [0; 7])?;
-    find_qp(rnic, body.qpn)?.modify(body.attr_mask, attr)?;
-    Ok(Vec::new())
-}
-
-fn query_qp(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
-    let attr = find_qp(rnic, number)?.query();
-    Ok(encode(QueryQpResponse { attr }.to_bytes()))
-}
-
-fn destroy_qp(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
-    let mut tables = rnic.tables_mut();
-    let tables = &mut *tables;
-    let qp = tables.qps.remove(number).ok_or(Error::NotFound)?;
-    qp.dead.store(true, Ordering::SeqCst);
-    tables.release(qp.footprint);
-    if let Some(sink) = &tables.sink {
-        sink.forget_qp(number);
-    }
-    if let Some(context) = tables.contexts.get_mut(qp.context) {
-        context.users = context.users.saturating_sub(1);
-        if let Some(slots) = context.workers.get_mut(usize::from(qp.worker.index)) {
-            slots.release(qp.slot);
-        }
-    }
-    if let Some(pd) = tables.pds.get_mut(qp.pd) {
-        pd.users = pd.users.saturating_sub(1);
-    }
-    qp.send_cq.users.fetch_sub(1, Ordering::Relaxed);
-    qp.recv_cq.users.fetch_sub(1, Ordering::Relaxed);
-    if qp.requester().is_parked() {
-        // Its worker has a timer for it: let it go now and not when that ends.
-        qp.worker.announce_again();
-    }
-    Ok(Vec::new())
 }

@@ -2,8 +2,8 @@
 //! Walks a scatter/gather list, piece by contiguous piece.
 use virtio_rdma_spec::ring::Sge;
 
-use crate::memory::{copy, copy_last, Source, Span};
-use crate::verbs::mr::{KeyError, Mr};
+use crate::memory::{copy, copy_last, fetch_bytes, Source, Span};
+use crate::verbs::keys::{Accessor, Grant, KeyError};
 use crate::verbs::tables::Tables;
 
 /// A position in a scatter/gather list. Each entry's key is checked, for all of the entry, when it is reached.
@@ -11,10 +11,10 @@ use crate::verbs::tables::Tables;
 pub struct Cursor<'a> {
     tables: &'a Tables,
     sges: &'a [Sge],
-    pd: u32,
+    accessor: Accessor,
     access: u32,
-    /// The region of the first entry of `sges`, once looked up.
-    region: Option<&'a Mr>,
+    /// Leave for the first entry of `sges`, once looked up.
+    grant: Option<Grant<'a>>,
     /// Bytes of the first entry of `sges` that are behind us.
     done: u64,
 }
@@ -22,13 +22,19 @@ pub struct Cursor<'a> {
 impl<'a> Cursor<'a> {
     /// A cursor `skip` bytes into the list.
     #[must_use]
-    pub fn new(tables: &'a Tables, sges: &'a [Sge], pd: u32, access: u32, skip: u64) -> Self {
+    pub fn new(
+        tables: &'a Tables,
+        sges: &'a [Sge],
+        accessor: Accessor,
+        access: u32,
+        skip: u64,
+    ) -> Self {
         let mut cursor = Self {
             tables,
             sges,
-            pd,
+            accessor,
             access,
-            region: None,
+            grant: None,
             done: skip,
         };
         while let Some((first, rest)) = cursor.sges.split_first() {
@@ -53,21 +59,20 @@ impl<'a> Cursor<'a> {
             if left == 0 {
                 self.sges = rest;
                 self.done = 0;
-                self.region = None;
+                self.grant = None;
                 continue;
             }
-            let region = match self.region {
-                Some(region) => region,
+            let grant = match &self.grant {
+                Some(grant) => grant,
                 None => {
                     let length = u64::from(first.length);
-                    let region =
-                        self.tables
-                            .region(first.lkey, self.pd, self.access, first.addr, length)?;
-                    self.region = Some(region);
-                    region
+                    let keys = &self.tables.keys;
+                    let grant =
+                        keys.grant(first.lkey, self.accessor, self.access, first.addr, length)?;
+                    self.grant.insert(grant)
                 }
             };
-            let span = region.span(first.addr.wrapping_add(self.done), left.min(max))?;
+            let span = grant.span(first.addr.wrapping_add(self.done), left.min(max))?;
             self.done += span.len() as u64;
             return Ok(Some(span));
         }
@@ -79,10 +84,18 @@ impl<'a> Cursor<'a> {
 ///
 /// # Errors
 /// The reason of the first that does not give access.
-pub fn check(tables: &Tables, sges: &[Sge], pd: u32, access: u32) -> Result<(), KeyError> {
+pub fn check(
+    tables: &Tables,
+    sges: &[Sge],
+    accessor: Accessor,
+    access: u32,
+) -> Result<(), KeyError> {
     for sge in sges.iter().filter(|sge| sge.length != 0) {
-        let region = tables.region(sge.lkey, pd, access, sge.addr, u64::from(sge.length))?;
-        region.span(sge.addr, 1)?;
+        let length = u64::from(sge.length);
+        let grant = tables
+            .keys
+            .grant(sge.lkey, accessor, access, sge.addr, length)?;
+        grant.span(sge.addr, 1)?;
     }
     Ok(())
 }
@@ -94,6 +107,33 @@ pub enum From<'a> {
     Guest(Cursor<'a>),
     /// Bytes of ours.
     Bytes(&'a [u8]),
+}
+
+/// Reads `into.len()` bytes of a source that has as many.
+///
+/// # Errors
+/// If a key does not give access.
+pub fn fetch(from: &mut From<'_>, mut into: &mut [u8]) -> Result<(), KeyError> {
+    while !into.is_empty() {
+        let read = match from {
+            From::Guest(cursor) => match cursor.next(into.len() as u64)? {
+                Some(span) => fetch_bytes(into, span),
+                None => return Ok(()),
+            },
+            From::Bytes(bytes) => {
+                let n = bytes.len().min(into.len());
+                let (head, rest) = bytes.split_at(n);
+                into.get_mut(..n).unwrap_or_default().copy_from_slice(head);
+                *bytes = rest;
+                n
+            }
+        };
+        if read == 0 {
+            return Ok(());
+        }
+        into = into.get_mut(read..).unwrap_or_default();
+    }
+    Ok(())
 }
 
 /// Which side of a copy failed.

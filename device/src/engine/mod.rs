@@ -6,6 +6,7 @@
 
 pub mod cursor;
 pub mod message;
+pub mod operation;
 pub mod queue;
 pub mod requester;
 pub mod responder;
@@ -13,7 +14,7 @@ pub mod responder;
 use virtio_rdma_spec::event::AsyncEvent;
 use virtio_rdma_spec::ring::Cqe;
 
-use crate::verbs::cq::{Cq, Pushed};
+use crate::verbs::cq::{Cq, Pushed, Source};
 use crate::verbs::tables::Tables;
 
 /// Payload moved for one queue pair before the next gets its turn, bytes.
@@ -23,17 +24,14 @@ pub const BURST: u32 = 32;
 
 /// Writes a completion to a queue of the VM of `tables`, with all that follows from it.
 pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
-    match cq.push(cqe, solicited) {
+    complete_from(tables, cq, cqe, &Source::default(), solicited);
+}
+
+/// The same, of a datagram from `source`.
+pub(crate) fn complete_from(tables: &Tables, cq: &Cq, cqe: &Cqe, source: &Source, solicited: bool) {
+    match cq.push_from(cqe, source, solicited) {
         Pushed::Quiet | Pushed::Dropped => {}
-        Pushed::Event => {
-            if let Some(sink) = &tables.sink {
-                let event = virtio_rdma_spec::event::CompletionEvent {
-                    cqn: cq.number,
-                    reserved: 0,
-                };
-                sink.completion(cq.vector, event);
-            }
-        }
+        Pushed::Event => notify(tables, cq),
         Pushed::Error(reason) => {
             raise(
                 tables,
@@ -42,11 +40,22 @@ pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
                 reason,
             );
             for (_, qp) in tables.qps.iter() {
-                if qp.send_cq.number == cq.number || qp.recv_cq.number == cq.number {
+                if qp.uses_cq(cq.number) {
                     qp.fail();
                 }
             }
         }
+    }
+}
+
+/// Raises the event that an armed completion queue wants.
+pub(crate) fn notify(tables: &Tables, cq: &Cq) {
+    if let Some(sink) = &tables.sink {
+        let event = virtio_rdma_spec::event::CompletionEvent {
+            cqn: cq.number,
+            reserved: 0,
+        };
+        sink.completion(cq.vector, event);
     }
 }
 

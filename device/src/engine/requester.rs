@@ -7,20 +7,24 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::event::event_type;
-use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, PHASE, SEND_DATA_OFFSET};
+use virtio_rdma_spec::layout::Layout;
+use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
-    access, qp_state, send_flag, vendor_err, wc_opcode, wc_status, wr_opcode,
+    access, qp_state, qp_type, send_flag, vendor_err, wc_status, MASK_24,
 };
 
 use super::cursor::{check, Cursor, From};
-use super::message::{Answer, Message};
+use super::message::{Answer, Datagram, Message};
+use super::operation::{completion_opcode, Kind, Operation};
 use super::queue::WorkQueue;
 use super::responder::Payload;
 use super::{complete, raise, BURST, SLICE};
 use crate::fabric::local::{self, Route};
 use crate::memory::Pages;
-use crate::rnic::MAX_MESSAGE;
+use crate::rnic::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
+use crate::verbs::keys::Accessor;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
 
@@ -28,6 +32,9 @@ use crate::verbs::tables::{Gid, Tables};
 const STOPPED_RETRY: u64 = 5_000_000;
 /// How long to wait between attempts where no time-out is set, nanoseconds.
 const ENDLESS_RETRY: u64 = 100_000_000;
+
+/// A Q_Key with this bit stands for the sender's own.
+const CONTROLLED_QKEY: u32 = 1 << 31;
 
 /// What a turn of a queue pair led to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +55,7 @@ struct Active {
     index: u16,
     signaled: bool,
     inline: bool,
+    kind: Kind,
     /// Bytes moved.
     done: u64,
 }
@@ -58,6 +66,7 @@ pub struct Requester {
     /// The queue pair's buffer.
     pub(crate) buffer: Arc<Pages>,
     queue: WorkQueue,
+    qp_type: u8,
     max_sge: usize,
     max_inline: usize,
     signal_all: bool,
@@ -66,6 +75,10 @@ pub struct Requester {
     /// Inline data of the work request in progress; its capacity was reserved at creation.
     inline: Vec<u8>,
     active: Option<Active>,
+    /// What the active one asks for beyond moving data.
+    operation: Operation,
+    /// Where the active one goes, if it is a datagram.
+    datagram: Option<Datagram>,
     route: Route,
     /// Nothing is tried before this time.
     parked: Option<u64>,
@@ -79,6 +92,7 @@ pub struct Requester {
     max_rd_atomic: u8,
     dest_qp: u32,
     dest_gid: Gid,
+    qkey: u32,
 }
 
 impl Requester {
@@ -87,6 +101,7 @@ impl Requester {
     pub fn new(
         buffer: Arc<Pages>,
         queue: WorkQueue,
+        qp_type: u8,
         max_sge: usize,
         max_inline: usize,
         signal_all: bool,
@@ -94,12 +109,15 @@ impl Requester {
         Self {
             buffer,
             queue,
+            qp_type,
             max_sge,
             max_inline,
             signal_all,
             sges: Vec::with_capacity(max_sge),
             inline: Vec::with_capacity(max_inline.next_multiple_of(8)),
             active: None,
+            operation: Operation::None,
+            datagram: None,
             route: Route::default(),
             parked: None,
             retries: 0,
@@ -112,6 +130,7 @@ impl Requester {
             max_rd_atomic: 0,
             dest_qp: 0,
             dest_gid: Gid::default(),
+            qkey: 0,
         }
     }
 
@@ -123,6 +142,7 @@ impl Requester {
         self.max_rd_atomic = attr.max_rd_atomic;
         self.dest_qp = attr.dest_qp_num;
         self.dest_gid = attr.av.dgid;
+        self.qkey = attr.qkey;
         self.route = Route::default();
         self.parked = None;
         self.reset_retries();
@@ -170,6 +190,9 @@ impl Requester {
             }
             self.parked = None;
         }
+        if self.queue.entries == 0 {
+            return Turn::Idle;
+        }
         if self.buffer.lost() {
             if qp.fail() {
                 raise(
@@ -180,6 +203,9 @@ impl Requester {
                 );
             }
             return Turn::Again;
+        }
+        if matches!(self.qp_type, qp_type::UD | qp_type::GSI) {
+            return self.datagrams(tables, qp);
         }
         let route = std::mem::take(&mut self.route);
         let route = route.refresh(&qp.rnic, self.dest_gid);
@@ -193,41 +219,34 @@ impl Requester {
     fn burst(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64, peer: local::Peer<'_>) -> Turn {
         let mut budget = SLICE;
         for _ in 0..BURST {
-            let state = qp.state();
-            if state == qp_state::SQD && self.active.is_none() {
-                if !self.drained {
-                    self.drained = true;
-                    if self.drained_notify {
-                        raise(tables, event_type::SQ_DRAINED, qp.number, 0);
-                    }
-                }
-                return Turn::Idle;
-            }
-            if state != qp_state::RTS && state != qp_state::SQD {
-                return if state == qp_state::ERR {
-                    Turn::Again
-                } else {
-                    Turn::Idle
-                };
-            }
-            let active = match self.active {
-                Some(active) => active,
-                None => match self.fetch(tables, qp) {
-                    Some(Ok(active)) => active,
-                    Some(Err((status, reason))) => {
-                        self.fail(tables, qp, status, reason);
-                        return Turn::Again;
-                    }
-                    None => return Turn::Idle,
-                },
+            let active = match self.next_active(tables, qp) {
+                Ok(active) => active,
+                Err(turn) => return turn,
             };
             self.active = Some(active);
             if qp.wake.load(Ordering::Relaxed) {
                 // Whatever woke us is behind us: the next wake-up comes after what the responder says now.
                 qp.wake.store(false, Ordering::Relaxed);
             }
+            if active.kind.is_local() {
+                if let Err((status, reason)) = self.execute(tables, qp, &active) {
+                    self.fail(tables, qp, status, reason);
+                    return Turn::Again;
+                }
+                self.finish(tables, qp, &active);
+                continue;
+            }
             let len = (active.message.length - active.done).min(budget);
-            let answer = self.exchange(tables, qp, &active, len, &peer);
+            let mut answer = self.exchange(tables, qp, &active, len, &peer);
+            let lost = matches!(
+                answer,
+                Answer::NoAnswer | Answer::NotReady(_) | Answer::Refused(..) | Answer::Stopped
+            );
+            let dropped = lost && self.qp_type == qp_type::UC;
+            if dropped {
+                // The sender does not learn of it.
+                answer = Answer::Done;
+            }
             match answer {
                 Answer::Progress => {
                     self.reset_retries();
@@ -243,7 +262,9 @@ impl Requester {
                     self.finish(tables, qp, &active);
                     qp.rnic
                         .count_message(qp.worker.index, active.message.length);
-                    peer.count_received(qp.worker.index, active.message.length);
+                    if !dropped {
+                        peer.count_received(qp.worker.index, active.message.length);
+                    }
                 }
                 Answer::Busy => return Turn::Again,
                 Answer::Stopped => return self.park(now, STOPPED_RETRY),
@@ -287,6 +308,98 @@ impl Requester {
         Turn::Again
     }
 
+    /// The message to go on with: the one in progress, or the next.
+    fn next_active(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Result<Active, Turn> {
+        let state = qp.state();
+        if state == qp_state::SQD && self.active.is_none() {
+            if !self.drained {
+                self.drained = true;
+                if self.drained_notify {
+                    raise(tables, event_type::SQ_DRAINED, qp.number, 0);
+                }
+            }
+            return Err(Turn::Idle);
+        }
+        if state != qp_state::RTS && state != qp_state::SQD {
+            let flushes = matches!(state, qp_state::ERR | qp_state::SQE);
+            return Err(if flushes { Turn::Again } else { Turn::Idle });
+        }
+        if let Some(active) = self.active {
+            return Ok(active);
+        }
+        match self.fetch(tables, qp) {
+            Some(Ok(active)) => Ok(active),
+            Some(Err((status, reason))) => {
+                self.fail(tables, qp, status, reason);
+                Err(Turn::Again)
+            }
+            None => Err(Turn::Idle),
+        }
+    }
+
+    /// A turn of a queue pair that sends datagrams: each goes its own way, whole, and is done with.
+    fn datagrams(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Turn {
+        let mut budget = SLICE;
+        for _ in 0..BURST {
+            let active = match self.next_active(tables, qp) {
+                Ok(active) => active,
+                Err(turn) => return turn,
+            };
+            self.active = Some(active);
+            let Some(datagram) = self.datagram else {
+                self.fail(tables, qp, wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
+                return Turn::Again;
+            };
+            let answer = if datagram.multicast() {
+                local::multicast(tables, qp, &active.message, &datagram, || {
+                    self.source(tables, qp, &active)
+                })
+            } else {
+                let route = std::mem::take(&mut self.route).refresh(&qp.rnic, datagram.dgid);
+                let answer = local::with_peer(&route, &qp.rnic, tables, |peer| {
+                    let source = self.source(tables, qp, &active);
+                    peer.deliver_datagram(qp, &active.message, &datagram, source)
+                });
+                self.route = route;
+                answer
+            };
+            match answer {
+                Answer::Busy => return Turn::Again,
+                Answer::Local(status, reason) => {
+                    self.fail(tables, qp, status, reason);
+                    return Turn::Again;
+                }
+                _ => {}
+            }
+            budget = budget.saturating_sub(active.message.length);
+            self.finish(tables, qp, &active);
+            qp.rnic
+                .count_message(qp.worker.index, active.message.length);
+            if budget == 0 {
+                return Turn::Again;
+            }
+        }
+        Turn::Again
+    }
+
+    /// What the message in progress reads, from where it is on.
+    fn source<'a>(&'a self, tables: &'a Tables, qp: &Qp, active: &Active) -> From<'a> {
+        if active.inline {
+            let left = usize::try_from(active.done)
+                .ok()
+                .and_then(|done| self.inline.get(done..));
+            From::Bytes(left.unwrap_or_default())
+        } else {
+            From::Guest(Cursor::new(
+                tables,
+                &self.sges,
+                Accessor::local(qp.pd),
+                0,
+                active.done,
+            ))
+        }
+    }
+
     fn park(&mut self, now: u64, wait: u64) -> Turn {
         let until = now.saturating_add(wait);
         self.parked = Some(until);
@@ -298,8 +411,10 @@ impl Requester {
     fn fetch(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Option<Result<Active, (u8, u8)>> {
         let buffer = &self.buffer;
         let head = self.queue.ready(buffer)?;
-        let mut bytes = [0; SendWqe::SIZE];
-        for (i, chunk) in bytes.chunks_exact_mut(8).enumerate() {
+        let datagram = matches!(self.qp_type, qp_type::UD | qp_type::GSI);
+        let mut bytes = [0; UdWqe::SIZE];
+        let head_size = if datagram { UdWqe::SIZE } else { SendWqe::SIZE };
+        for (i, chunk) in bytes.chunks_exact_mut(8).take(head_size / 8).enumerate() {
             let word = if i == 0 {
                 head
             } else {
@@ -307,7 +422,7 @@ impl Requester {
             };
             chunk.copy_from_slice(&word);
         }
-        let wqe = SendWqe::from_bytes(&bytes);
+        let wqe = SendWqe::get(&bytes);
         let flags = wqe.flags & !PHASE;
         let inline = flags & send_flag::INLINE != 0;
         let mut active = Active {
@@ -317,6 +432,7 @@ impl Requester {
                 imm: wqe.imm,
                 remote_addr: wqe.remote_addr,
                 rkey: wqe.rkey,
+                srqn: wqe.srqn,
                 src_qp: qp.number,
                 length: 0,
             },
@@ -324,25 +440,49 @@ impl Requester {
             index: self.queue.index(),
             signaled: self.signal_all || flags & send_flag::SIGNALED != 0,
             inline,
+            kind: Kind::Send,
             done: 0,
         };
         self.active = Some(active);
-        let read = match wqe.opcode {
-            wr_opcode::SEND
-            | wr_opcode::SEND_WITH_IMM
-            | wr_opcode::RDMA_WRITE
-            | wr_opcode::RDMA_WRITE_WITH_IMM => false,
-            wr_opcode::RDMA_READ => true,
-            _ => return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE))),
+        self.datagram = None;
+        let kind = Kind::of(wqe.opcode)
+            .filter(|(kind, _)| kind.allowed(wqe.opcode, self.qp_type))
+            .filter(|(_, feature)| feature.is_none_or(|feature| qp.rnic.accepted(feature)));
+        let Some((kind, _)) = kind else {
+            return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE)));
         };
+        active.kind = kind;
+        let data_offset = if datagram {
+            match self.address(tables, &UdWqe::from_bytes(&bytes)) {
+                Some(address) => self.datagram = Some(address),
+                None => return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::FLAGS))),
+            }
+            let gsi = self.qp_type == qp_type::GSI;
+            active.message.src_qp = if gsi { GSI_QPN } else { qp.number };
+            UD_DATA_OFFSET
+        } else {
+            SEND_DATA_OFFSET
+        };
+        let longest = if datagram { MAX_DATAGRAM } else { MAX_MESSAGE };
         let known =
             send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
-        if flags & !known != 0 || (inline && read) {
+        if flags & !known != 0 || (inline && !kind.may_be_inline()) {
             return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::FLAGS)));
         }
-        if read && self.max_rd_atomic == 0 {
+        if kind.brings() && self.max_rd_atomic == 0 {
             return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::RD_ATOMIC)));
         }
+        if !matches!(kind, Kind::Send | Kind::Write | Kind::Read) {
+            self.operation = match Operation::read(&self.queue, buffer, &wqe) {
+                Ok(operation) => operation,
+                Err(refused) => return Some(Err(refused)),
+            };
+            if kind.is_local() || kind == Kind::Flush {
+                self.sges.clear();
+                return Some(Ok(active));
+            }
+        }
+        let word = matches!(kind, Kind::Atomic | Kind::AtomicWrite);
         let count = usize::from(wqe.count);
         if inline {
             if count > self.max_inline {
@@ -351,26 +491,58 @@ impl Requester {
             self.inline.clear();
             for i in 0..count.div_ceil(8) {
                 self.inline
-                    .extend_from_slice(&self.queue.word(buffer, SEND_DATA_OFFSET + 8 * i));
+                    .extend_from_slice(&self.queue.word(buffer, data_offset + 8 * i));
             }
             self.inline.truncate(count);
             active.message.length = count as u64;
+            if active.message.length > longest || (word && count != 8) {
+                return Some(Err((wc_status::LOC_LEN_ERR, vendor_err::MESSAGE_LENGTH)));
+            }
             return Some(Ok(active));
         }
         if count > self.max_sge {
             return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::TOO_LONG_ENTRY)));
         }
         self.queue
-            .read_sges(buffer, SEND_DATA_OFFSET, count, &mut self.sges);
+            .read_sges(buffer, data_offset, count, &mut self.sges);
         active.message.length = self.sges.iter().map(|sge| u64::from(sge.length)).sum();
-        if active.message.length > MAX_MESSAGE {
+        if active.message.length > longest || (word && active.message.length != 8) {
             return Some(Err((wc_status::LOC_LEN_ERR, vendor_err::MESSAGE_LENGTH)));
         }
-        let wanted = if read { access::LOCAL_WRITE } else { 0 };
-        if let Err(key) = check(tables, &self.sges, qp.pd, wanted) {
+        let wanted = if kind.brings() {
+            access::LOCAL_WRITE
+        } else {
+            0
+        };
+        if let Err(key) = check(tables, &self.sges, Accessor::local(qp.pd), wanted) {
             return Some(Err((wc_status::LOC_PROT_ERR, key.0)));
         }
         Some(Ok(active))
+    }
+
+    /// Where a datagram goes; `None` if its address is not one.
+    fn address(&self, tables: &Tables, wqe: &UdWqe) -> Option<Datagram> {
+        let index = usize::from(wqe.sgid_index);
+        let sgid = (*tables.gids.get(index)?)?;
+        let source = *tables.sources.get(index)?;
+        let good = wqe.reserved0 == 0
+            && wqe.reserved1 == [0; 6]
+            && wqe.pkey_index == 0
+            && wqe.sl <= 15
+            && wqe.flow_label <= 0xf_ffff
+            && wqe.remote_qpn <= MASK_24;
+        let own_qkey = wqe.remote_qkey & CONTROLLED_QKEY != 0;
+        good.then_some(Datagram {
+            sgid,
+            source,
+            dgid: wqe.dgid,
+            qpn: wqe.remote_qpn,
+            qkey: if own_qkey { self.qkey } else { wqe.remote_qkey },
+            flow_label: wqe.flow_label,
+            traffic_class: wqe.traffic_class,
+            hop_limit: wqe.hop_limit,
+            sl: wqe.sl,
+        })
     }
 
     /// Moves `len` bytes of the message.
@@ -382,28 +554,21 @@ impl Requester {
         len: u64,
         peer: &local::Peer<'_>,
     ) -> Answer {
-        let payload = if active.message.opcode == wr_opcode::RDMA_READ {
-            Payload::Into(Cursor::new(
-                tables,
-                &self.sges,
-                qp.pd,
-                access::LOCAL_WRITE,
-                active.done,
-            ))
-        } else if active.inline {
-            let left = usize::try_from(active.done)
-                .ok()
-                .and_then(|done| self.inline.get(done..))
-                .unwrap_or_default();
-            Payload::From(From::Bytes(left))
-        } else {
-            Payload::From(From::Guest(Cursor::new(
-                tables,
-                &self.sges,
-                qp.pd,
-                0,
-                active.done,
-            )))
+        let local = Accessor::local(qp.pd);
+        let sink = || Cursor::new(tables, &self.sges, local, access::LOCAL_WRITE, active.done);
+        let payload = match self.operation {
+            Operation::Atomic(operation) if active.kind == Kind::Atomic => {
+                // It must not be done if its result has no place to go.
+                if let Err(key) = check(tables, &self.sges, local, access::LOCAL_WRITE) {
+                    return Answer::Local(wc_status::LOC_PROT_ERR, key.0);
+                }
+                Payload::Atomic(operation, sink())
+            }
+            Operation::Flush(wanted, range) if active.kind == Kind::Flush => {
+                Payload::Flush(wanted, range)
+            }
+            _ if active.kind == Kind::Read => Payload::Into(sink()),
+            _ => Payload::From(self.source(tables, qp, active)),
         };
         peer.deliver(
             tables,
@@ -416,16 +581,33 @@ impl Requester {
         )
     }
 
+    /// Carries out a work request that is no message.
+    fn execute(&self, tables: &Tables, qp: &Qp, active: &Active) -> Result<(), (u8, u8)> {
+        let keys = &tables.keys;
+        match self.operation {
+            Operation::Bind(bind) if active.kind == Kind::Bind => {
+                let flush = bind.access & access::FLUSH_GLOBAL != 0;
+                if flush && !qp.rnic.accepted(feature::FLUSH) {
+                    return Err((wc_status::MW_BIND_ERR, vendor_err::BIND));
+                }
+                keys.bind(&bind, qp.pd, qp.number)
+                    .map_err(|key| (wc_status::MW_BIND_ERR, key.0))
+            }
+            _ => keys
+                .invalidate(active.message.imm, qp.pd, qp.number)
+                .map_err(|key| (wc_status::LOC_QP_OP_ERR, key.0)),
+        }
+    }
+
     /// The work request is done.
     fn finish(&mut self, tables: &Tables, qp: &Arc<Qp>, active: &Active) {
         self.active = None;
         self.queue.advance();
         if active.signaled {
             let opcode = completion_opcode(active.message.opcode);
-            let read = active.message.opcode == wr_opcode::RDMA_READ;
             let cqe = Cqe {
                 wr_id: active.wr_id,
-                byte_len: if read {
+                byte_len: if active.kind.brings() {
                     u32::try_from(active.message.length).unwrap_or(u32::MAX)
                 } else {
                     0
@@ -435,7 +617,9 @@ impl Requester {
                 opcode,
                 ..Cqe::default()
             };
-            complete(tables, &qp.send_cq, &cqe, false);
+            if let Some(cq) = &qp.send_cq {
+                complete(tables, cq, &cqe, false);
+            }
         }
     }
 
@@ -450,7 +634,7 @@ impl Requester {
             vendor_err::name(reason).unwrap_or("?")
         ));
         self.complete_active(tables, qp, status, reason);
-        qp.fail();
+        qp.fail_send();
     }
 
     fn complete_active(&mut self, tables: &Tables, qp: &Arc<Qp>, status: u8, reason: u8) {
@@ -467,7 +651,15 @@ impl Requester {
             opcode: completion_opcode(active.message.opcode),
             ..Cqe::default()
         };
-        complete(tables, &qp.send_cq, &cqe, true);
+        if let Some(cq) = &qp.send_cq {
+            complete(tables, cq, &cqe, true);
+        }
+    }
+
+    /// Completes all work requests that are posted now as flushed.
+    pub(crate) fn flush_all(&mut self, tables: &Tables, qp: &Arc<Qp>) {
+        // There are no more than entries: what is posted while we flush does not keep us here.
+        self.flush(tables, qp, self.queue.entries);
     }
 
     /// Completes up to `budget` posted work requests as flushed. Returns whether there may be more.
@@ -484,15 +676,6 @@ impl Requester {
             self.complete_active(tables, qp, wc_status::WR_FLUSH_ERR, vendor_err::FLUSHED);
         }
         true
-    }
-}
-
-/// The completion's opcode for a work request's.
-fn completion_opcode(opcode: u8) -> u8 {
-    match opcode {
-        wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => wc_opcode::RDMA_WRITE,
-        wr_opcode::RDMA_READ => wc_opcode::RDMA_READ,
-        _ => wc_opcode::SEND,
     }
 }
 

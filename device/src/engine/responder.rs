@@ -4,6 +4,8 @@
 //!
 //! It never trusts that the peer's message is one: every slice is checked again, because keys and states may have changed
 //! between two of them.
+mod words;
+
 use std::sync::atomic::{fence, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -11,25 +13,30 @@ use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::ring::{Cqe, RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
-    access, qp_state, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
+    access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
 };
 
 use super::cursor::{check, transfer, Cursor, Fault, From};
-use super::message::{Answer, Message};
+use super::message::{Answer, Datagram, Message, GRH};
 use super::queue::WorkQueue;
-use super::{complete, raise};
-use crate::memory::Pages;
+use super::{complete_from, raise};
+use crate::memory::{atomic, Pages};
+use crate::verbs::cq::{Cq, Source};
+use crate::verbs::keys::Accessor;
 use crate::verbs::qp::Qp;
+use crate::verbs::srq::Srq;
 use crate::verbs::tables::{Gid, Tables};
 
 /// Offset of `QpRecord::rq_waited`.
 const RQ_WAITED: u64 = 0;
 
-/// A receive work request that a message under way has consumed.
-#[derive(Debug, Clone, Copy)]
+/// A receive work request that was consumed for the message under way.
+#[derive(Debug, Clone)]
 struct Inbound {
     wr_id: u64,
     index: u16,
+    /// The shared receive queue that it is from.
+    srq: Option<Arc<Srq>>,
 }
 
 /// The responder's half of a queue pair.
@@ -38,6 +45,8 @@ pub struct Responder {
     /// The queue pair's buffer.
     pub(crate) buffer: Arc<Pages>,
     queue: WorkQueue,
+    /// Receives come from here instead.
+    srq: Option<Arc<Srq>>,
     max_sge: usize,
     /// Scatter list of the receive work request in use; its capacity was reserved at creation.
     sges: Vec<Sge>,
@@ -45,6 +54,8 @@ pub struct Responder {
     /// The sender that waits for a receive work request.
     waiter: Option<Weak<Qp>>,
     communication_established: bool,
+    last_wqe_told: bool,
+    qkey: u32,
     access: u32,
     rnr_timer: u8,
     max_rd_atomic: u8,
@@ -55,15 +66,23 @@ pub struct Responder {
 impl Responder {
     /// A responder with a receive queue for up to `max_sge` scatter/gather entries per work request.
     #[must_use]
-    pub fn new(buffer: Arc<Pages>, queue: WorkQueue, max_sge: usize) -> Self {
+    pub fn new(
+        buffer: Arc<Pages>,
+        queue: WorkQueue,
+        srq: Option<Arc<Srq>>,
+        max_sge: usize,
+    ) -> Self {
         let responder = Self {
             buffer,
             queue,
+            srq,
             max_sge,
             sges: Vec::with_capacity(max_sge),
             inbound: None,
             waiter: None,
             communication_established: false,
+            last_wqe_told: false,
+            qkey: 0,
             access: 0,
             rnr_timer: 0,
             max_rd_atomic: 0,
@@ -77,6 +96,7 @@ impl Responder {
     /// Takes over attributes.
     pub(crate) fn configure(&mut self, attr: &QpAttr) {
         self.access = attr.access_flags;
+        self.qkey = attr.qkey;
         self.rnr_timer = attr.min_rnr_timer;
         self.max_rd_atomic = attr.max_dest_rd_atomic;
         self.remote_qp = attr.dest_qp_num;
@@ -88,6 +108,7 @@ impl Responder {
         self.queue.position = 0;
         self.inbound = None;
         self.communication_established = false;
+        self.last_wqe_told = false;
         self.configure(&QpAttr::default());
         self.set_waited(false);
         self.wake_waiter();
@@ -149,7 +170,22 @@ impl Responder {
         if qp.state() != qp_state::ERR {
             return false;
         }
-        self.inbound = None;
+        if let Some(inbound) = self.inbound.take() {
+            self.complete(
+                tables,
+                qp,
+                &inbound,
+                wc_status::WR_FLUSH_ERR,
+                vendor_err::FLUSHED,
+            );
+        }
+        if self.srq.is_some() && !self.last_wqe_told {
+            self.last_wqe_told = true;
+            raise(tables, event_type::QP_LAST_WQE_REACHED, qp.number, 0);
+        }
+        if self.queue.entries == 0 {
+            return false;
+        }
         for _ in 0..budget {
             if self.next_receive(qp).is_none() {
                 // `rq_waited` stays: what is posted from now on rings and is flushed as well.
@@ -158,10 +194,15 @@ impl Responder {
             let wr_id = u64::from_le_bytes(self.queue.word(&self.buffer, 8));
             let index = self.queue.index();
             self.queue.advance();
+            let inbound = Inbound {
+                wr_id,
+                index,
+                srq: None,
+            };
             self.complete(
                 tables,
                 qp,
-                Inbound { wr_id, index },
+                &inbound,
                 wc_status::WR_FLUSH_ERR,
                 vendor_err::FLUSHED,
             );
@@ -174,8 +215,8 @@ impl Responder {
         self.remote_qp == qp && gids.contains(&Some(self.remote_gid))
     }
 
-    /// Takes a slice of a message: `len` bytes at `offset`, from `source` (or, for RDMA READ, into `sink`).
-    /// `sender` is the requester, for a wake-up.
+    /// Takes a slice of a message: `len` bytes at `offset`, from `payload` (or, for RDMA READ, into it). `sender` is the
+    /// requester, for a wake-up.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn receive(
         &mut self,
@@ -188,50 +229,116 @@ impl Responder {
         payload: Payload<'_>,
     ) -> Answer {
         let first = offset == 0;
-        let last = offset + len >= message.length;
-        if first && !self.communication_established && qp.state() == qp_state::RTR {
-            self.communication_established = true;
-            raise(tables, event_type::COMM_EST, qp.number, 0);
+        let establishes = first && !self.communication_established && qp.state() == qp_state::RTR;
+        // A UC message that is dropped was never there.
+        let acknowledged = qp.qp_type != qp_type::UC;
+        if establishes && acknowledged {
+            self.establish(tables, qp);
         }
+        let answer = self.take_slice(tables, qp, sender, message, offset, len, payload);
+        if establishes && !acknowledged && matches!(answer, Answer::Progress | Answer::Done) {
+            self.establish(tables, qp);
+        }
+        answer
+    }
+
+    fn establish(&mut self, tables: &Tables, qp: &Qp) {
+        self.communication_established = true;
+        raise(tables, event_type::COMM_EST, qp.number, 0);
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn take_slice(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        sender: &Arc<Qp>,
+        message: &Message,
+        offset: u64,
+        len: u64,
+        payload: Payload<'_>,
+    ) -> Answer {
+        let first = offset == 0;
+        let last = offset + len >= message.length;
+        // An XRC message names the shared receive queue, whose protection domain counts.
+        let xrc = if qp.qp_type == qp_type::XRC_TGT {
+            let srq = tables
+                .srqs
+                .get(message.srqn)
+                .filter(|srq| srq.xrc.as_ref().is_some_and(|xrc| xrc.domain == qp.xrcd));
+            match srq {
+                Some(srq) => Some(srq),
+                None => return self.invalid_request(tables, qp, vendor_err::SRQ),
+            }
+        } else {
+            None
+        };
+        let at = Place {
+            tables,
+            qp,
+            sender,
+            xrc,
+            pd: xrc.map_or(qp.pd, |srq| srq.pd),
+            receive_pd: self.receive_pd(qp, xrc),
+        };
         match (message.opcode, payload) {
-            (wr_opcode::SEND | wr_opcode::SEND_WITH_IMM, Payload::From(mut source)) => {
-                if let Err(answer) = self.take_receive(tables, qp, sender, first, message) {
+            (
+                wr_opcode::SEND | wr_opcode::SEND_WITH_IMM | wr_opcode::SEND_WITH_INV,
+                Payload::From(mut source),
+            ) => {
+                let invalidated =
+                    (message.opcode == wr_opcode::SEND_WITH_INV).then_some(message.imm);
+                if let Some(key) = invalidated {
+                    if let Err(key) = tables.keys.check_invalidate(key, at.pd, qp.number) {
+                        return self.violation(&at, key.0);
+                    }
+                }
+                if let Err(answer) = self.take_receive(&at, first, message, 0) {
                     return answer;
                 }
-                let mut to = Cursor::new(tables, &self.sges, qp.pd, access::LOCAL_WRITE, offset);
-                match transfer(&mut to, &mut source, len, last) {
-                    Ok(()) if last => self.delivered(tables, qp, message, wc_opcode::RECV),
+                let mut to =
+                    Cursor::new(tables, &self.sges, at.local(), access::LOCAL_WRITE, offset);
+                let moved = transfer(&mut to, &mut source, len, last);
+                drop(to);
+                match moved {
+                    Ok(()) if last => {
+                        if let Some(key) = invalidated {
+                            if let Err(key) = tables.keys.invalidate(key, at.pd, qp.number) {
+                                return self.violation(&at, key.0);
+                            }
+                        }
+                        self.delivered(&at, message, wc_opcode::RECV)
+                    }
                     Ok(()) => Answer::Progress,
                     Err(Fault::Source(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
-                    Err(Fault::Destination(key)) => self.bad_receive(
-                        tables,
-                        qp,
-                        wc_status::LOC_PROT_ERR,
-                        key.0,
-                        wc_status::REM_OP_ERR,
-                    ),
+                    Err(Fault::Destination(key)) => {
+                        self.bad_receive(&at, wc_status::LOC_PROT_ERR, key.0, wc_status::REM_OP_ERR)
+                    }
                 }
             }
             (wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM, Payload::From(mut source)) => {
                 let remote = [remote_sge(message)];
-                if let Err(answer) = self.check_remote(tables, qp, access::REMOTE_WRITE, &remote) {
+                if let Err(answer) = self.check_remote(&at, access::REMOTE_WRITE, &remote) {
                     return answer;
                 }
                 let with_imm = message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM;
                 if with_imm {
-                    if let Err(answer) = self.take_receive(tables, qp, sender, first, message) {
+                    if let Err(answer) = self.take_receive(&at, first, message, 0) {
                         return answer;
                     }
                 }
-                let mut to = Cursor::new(tables, &remote, qp.pd, access::REMOTE_WRITE, offset);
-                match transfer(&mut to, &mut source, len, last) {
+                let mut to =
+                    Cursor::new(tables, &remote, at.remote(), access::REMOTE_WRITE, offset);
+                let moved = transfer(&mut to, &mut source, len, last);
+                drop(to);
+                match moved {
                     Ok(()) if last && with_imm => {
-                        self.delivered(tables, qp, message, wc_opcode::RECV_RDMA_WITH_IMM)
+                        self.delivered(&at, message, wc_opcode::RECV_RDMA_WITH_IMM)
                     }
                     Ok(()) if last => Answer::Done,
                     Ok(()) => Answer::Progress,
                     Err(Fault::Source(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
-                    Err(Fault::Destination(key)) => self.violation(tables, qp, key.0),
+                    Err(Fault::Destination(key)) => self.violation(&at, key.0),
                 }
             }
             (wr_opcode::RDMA_READ, Payload::Into(mut sink)) => {
@@ -239,58 +346,204 @@ impl Responder {
                     return self.invalid_request(tables, qp, vendor_err::RD_ATOMIC);
                 }
                 let remote = [remote_sge(message)];
-                if let Err(answer) = self.check_remote(tables, qp, access::REMOTE_READ, &remote) {
+                if let Err(answer) = self.check_remote(&at, access::REMOTE_READ, &remote) {
                     return answer;
                 }
-                let mut source = From::Guest(Cursor::new(
-                    tables,
-                    &remote,
-                    qp.pd,
-                    access::REMOTE_READ,
-                    offset,
-                ));
-                match transfer(&mut sink, &mut source, len, last) {
+                let from = Cursor::new(tables, &remote, at.remote(), access::REMOTE_READ, offset);
+                let moved = transfer(&mut sink, &mut From::Guest(from), len, last);
+                match moved {
                     Ok(()) if last => Answer::Done,
                     Ok(()) => Answer::Progress,
-                    Err(Fault::Source(key)) => self.violation(tables, qp, key.0),
+                    Err(Fault::Source(key)) => self.violation(&at, key.0),
                     Err(Fault::Destination(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
                 }
             }
+            (_, Payload::Atomic(operation, sink)) => self.atomic(&at, message, operation, sink),
+            (wr_opcode::ATOMIC_WRITE, Payload::From(source)) => {
+                self.atomic_write(&at, message, source)
+            }
+            (_, Payload::Flush(wanted, range)) => self.flush_memory(&at, message, wanted, range),
             _ => self.invalid_request(tables, qp, vendor_err::OPCODE),
         }
     }
 
-    /// The peer may access `remote` as `wanted` says: by the queue pair's flags and by the key.
-    fn check_remote(
-        &self,
-        tables: &Tables,
-        qp: &Arc<Qp>,
-        wanted: u32,
-        remote: &[Sge],
-    ) -> Result<(), Answer> {
-        if self.access & wanted != wanted {
-            return Err(self.violation(tables, qp, vendor_err::QP_ACCESS));
-        }
-        check(tables, remote, qp.pd, wanted).map_err(|key| self.violation(tables, qp, key.0))
+    /// The protection domain of the keys of receives.
+    fn receive_pd(&self, qp: &Qp, xrc: Option<&Arc<Srq>>) -> u32 {
+        xrc.or(self.srq.as_ref()).map_or(qp.pd, |srq| srq.pd)
     }
 
-    /// Makes sure that a receive work request is in use for this message.
-    fn take_receive(
+    /// Takes a datagram, whole. Where it cannot be received there is no answer: it is dropped, and nobody told.
+    pub(crate) fn receive_datagram(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
         sender: &Arc<Qp>,
+        message: &Message,
+        datagram: &Datagram,
+        mut source: From<'_>,
+    ) -> Answer {
+        if self.qkey != datagram.qkey {
+            qp.rnic.count_qkey_violation(sender.worker.index);
+            return Answer::NoAnswer;
+        }
+        let at = Place {
+            tables,
+            qp,
+            sender,
+            xrc: None,
+            pd: qp.pd,
+            receive_pd: self.receive_pd(qp, None),
+        };
+        if self.take_receive(&at, true, message, GRH as u64).is_err() {
+            return Answer::NoAnswer;
+        }
+        let grh = datagram.grh(message.length);
+        let header = &mut From::Bytes(&grh);
+        let to = |skip| Cursor::new(tables, &self.sges, at.local(), access::LOCAL_WRITE, skip);
+        let placed = transfer(&mut to(0), header, GRH as u64, false)
+            .and_then(|()| transfer(&mut to(GRH as u64), &mut source, message.length, true));
+        match placed {
+            Ok(()) => {}
+            // The receive stays claimed for the next datagram.
+            Err(Fault::Source(key)) => return Answer::Local(wc_status::LOC_PROT_ERR, key.0),
+            Err(Fault::Destination(key)) => {
+                let remote = wc_status::REM_OP_ERR;
+                self.bad_receive(&at, wc_status::LOC_PROT_ERR, key.0, remote);
+                return Answer::NoAnswer;
+            }
+        }
+        let Some(inbound) = self.inbound.take() else {
+            return Answer::NoAnswer;
+        };
+        let with_imm = message.opcode == wr_opcode::SEND_WITH_IMM;
+        let cqe = Cqe {
+            wr_id: inbound.wr_id,
+            byte_len: u32::try_from(message.length + GRH as u64).unwrap_or(u32::MAX),
+            imm: if with_imm { message.imm } else { 0 },
+            qp_num: qp.number,
+            src_qp: message.src_qp,
+            wqe_index: inbound.index,
+            sl: datagram.sl,
+            opcode: wc_opcode::RECV,
+            wc_flags: wc_flag::GRH | if with_imm { wc_flag::WITH_IMM } else { 0 },
+            ..Cqe::default()
+        };
+        push(
+            tables,
+            qp,
+            &inbound,
+            &cqe,
+            &datagram.source,
+            message.solicited,
+        );
+        Answer::Done
+    }
+
+    /// The peer may access `remote` as `wanted` says: by the queue pair's flags and by the key.
+    fn check_remote(&self, at: &Place<'_>, wanted: u32, remote: &[Sge]) -> Result<(), Answer> {
+        if self.access & wanted != wanted {
+            return Err(self.violation(at, vendor_err::QP_ACCESS));
+        }
+        check(at.tables, remote, at.remote(), wanted).map_err(|key| self.violation(at, key.0))
+    }
+
+    /// Makes sure that a receive work request is in use for this message, which needs `header` bytes more than its length.
+    fn take_receive(
+        &mut self,
+        at: &Place<'_>,
         first: bool,
         message: &Message,
+        header: u64,
     ) -> Result<(), Answer> {
-        if self.inbound.is_some() && !first {
+        if !first {
+            // It was claimed with the first slice, unless all was reset since: then this message never began here.
+            return self.inbound.as_ref().map(|_| ()).ok_or(Answer::NoAnswer);
+        }
+        // What a message to another shared receive queue left behind is not for this one.
+        let other = self.inbound.take_if(|inbound| {
+            at.xrc.is_some_and(|xrc| {
+                let srq = inbound.srq.as_ref();
+                !srq.is_some_and(|srq| Arc::ptr_eq(srq, xrc))
+            })
+        });
+        if let Some((inbound, srq)) = other.and_then(|inbound| Some((inbound.wr_id, inbound.srq?)))
+        {
+            srq.give_back(inbound, &self.sges);
+        }
+        if self.inbound.is_none() {
+            self.claim(at)?;
+        }
+        if message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM {
             return Ok(());
         }
-        let Some(head) = self.next_receive(qp) else {
-            if self.buffer.lost() {
-                return Err(self.ring_gone(tables, qp));
+        let datagram = header != 0;
+        let room: u64 = self.sges.iter().map(|sge| u64::from(sge.length)).sum();
+        if room < message.length + header {
+            if datagram {
+                // It stays claimed for the next datagram.
+                return Err(Answer::NoAnswer);
             }
-            self.waiter = Some(Arc::downgrade(sender));
+            let (status, reason) = (wc_status::LOC_LEN_ERR, vendor_err::RECV_TOO_SHORT);
+            return Err(self.bad_receive(at, status, reason, wc_status::REM_INV_REQ_ERR));
+        }
+        if let Err(key) = check(at.tables, &self.sges, at.local(), access::LOCAL_WRITE) {
+            return Err(self.bad_receive(
+                at,
+                wc_status::LOC_PROT_ERR,
+                key.0,
+                wc_status::REM_OP_ERR,
+            ));
+        }
+        Ok(())
+    }
+
+    /// Consumes a receive work request.
+    fn claim(&mut self, at: &Place<'_>) -> Result<(), Answer> {
+        // Nobody waits for a receive whose message may be dropped.
+        let waits = matches!(at.qp.qp_type, qp_type::RC | qp_type::XRC_TGT);
+        if let Some(srq) = at.xrc.or(self.srq.as_ref()) {
+            let srq = srq.clone();
+            let Some(taken) = srq.take(&mut self.sges, waits.then_some(at.sender)) else {
+                return Err(if srq.lost() {
+                    if srq.fail() {
+                        let reason = vendor_err::MEMORY_GONE;
+                        raise(at.tables, event_type::SRQ_ERR, srq.number, reason);
+                    }
+                    self.ring_gone(at.tables, at.qp)
+                } else {
+                    Answer::NotReady(self.rnr_timer)
+                });
+            };
+            self.inbound = Some(Inbound {
+                wr_id: taken.wr_id,
+                index: 0,
+                srq: Some(srq.clone()),
+            });
+            if taken.limit_reached {
+                raise(at.tables, event_type::SRQ_LIMIT_REACHED, srq.number, 0);
+            }
+            return match taken.bad {
+                Some(reason) => Err(self.bad_receive(
+                    at,
+                    wc_status::LOC_QP_OP_ERR,
+                    reason,
+                    wc_status::REM_OP_ERR,
+                )),
+                None => Ok(()),
+            };
+        }
+        let head = if waits {
+            self.next_receive(at.qp)
+        } else {
+            self.queue.ready(&self.buffer)
+        };
+        let Some(head) = head else {
+            if self.buffer.lost() {
+                return Err(self.ring_gone(at.tables, at.qp));
+            }
+            if waits {
+                self.waiter = Some(Arc::downgrade(at.sender));
+            }
             return Err(Answer::NotReady(self.rnr_timer));
         };
         let mut bytes = [0; RecvWqe::SIZE];
@@ -301,71 +554,59 @@ impl Responder {
         self.inbound = Some(Inbound {
             wr_id: wqe.wr_id,
             index: self.queue.index(),
+            srq: None,
         });
         let count = usize::from(wqe.count);
-        if count > self.max_sge
-            || wqe.flags & !PHASE != 0
-            || wqe.reserved0 != 0
-            || wqe.reserved1 != 0
-        {
-            let (status, reason) = (wc_status::LOC_QP_OP_ERR, vendor_err::BAD_RECEIVE);
-            return Err(self.bad_receive(tables, qp, status, reason, wc_status::REM_OP_ERR));
+        let good = count <= self.max_sge
+            && wqe.flags & !PHASE == 0
+            && wqe.reserved0 == 0
+            && wqe.reserved1 == 0;
+        if good {
+            self.queue
+                .read_sges(&self.buffer, RECV_DATA_OFFSET, count, &mut self.sges);
         }
-        self.queue
-            .read_sges(&self.buffer, RECV_DATA_OFFSET, count, &mut self.sges);
-        if message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM {
+        self.queue.advance();
+        if good {
             return Ok(());
         }
-        let room: u64 = self.sges.iter().map(|sge| u64::from(sge.length)).sum();
-        if room < message.length {
-            let (status, reason) = (wc_status::LOC_LEN_ERR, vendor_err::RECV_TOO_SHORT);
-            return Err(self.bad_receive(tables, qp, status, reason, wc_status::REM_INV_REQ_ERR));
-        }
-        if let Err(key) = check(tables, &self.sges, qp.pd, access::LOCAL_WRITE) {
-            return Err(self.bad_receive(
-                tables,
-                qp,
-                wc_status::LOC_PROT_ERR,
-                key.0,
-                wc_status::REM_OP_ERR,
-            ));
-        }
-        Ok(())
+        let (status, reason) = (wc_status::LOC_QP_OP_ERR, vendor_err::BAD_RECEIVE);
+        Err(self.bad_receive(at, status, reason, wc_status::REM_OP_ERR))
     }
 
     /// The message is complete: its receive work request too.
-    fn delivered(
-        &mut self,
-        tables: &Tables,
-        qp: &Arc<Qp>,
-        message: &Message,
-        opcode: u8,
-    ) -> Answer {
+    fn delivered(&mut self, at: &Place<'_>, message: &Message, opcode: u8) -> Answer {
         let Some(inbound) = self.inbound.take() else {
             return Answer::Done;
         };
-        self.queue.advance();
-        let with_imm = matches!(
-            message.opcode,
-            wr_opcode::SEND_WITH_IMM | wr_opcode::RDMA_WRITE_WITH_IMM
-        );
+        let wc_flags = match message.opcode {
+            wr_opcode::SEND_WITH_IMM | wr_opcode::RDMA_WRITE_WITH_IMM => wc_flag::WITH_IMM,
+            wr_opcode::SEND_WITH_INV => wc_flag::WITH_INV,
+            _ => 0,
+        };
         let cqe = Cqe {
             wr_id: inbound.wr_id,
             byte_len: u32::try_from(message.length).unwrap_or(u32::MAX),
-            imm: if with_imm { message.imm } else { 0 },
-            qp_num: qp.number,
+            imm: if wc_flags == 0 { 0 } else { message.imm },
+            qp_num: at.qp.number,
             src_qp: message.src_qp,
             wqe_index: inbound.index,
             opcode,
-            wc_flags: if with_imm { wc_flag::WITH_IMM } else { 0 },
+            wc_flags,
             ..Cqe::default()
         };
-        complete(tables, &qp.recv_cq, &cqe, message.solicited);
+        push(
+            at.tables,
+            at.qp,
+            &inbound,
+            &cqe,
+            &Source::default(),
+            message.solicited,
+        );
         Answer::Done
     }
 
     /// Completes a receive work request in error.
-    fn complete(&self, tables: &Tables, qp: &Arc<Qp>, inbound: Inbound, status: u8, reason: u8) {
+    fn complete(&self, tables: &Tables, qp: &Arc<Qp>, inbound: &Inbound, status: u8, reason: u8) {
         let cqe = Cqe {
             wr_id: inbound.wr_id,
             qp_num: qp.number,
@@ -375,23 +616,15 @@ impl Responder {
             opcode: wc_opcode::RECV,
             ..Cqe::default()
         };
-        complete(tables, &qp.recv_cq, &cqe, true);
+        push(tables, qp, inbound, &cqe, &Source::default(), true);
     }
 
     /// Our receive work request is bad: it completes with `status`, the peer's with `remote`, and we are in error.
-    fn bad_receive(
-        &mut self,
-        tables: &Tables,
-        qp: &Arc<Qp>,
-        status: u8,
-        reason: u8,
-        remote: u8,
-    ) -> Answer {
+    fn bad_receive(&mut self, at: &Place<'_>, status: u8, reason: u8, remote: u8) -> Answer {
         if let Some(inbound) = self.inbound.take() {
-            self.queue.advance();
-            self.complete(tables, qp, inbound, status, reason);
+            self.complete(at.tables, at.qp, &inbound, status, reason);
         }
-        qp.fail();
+        at.qp.fail();
         Answer::Refused(remote, reason)
     }
 
@@ -409,19 +642,73 @@ impl Responder {
     }
 
     /// The peer's key does not give access.
-    fn violation(&self, tables: &Tables, qp: &Arc<Qp>, reason: u8) -> Answer {
-        if qp.fail() {
-            raise(tables, event_type::QP_ACCESS_ERR, qp.number, reason);
+    fn violation(&self, at: &Place<'_>, reason: u8) -> Answer {
+        // A UC message is dropped, and that is all.
+        if at.qp.qp_type != qp_type::UC && at.qp.fail() {
+            raise(at.tables, event_type::QP_ACCESS_ERR, at.qp.number, reason);
         }
         Answer::Refused(wc_status::REM_ACCESS_ERR, reason)
     }
 
     /// The peer asks for what this queue pair does not do.
     fn invalid_request(&self, tables: &Tables, qp: &Arc<Qp>, reason: u8) -> Answer {
-        if qp.fail() {
+        if qp.qp_type != qp_type::UC && qp.fail() {
             raise(tables, event_type::QP_REQ_ERR, qp.number, reason);
         }
         Answer::Refused(wc_status::REM_INV_REQ_ERR, reason)
+    }
+}
+
+/// Where a message is: what the responder's steps have in common.
+struct Place<'a> {
+    tables: &'a Tables,
+    qp: &'a Arc<Qp>,
+    sender: &'a Arc<Qp>,
+    /// The shared receive queue that an XRC message names.
+    xrc: Option<&'a Arc<Srq>>,
+    /// The protection domain that the peer's keys must belong to.
+    pd: u32,
+    /// The protection domain that the keys of receives must belong to.
+    receive_pd: u32,
+}
+
+impl Place<'_> {
+    /// Our own access, to receive buffers.
+    fn local(&self) -> Accessor {
+        Accessor::local(self.receive_pd)
+    }
+
+    /// The peer's access.
+    fn remote(&self) -> Accessor {
+        Accessor::remote(self.pd, self.qp.number)
+    }
+}
+
+/// Completes a receive: in the queue pair's completion queue, or that of the XRC shared receive queue it is from.
+fn push(
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    inbound: &Inbound,
+    cqe: &Cqe,
+    source: &Source,
+    solicited: bool,
+) {
+    let cq: Option<&Arc<Cq>> = match inbound.srq.as_ref().filter(|srq| srq.xrc.is_some()) {
+        // It may have been destroyed: no queue pair keeps it.
+        Some(srq) => tables
+            .srqs
+            .get(srq.number)
+            .filter(|present| Arc::ptr_eq(present, srq))
+            .and_then(|srq| srq.xrc.as_ref())
+            .map(|xrc| &xrc.cq),
+        None => qp.recv_cq.as_ref(),
+    };
+    if let Some(cq) = cq {
+        complete_from(tables, cq, cqe, source, solicited);
+        if cq.errored() {
+            // Those that use it have failed already; an XRC_TGT queue pair uses it from case to case.
+            qp.fail();
+        }
     }
 }
 
@@ -432,6 +719,10 @@ pub enum Payload<'a> {
     From(From<'a>),
     /// The requester's buffers, for what it reads.
     Into(Cursor<'a>),
+    /// An atomic operation, and where the requester wants what was there.
+    Atomic(atomic::Operation, Cursor<'a>),
+    /// FLUSH with this access, of a range of this length, or of all that the key is for.
+    Flush(u32, Option<u64>),
 }
 
 /// The remote range of a message as a scatter/gather entry.

@@ -7,9 +7,10 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
-use crate::engine::message::{Answer, Message};
+use crate::engine::cursor::From;
+use crate::engine::message::{Answer, Datagram, Message};
 use crate::engine::responder::Payload;
-use crate::rnic::Rnic;
+use crate::rnic::{Rnic, GSI_QPN};
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
 
@@ -19,6 +20,14 @@ pub struct Ports {
     owners: RwLock<HashMap<(String, Gid), Arc<Rnic>>>,
     /// Changes whenever `owners` does.
     generation: AtomicU64,
+    groups: RwLock<HashMap<(String, Gid), Vec<Member>>>,
+}
+
+/// A queue pair in a multicast group.
+#[derive(Debug, Clone)]
+struct Member {
+    rnic: Arc<Rnic>,
+    qpn: u32,
 }
 
 impl Ports {
@@ -46,6 +55,59 @@ impl Ports {
         }
     }
 
+    /// Attaches a queue pair to a multicast group. Returns false if it is in it already.
+    pub fn join(&self, gid: Gid, rnic: &Arc<Rnic>, qpn: u32) -> bool {
+        let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
+        let members = groups.entry((rnic.network().to_owned(), gid)).or_default();
+        if members
+            .iter()
+            .any(|m| m.qpn == qpn && Arc::ptr_eq(&m.rnic, rnic))
+        {
+            return false;
+        }
+        members.push(Member {
+            rnic: rnic.clone(),
+            qpn,
+        });
+        true
+    }
+
+    /// Detaches queue pairs from the groups for which `leaves` holds; returns how many attachments ended.
+    fn detach(&self, leaves: impl Fn(&Gid, &Member) -> bool) -> u32 {
+        let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
+        let mut ended = 0;
+        groups.retain(|(_, gid), members| {
+            let before = members.len();
+            members.retain(|member| !leaves(gid, member));
+            ended += (before - members.len()) as u32;
+            !members.is_empty()
+        });
+        ended
+    }
+
+    /// Detaches a queue pair from a multicast group. Returns false if it is not in it.
+    pub fn leave(&self, gid: Gid, rnic: &Arc<Rnic>, qpn: u32) -> bool {
+        self.detach(|group, m| *group == gid && m.qpn == qpn && Arc::ptr_eq(&m.rnic, rnic)) != 0
+    }
+
+    /// Detaches a queue pair from all groups; returns from how many.
+    pub fn leave_groups(&self, rnic: &Arc<Rnic>, qpn: u32) -> u32 {
+        self.detach(|_, m| m.qpn == qpn && Arc::ptr_eq(&m.rnic, rnic))
+    }
+
+    /// Detaches all queue pairs of an RNIC.
+    pub fn leave_all(&self, rnic: &Arc<Rnic>) {
+        self.detach(|_, m| Arc::ptr_eq(&m.rnic, rnic));
+    }
+
+    fn members(&self, network: &str, gid: Gid) -> Vec<Member> {
+        let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
+        groups
+            .get(&(network.to_owned(), gid))
+            .cloned()
+            .unwrap_or_default()
+    }
+
     fn find(&self, network: &str, gid: Gid) -> Option<Arc<Rnic>> {
         let owners = self.owners.read().unwrap_or_else(PoisonError::into_inner);
         owners.get(&(network.to_owned(), gid)).cloned()
@@ -59,7 +121,7 @@ impl Ports {
 /// A requester's way to its peer, remembered until some port changes.
 #[derive(Debug, Default)]
 pub struct Route {
-    known: Option<(u64, Option<Arc<Rnic>>)>,
+    known: Option<(u64, Gid, Option<Arc<Rnic>>)>,
 }
 
 impl Route {
@@ -67,15 +129,15 @@ impl Route {
     pub(crate) fn refresh(self, from: &Arc<Rnic>, gid: Gid) -> Self {
         let generation = from.ports().generation();
         match &self.known {
-            Some((known, _)) if *known == generation => self,
+            Some((known, known_gid, _)) if *known == generation && *known_gid == gid => self,
             _ => Self {
-                known: Some((generation, from.ports().find(from.network(), gid))),
+                known: Some((generation, gid, from.ports().find(from.network(), gid))),
             },
         }
     }
 
     fn peer(&self) -> Option<&Arc<Rnic>> {
-        self.known.as_ref().and_then(|(_, peer)| peer.as_ref())
+        self.known.as_ref().and_then(|(_, _, peer)| peer.as_ref())
     }
 }
 
@@ -138,14 +200,42 @@ impl Peer<'_> {
             return Answer::NoAnswer;
         };
         let mut responder = qp.responder();
-        let listening = matches!(qp.state(), qp_state::RTR | qp_state::RTS | qp_state::SQD);
-        if qp.qp_type != qp_type::RC
-            || !listening
-            || !responder.connected_to(sender.number, &own.gids)
-        {
+        let kind = match sender.qp_type {
+            qp_type::XRC_INI => qp_type::XRC_TGT,
+            same => same,
+        };
+        if qp.qp_type != kind || !listens(qp) || !responder.connected_to(sender.number, &own.gids) {
             return Answer::NoAnswer;
         }
         responder.receive(tables, qp, sender, message, offset, len, payload)
+    }
+
+    /// Hands a datagram to its queue pair. Only a peer that is busy for a moment is worth another try.
+    pub(crate) fn deliver_datagram(
+        &self,
+        sender: &Arc<Qp>,
+        message: &Message,
+        datagram: &Datagram,
+        source: From<'_>,
+    ) -> Answer {
+        let (rnic, tables) = match self {
+            Self::Here(rnic, tables) => (rnic, tables),
+            Self::Busy => return Answer::Busy,
+            Self::Stopped | Self::Nobody => return Answer::Done,
+        };
+        let number = match datagram.qpn {
+            GSI_QPN => tables.gsi,
+            number => Some(number),
+        };
+        let Some(qp) = number.and_then(|number| tables.qps.get(number)) else {
+            return Answer::Done;
+        };
+        match give(tables, qp, sender, message, datagram, source) {
+            Answer::Done => rnic.count_received(sender.worker.index, message.length),
+            Answer::Local(status, reason) => return Answer::Local(status, reason),
+            _ => {}
+        }
+        Answer::Done
     }
 
     /// Counts a message that the peer received.
@@ -154,4 +244,73 @@ impl Peer<'_> {
             rnic.count_received(worker, bytes);
         }
     }
+}
+
+/// Whether a queue pair takes messages. In SQE only its send queue is in error. (With its responder locked, this stays so.)
+fn listens(qp: &Qp) -> bool {
+    matches!(
+        qp.state(),
+        qp_state::RTR | qp_state::RTS | qp_state::SQD | qp_state::SQE
+    )
+}
+
+/// Hands a datagram to a queue pair; no answer means that it was dropped.
+fn give(
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    sender: &Arc<Qp>,
+    message: &Message,
+    datagram: &Datagram,
+    source: From<'_>,
+) -> Answer {
+    let mut responder = qp.responder();
+    if !matches!(qp.qp_type, qp_type::UD | qp_type::GSI) || !listens(qp) {
+        return Answer::NoAnswer;
+    }
+    responder.receive_datagram(tables, qp, sender, message, datagram, source)
+}
+
+/// Hands a datagram to all queue pairs of a multicast group.
+pub(crate) fn multicast<'a>(
+    own: &Tables,
+    sender: &Arc<Qp>,
+    message: &Message,
+    datagram: &Datagram,
+    source: impl Fn() -> From<'a>,
+) -> Answer {
+    let mut members = sender
+        .rnic
+        .ports()
+        .members(sender.rnic.network(), datagram.dgid);
+    let here = |rnic: &Arc<Rnic>| Arc::ptr_eq(rnic, &sender.rnic);
+    if sender.block_multicast_loopback {
+        members.retain(|member| !here(&member.rnic));
+    }
+    // All or, for now, none: so that nobody gets it twice, and nobody misses it whose tables are being changed.
+    let mut guards = Vec::with_capacity(members.len());
+    for member in &members {
+        let guard = if here(&member.rnic) {
+            None
+        } else {
+            match member.rnic.try_tables() {
+                Some(guard) => Some(guard),
+                None => return Answer::Busy,
+            }
+        };
+        guards.push(guard);
+    }
+    for (member, guard) in members.iter().zip(&guards) {
+        let tables: &Tables = guard.as_deref().unwrap_or(own);
+        let Some(qp) = tables.qps.get(member.qpn).filter(|_| tables.running) else {
+            continue;
+        };
+        match give(tables, qp, sender, message, datagram, source()) {
+            Answer::Done => member
+                .rnic
+                .count_received(sender.worker.index, message.length),
+            Answer::Local(status, reason) => return Answer::Local(status, reason),
+            _ => {}
+        }
+    }
+    Answer::Done
 }

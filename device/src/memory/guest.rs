@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The memory of a VM.
 use std::fs::File;
+use std::marker::PhantomData;
 use std::sync::atomic::AtomicU64;
 use std::sync::Arc;
 
@@ -10,6 +11,8 @@ use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
     GuestRegionMmap,
 };
+
+use super::Span;
 
 /// Why guest memory could not be mapped or found.
 #[derive(Debug, thiserror::Error)]
@@ -199,6 +202,33 @@ impl GuestMemory {
             .fold(0, |sum, r| sum.saturating_add(r.size))
     }
 
+    /// The longest contiguous piece that starts at guest-physical address `addr`, of at most `max` bytes; `None` where
+    /// there is no memory.
+    #[must_use]
+    pub fn span(&self, addr: u64, max: u64) -> Option<Span<'_>> {
+        let (region, offset) = self.0.mmap.to_region_addr(GuestAddress(addr))?;
+        let left = region.len().checked_sub(offset.0)?.min(max);
+        let ptr = region.get_host_address(offset).ok()?;
+        Some(Span {
+            ptr,
+            len: usize::try_from(left).ok()?,
+            owner: PhantomData,
+        })
+    }
+
+    /// Whether all of `len` bytes at guest-physical address `addr` is memory.
+    #[must_use]
+    pub fn covers(&self, mut addr: u64, mut len: u64) -> bool {
+        while len > 0 {
+            let Some(span) = self.span(addr, len) else {
+                return false;
+            };
+            len -= span.len() as u64;
+            addr = addr.wrapping_add(span.len() as u64);
+        }
+        true
+    }
+
     /// The host address of `len` bytes at `guest_addr`, if they lie in one region.
     pub(super) fn host(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
         let addr = GuestAddress(guest_addr);
@@ -258,6 +288,18 @@ pub(crate) mod tests {
         assert!(less.host(0x1000, 1).is_none());
         assert!(less.host(0x8000, 1).is_some());
         assert_eq!(less.without_region(0x1000).size(), PAGE_SIZE);
+    }
+
+    #[test]
+    fn spans_end_with_their_region_and_ranges_may_go_on_in_the_next() {
+        let memory =
+            GuestMemory::new(vec![region(0, 1), region(0x1000, 1), region(0x3000, 1)]).unwrap();
+        assert_eq!(memory.span(0xff0, 100).unwrap().len(), 16);
+        assert_eq!(memory.span(0, 100).unwrap().len(), 100);
+        assert!(memory.span(0x2000, 1).is_none());
+        assert!(memory.covers(0, 0x2000) && memory.covers(0x2000, 0));
+        assert!(!memory.covers(0, 0x2001) && !memory.covers(0x3fff, 2));
+        assert!(!memory.covers(u64::MAX, 2));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //!
 //! Guest memory changes under us at any time. Nothing here gives out a plain reference to it.
 
+pub mod atomic;
 mod guest;
 mod pages;
 mod span;

@@ -87,6 +87,20 @@ impl Pages {
         })
     }
 
+    /// No pages at all, for an object without a buffer.
+    #[must_use]
+    pub fn none() -> Self {
+        let map = Map::Lost {
+            guest: Box::default(),
+        };
+        Self {
+            memory: None,
+            map,
+            shift: 12,
+            len: 0,
+        }
+    }
+
     /// The same guest pages, resolved anew in `memory`. Where that fails they are lost, until a later call finds them.
     #[must_use]
     pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
@@ -127,7 +141,7 @@ impl Pages {
 
     /// Size in all, bytes.
     #[must_use]
-    #[allow(clippy::len_without_is_empty)] // there is always a page
+    #[allow(clippy::len_without_is_empty)] // only `none` has no page
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -168,7 +182,7 @@ impl Pages {
         Some(Span {
             ptr,
             len: contiguous.min(max) as usize,
-            pages: PhantomData,
+            owner: PhantomData,
         })
     }
 
@@ -274,6 +288,7 @@ mod tests {
         assert_eq!(two, three);
     }
 
+    // D-PAGE-002.
     #[test]
     fn malformed_page_lists_are_refused() {
         let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();

@@ -3,15 +3,13 @@
 use std::marker::PhantomData;
 use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, Ordering};
 
-use super::Pages;
-
 /// A contiguous piece of guest memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Span<'a> {
-    /// Valid for `len` bytes while the pages it came from live.
+    /// Valid for `len` bytes while the pages or the memory it came from live.
     pub(super) ptr: *mut u8,
     pub(super) len: usize,
-    pub(super) pages: PhantomData<&'a Pages>,
+    pub(super) owner: PhantomData<&'a ()>,
 }
 
 impl<'a> Span<'a> {
@@ -39,6 +37,17 @@ impl<'a> Span<'a> {
                 ..self
             },
         )
+    }
+
+    /// The 8-byte word that it starts with, if that is aligned.
+    #[must_use]
+    pub fn word(self) -> Option<&'a AtomicU64> {
+        if self.len < 8 || self.ptr as usize % 8 != 0 {
+            return None;
+        }
+        // SAFETY: `ptr` is valid for 8 bytes for `'a` (invariant of `Span`) and aligned, as just checked. Others change it only as
+        // memory, which atomics allow.
+        Some(unsafe { &*self.ptr.cast::<AtomicU64>() })
     }
 }
 

@@ -6,9 +6,12 @@
 //! lock of the object itself.
 
 pub mod cq;
+pub mod keys;
 pub mod mr;
+pub mod mw;
 pub mod qp;
 pub mod slab;
+pub mod srq;
 pub mod state;
 pub mod tables;
 

@@ -1,12 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Memory regions and the check of keys (specification: "Memory regions and keys").
+//! Memory regions (specification: "Memory regions and keys").
+use std::sync::atomic::AtomicU32;
+
 use virtio_rdma_spec::verbs::vendor_err;
 
+use super::keys::KeyError;
 use crate::memory::{GuestMemory, Pages, Span};
 
-/// Why a key does not give access; a `vendor_err` of the specification.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct KeyError(pub u8);
+/// The memory of a region.
+#[derive(Debug)]
+pub enum Backing {
+    /// Pages.
+    Pages(Pages),
+    /// All guest memory, by guest-physical addresses, while there is any.
+    Physical(Option<GuestMemory>),
+}
+
+impl Backing {
+    /// Number of pages.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        match self {
+            Self::Pages(pages) => pages.count(),
+            Self::Physical(_) => 0,
+        }
+    }
+
+    /// Finds it anew after a change of the memory table.
+    fn rebase(&mut self, memory: Option<&GuestMemory>) {
+        match self {
+            Self::Pages(pages) => *pages = pages.rebase(memory),
+            Self::Physical(old) => *old = memory.cloned(),
+        }
+    }
+}
 
 /// A memory region.
 #[derive(Debug)]
@@ -21,12 +48,14 @@ pub struct Mr {
     pub iova: u64,
     /// Length, bytes.
     pub length: u64,
-    /// Offset of the first byte in `pages`.
+    /// Offset of the first byte in the pages.
     pub offset: u64,
     /// What its page list takes of our memory, bytes.
     pub footprint: u64,
-    /// The pages.
-    pub pages: Pages,
+    /// Windows that are bound to it.
+    pub windows: AtomicU32,
+    /// Its memory.
+    pub backing: Backing,
 }
 
 impl Mr {
@@ -52,26 +81,20 @@ impl Mr {
         if self.access & access != access {
             return Err(KeyError(vendor_err::KEY_ACCESS));
         }
-        let offset = addr
-            .checked_sub(self.iova)
-            .ok_or(KeyError(vendor_err::KEY_RANGE))?;
-        let left = self
-            .length
-            .checked_sub(offset)
-            .ok_or(KeyError(vendor_err::KEY_RANGE))?;
-        if len > left {
-            return Err(KeyError(vendor_err::KEY_RANGE));
+        check_range(self.iova, self.length, addr, len)?;
+        match &self.backing {
+            Backing::Pages(_) => Ok(()),
+            Backing::Physical(memory) => memory
+                .as_ref()
+                .filter(|memory| memory.covers(addr, len))
+                .map(|_| ())
+                .ok_or(KeyError(vendor_err::KEY_RANGE)),
         }
-        Ok(())
     }
 
-    /// The same region after a change of the memory table.
-    #[must_use]
-    pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
-        Self {
-            pages: self.pages.rebase(memory),
-            ..*self
-        }
+    /// Finds its memory anew after a change of the memory table.
+    pub fn rebase(&mut self, memory: Option<&GuestMemory>) {
+        self.backing.rebase(memory);
     }
 
     /// The longest contiguous piece at `addr`, of at most `max` bytes. The range has been checked.
@@ -82,9 +105,25 @@ impl Mr {
     pub fn span(&self, addr: u64, max: u64) -> Result<Span<'_>, KeyError> {
         let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
         // The range is within the region, and the region within its pages: they are lost, if anything.
-        self.pages
-            .span(offset, max)
-            .ok_or(KeyError(vendor_err::MEMORY_GONE))
+        match &self.backing {
+            Backing::Pages(pages) => pages.span(offset, max),
+            Backing::Physical(memory) => {
+                memory.as_ref().and_then(|memory| memory.span(offset, max))
+            }
+        }
+        .ok_or(KeyError(vendor_err::MEMORY_GONE))
+    }
+}
+
+/// Checks that `len` bytes at `addr` are within the `length` bytes at `start`.
+#[inline]
+pub(super) fn check_range(start: u64, length: u64, addr: u64, len: u64) -> Result<(), KeyError> {
+    let left = addr
+        .checked_sub(start)
+        .and_then(|offset| length.checked_sub(offset));
+    match left {
+        Some(left) if len <= left => Ok(()),
+        _ => Err(KeyError(vendor_err::KEY_RANGE)),
     }
 }
 
@@ -105,9 +144,12 @@ mod tests {
             length,
             offset: 0,
             footprint: 0,
-            pages: Pages::resolve(&GuestMemory::new(vec![region(0, 1)]).unwrap(), vec![0], 12)
-                .unwrap()
-                .rebase(None),
+            windows: AtomicU32::new(0),
+            backing: Backing::Pages(
+                Pages::resolve(&GuestMemory::new(vec![region(0, 1)]).unwrap(), vec![0], 12)
+                    .unwrap()
+                    .rebase(None),
+            ),
         }
     }
 
@@ -146,6 +188,26 @@ mod tests {
             mr.span(0x1000, 1).err(),
             Some(KeyError(vendor_err::MEMORY_GONE))
         );
+    }
+
+    #[test]
+    fn a_physical_region_is_all_guest_memory() {
+        let memory = GuestMemory::new(vec![region(0, 1), region(0x1000, 1), region(0x4000, 1)]);
+        let mut mr = Mr {
+            length: u64::MAX,
+            backing: Backing::Physical(Some(memory.unwrap())),
+            ..lost_mr(0, 0)
+        };
+        assert_eq!(mr.check(0x105, 3, 0, 0x10, 0x1ff0), Ok(()));
+        for (addr, len) in [(0x1000, 0x1001), (0x2000, 1), (u64::MAX, 1)] {
+            assert_eq!(
+                mr.check(0x105, 3, 0, addr, len),
+                Err(KeyError(vendor_err::KEY_RANGE))
+            );
+        }
+        assert_eq!(mr.span(0x4008, 0x1000).unwrap().len(), 0xff8);
+        mr.rebase(None);
+        assert!(mr.check(0x105, 3, 0, 0x10, 1).is_err() && mr.span(0x10, 1).is_err());
     }
 
     proptest! {

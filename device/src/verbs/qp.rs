@@ -7,9 +7,11 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use virtio_rdma_spec::command::QpAttr;
-use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, MASK_24};
+use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, MASK_24};
 
 use super::cq::Cq;
+use super::srq::Srq;
+use super::tables::Tables;
 use super::{state, Error};
 use crate::engine::requester::Requester;
 use crate::engine::responder::Responder;
@@ -38,10 +40,16 @@ pub struct Qp {
     pub qp_type: u8,
     /// What its page list takes of our memory, bytes.
     pub footprint: u64,
-    /// Completion queue of the send queue.
-    pub send_cq: Arc<Cq>,
-    /// Completion queue of the receive queue.
-    pub recv_cq: Arc<Cq>,
+    /// XRC domain (XRC_TGT).
+    pub xrcd: u32,
+    /// Multicast messages of its own VM do not reach it.
+    pub block_multicast_loopback: bool,
+    /// Completion queue of the send queue; XRC_TGT has none.
+    pub send_cq: Option<Arc<Cq>>,
+    /// Completion queue of the receive queue; XRC_TGT and XRC_INI have none.
+    pub recv_cq: Option<Arc<Cq>>,
+    /// Shared receive queue that it was created with.
+    pub srq: Option<Arc<Srq>>,
     state: AtomicU8,
     /// In a run queue, or about to be.
     pub(crate) scheduled: AtomicBool,
@@ -77,8 +85,11 @@ pub(crate) struct Parts {
     pub slot: u32,
     pub qp_type: u8,
     pub footprint: u64,
-    pub send_cq: Arc<Cq>,
-    pub recv_cq: Arc<Cq>,
+    pub xrcd: u32,
+    pub block_multicast_loopback: bool,
+    pub send_cq: Option<Arc<Cq>>,
+    pub recv_cq: Option<Arc<Cq>>,
+    pub srq: Option<Arc<Srq>>,
     pub requester: Requester,
     pub responder: Responder,
 }
@@ -94,8 +105,11 @@ impl Qp {
             slot,
             qp_type,
             footprint,
+            xrcd,
+            block_multicast_loopback,
             send_cq,
             recv_cq,
+            srq,
             ..
         } = parts;
         let (requester, responder) = (parts.requester, parts.responder);
@@ -108,8 +122,11 @@ impl Qp {
             slot,
             qp_type,
             footprint,
+            xrcd,
+            block_multicast_loopback,
             send_cq,
             recv_cq,
+            srq,
             state: AtomicU8::new(qp_state::RESET),
             scheduled: AtomicBool::new(false),
             wake: AtomicBool::new(false),
@@ -146,6 +163,43 @@ impl Qp {
         changed
     }
 
+    /// A send work request failed: the queue pair goes to the error state, or, where nobody is told of lost messages
+    /// anyway, only its send queue does.
+    pub(crate) fn fail_send(self: &Arc<Self>) {
+        if !matches!(self.qp_type, qp_type::UD | qp_type::GSI | qp_type::UC) {
+            self.fail();
+            return;
+        }
+        let changed = self.state.compare_exchange(
+            qp_state::RTS,
+            qp_state::SQE,
+            Ordering::SeqCst,
+            Ordering::SeqCst,
+        );
+        match changed {
+            Ok(_) => self.worker.schedule(self),
+            Err(_) => {
+                self.fail();
+            }
+        }
+    }
+
+    /// Whether one of its completion queues is in error.
+    pub(crate) fn cq_errored(&self) -> bool {
+        [&self.send_cq, &self.recv_cq]
+            .into_iter()
+            .flatten()
+            .any(|cq| cq.errored())
+    }
+
+    /// Whether it uses completion queue `cqn`.
+    pub(crate) fn uses_cq(&self, cqn: u32) -> bool {
+        [&self.send_cq, &self.recv_cq]
+            .into_iter()
+            .flatten()
+            .any(|cq| cq.number == cqn)
+    }
+
     /// The requester.
     pub(crate) fn requester(&self) -> MutexGuard<'_, Requester> {
         self.requester
@@ -178,7 +232,7 @@ impl Qp {
     ///
     /// # Errors
     /// [`Error::Invalid`] or [`Error::NotSupported`], with nothing changed.
-    pub fn modify(self: &Arc<Self>, mask: u32, new: &QpAttr) -> Result<(), Error> {
+    pub fn modify(self: &Arc<Self>, tables: &Tables, mask: u32, new: &QpAttr) -> Result<(), Error> {
         let mut attr = self.attr.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.state();
         let next = if mask & qp_attr::STATE != 0 {
@@ -189,7 +243,7 @@ impl Qp {
         if mask & qp_attr::CUR_STATE != 0 && new.cur_qp_state != current {
             return Err(Error::Invalid);
         }
-        state::check_rc(current, next, mask)?;
+        state::check(self.qp_type, current, next, mask)?;
         check_values(mask, new)?;
         if next == qp_state::RESET {
             // Both halves at once, so that nobody sees one of them in the old life.
@@ -214,12 +268,17 @@ impl Qp {
                 requester.drain(notify && new.en_sqd_async_notify != 0);
             }
             responder.configure(&merged);
-            // The worker may have failed the queue pair since we looked: then it stays in the error state.
-            let stored =
+            if next == qp_state::ERR {
+                self.state.store(next, Ordering::SeqCst);
+            } else {
+                if (current, next) == (qp_state::SQE, qp_state::RTS) {
+                    // What was posted before must not be executed now.
+                    requester.flush_all(tables, self);
+                }
+                // The worker may have failed the queue pair since we looked: then it stays in the error state.
                 self.state
-                    .compare_exchange(current, next, Ordering::SeqCst, Ordering::SeqCst);
-            if stored.is_err() && next != qp_state::ERR {
-                return Err(Error::Invalid);
+                    .compare_exchange(current, next, Ordering::SeqCst, Ordering::SeqCst)
+                    .map_err(|_| Error::Invalid)?;
             }
         }
         *attr = merged;

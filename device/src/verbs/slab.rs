@@ -135,6 +135,7 @@ impl<T> Slab<T> {
 mod tests {
     use super::*;
 
+    // D-OBJ-001.
     #[test]
     fn handles_are_reused_late_and_the_limit_holds() {
         let mut slab = Slab::new(2, 300);

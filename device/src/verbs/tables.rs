@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::doorbell;
 
-use super::cq::Cq;
-use super::mr::{KeyError, Mr};
+use super::cq::{Cq, Source};
+use super::keys::Keys;
 use super::qp::Qp;
 use super::slab::Slab;
+use super::srq::Srq;
 use super::Error;
 use crate::memory::{GuestMemory, Pages};
 use crate::rnic::{EventSink, Limits, GID_TABLE_LEN};
-use virtio_rdma_spec::verbs::vendor_err;
 
 /// A protection domain.
 #[derive(Debug, Default)]
@@ -20,10 +20,19 @@ pub struct Pd {
     pub users: u32,
 }
 
-/// The queue pairs of a context on one worker, by slot.
+/// What a doorbell rings for.
+#[derive(Debug, Clone)]
+pub enum Rung {
+    /// A queue pair has new work.
+    Qp(Arc<Qp>),
+    /// Receives were posted to a shared receive queue that somebody waits for.
+    Srq(Arc<Srq>),
+}
+
+/// What a context has on one worker, by slot.
 #[derive(Debug, Default)]
 pub struct Slots {
-    entries: Vec<Option<Arc<Qp>>>,
+    entries: Vec<Option<Rung>>,
     free: Vec<u32>,
 }
 
@@ -44,10 +53,10 @@ impl Slots {
         Ok(slot)
     }
 
-    /// Puts a queue pair in its reserved slot.
-    pub fn set(&mut self, slot: u32, qp: Arc<Qp>) {
+    /// Fills a reserved slot.
+    pub fn set(&mut self, slot: u32, rung: Rung) {
         if let Some(entry) = self.entries.get_mut(slot as usize) {
-            *entry = Some(qp);
+            *entry = Some(rung);
         }
     }
 
@@ -59,10 +68,10 @@ impl Slots {
         }
     }
 
-    /// The queue pair in a slot.
+    /// What is in a slot.
     #[inline]
     #[must_use]
-    pub fn get(&self, slot: u32) -> Option<&Arc<Qp>> {
+    pub fn get(&self, slot: u32) -> Option<&Rung> {
         self.entries.get(slot as usize)?.as_ref()
     }
 }
@@ -72,9 +81,9 @@ impl Slots {
 pub struct Context {
     /// One doorbell block per worker, in order.
     pub doorbell: Pages,
-    /// Its queue pairs, per worker.
+    /// What it has, per worker.
     pub workers: Vec<Slots>,
-    /// Number of its queue pairs.
+    /// Number of its queue pairs and shared receive queues.
     pub users: u32,
     /// What its page list takes of our memory, bytes.
     pub footprint: u64,
@@ -95,16 +104,26 @@ pub struct Tables {
     pub status_page: Option<Pages>,
     /// GID table.
     pub gids: [Option<Gid>; GID_TABLE_LEN],
+    /// The link layer's addresses of the entries of the GID table.
+    pub sources: [Source; GID_TABLE_LEN],
     /// Contexts.
     pub contexts: Slab<Context>,
     /// Protection domains.
     pub pds: Slab<Pd>,
-    /// Memory regions by the index of their key.
-    pub mrs: Slab<Arc<Mr>>,
+    /// Memory regions and windows.
+    pub keys: Keys,
     /// Completion queues.
     pub cqs: Slab<Arc<Cq>>,
     /// Queue pairs.
     pub qps: Slab<Arc<Qp>>,
+    /// The port's GSI queue pair.
+    pub gsi: Option<u32>,
+    /// Shared receive queues.
+    pub srqs: Slab<Arc<Srq>>,
+    /// XRC domains, with the number of what is in them.
+    pub xrcds: Slab<Pd>,
+    /// Attachments to multicast groups.
+    pub multicast: u32,
     /// What all page lists take of our memory, bytes.
     pub footprint: u64,
 }
@@ -128,33 +147,17 @@ impl Tables {
             sink: None,
             status_page: None,
             gids: [None; GID_TABLE_LEN],
+            sources: [Source::default(); GID_TABLE_LEN],
             contexts: Slab::new(1, limits.contexts),
             pds: Slab::new(1, limits.pds),
-            mrs: Slab::new(1, limits.mrs),
+            keys: Keys::new(limits),
             cqs: Slab::new(1, limits.cqs),
             qps: Slab::new(2, limits.qps),
+            gsi: None,
+            srqs: Slab::new(1, limits.srqs),
+            xrcds: Slab::new(1, limits.xrcds),
+            multicast: 0,
             footprint: 0,
         }
-    }
-
-    /// Finds the region of `key` and checks that `len` bytes at `addr` may be accessed.
-    ///
-    /// # Errors
-    /// The reason, where not.
-    #[inline]
-    pub fn region(
-        &self,
-        key: u32,
-        pd: u32,
-        access: u32,
-        addr: u64,
-        len: u64,
-    ) -> Result<&Mr, KeyError> {
-        let mr = self
-            .mrs
-            .get(key >> 8)
-            .ok_or(KeyError(vendor_err::KEY_UNKNOWN))?;
-        mr.check(key, pd, access, addr, len)?;
-        Ok(mr)
     }
 }

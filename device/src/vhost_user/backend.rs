@@ -35,6 +35,17 @@ pub const FIRST_KICK_TOKEN: u64 = 1 << 16;
 
 /// The virtio features that we offer.
 const FEATURES: u64 = 1 << feature::RC
+    | 1 << feature::UD
+    | 1 << feature::UC
+    | 1 << feature::SRQ
+    | 1 << feature::XRC
+    | 1 << feature::ATOMIC
+    | 1 << feature::MW
+    | 1 << feature::REREG_MR
+    | 1 << feature::RESIZE_CQ
+    | 1 << feature::CQ_TIMESTAMP
+    | 1 << feature::FLUSH
+    | 1 << feature::PHYSICAL_MR
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1
@@ -264,7 +275,8 @@ impl VhostUserBackendReqHandlerMut for Device {
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
-        if features & !FEATURES != 0 {
+        let has = |feature: u32| features & (1 << feature) != 0;
+        if features & !FEATURES != 0 || (has(feature::XRC) && !has(feature::SRQ)) {
             return Err(Error::FeatureMismatch);
         }
         self.rnic.set_features(features);

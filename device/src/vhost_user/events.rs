@@ -201,6 +201,14 @@ impl EventSink for Events {
         });
     }
 
+    fn forget_srq(&self, srqn: u32) {
+        const SRQ_EVENTS: [u16; 2] = [event_type::SRQ_ERR, event_type::SRQ_LIMIT_REACHED];
+        lock(&self.asynchronous).waiting.retain(|event| {
+            let event = AsyncEvent::from_bytes(event);
+            !SRQ_EVENTS.contains(&event.event_type) || event.number != srqn
+        });
+    }
+
     fn forget_qp(&self, qpn: u32) {
         const QP_EVENTS: [u16; 6] = [
             event_type::QP_FATAL,

@@ -31,7 +31,7 @@ use crate::engine::requester::Turn;
 use crate::memory::Pages;
 use crate::rnic::{announce, Rnic};
 use crate::verbs::qp::Qp;
-use crate::verbs::tables::{Context, Tables};
+use crate::verbs::tables::{Context, Rung, Tables};
 
 /// Queue pairs that get a turn before the doorbells are scanned again.
 const TURNS: usize = 32;
@@ -501,13 +501,18 @@ fn scan_context(worker: &Worker, context: &Context, queue: &mut VecDeque<Arc<Qp>
         return;
     };
     let block = root - ROOT_OFFSET as u64;
-    let mut ring = |slot: u32| {
-        if let Some(qp) = slots.get(slot) {
+    let mut ring = |slot: u32| match slots.get(slot) {
+        Some(Rung::Qp(qp)) => {
             count(&worker.stats.doorbells);
             if !qp.scheduled.swap(true, Ordering::SeqCst) {
                 queue.push_back(qp.clone());
             }
         }
+        Some(Rung::Srq(srq)) => {
+            count(&worker.stats.doorbells);
+            srq.receives_posted();
+        }
+        None => {}
     };
     drain(pages, root, |bit| {
         if bit >= DIRECT_SHIFT {
@@ -547,7 +552,7 @@ fn run(qp: &Arc<Qp>, now: u64) -> Turn {
     if !tables.running || qp.dead.load(Ordering::SeqCst) {
         return Turn::Idle;
     }
-    if qp.send_cq.errored() || qp.recv_cq.errored() {
+    if qp.cq_errored() {
         qp.fail();
     }
     match qp.state() {
@@ -556,6 +561,13 @@ fn run(qp: &Arc<Qp>, now: u64) -> Turn {
                 qp.responder().receives_posted(qp);
             }
             qp.requester().turn(tables, qp, now)
+        }
+        qp_state::SQE => {
+            if qp.requester().flush(tables, qp, FLUSH) {
+                Turn::Again
+            } else {
+                Turn::Idle
+            }
         }
         qp_state::ERR => {
             let sends = qp.requester().flush(tables, qp, FLUSH);

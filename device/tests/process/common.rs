@@ -5,10 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vhost_device_rdma_bare::core::buffer::QpCaps;
+use vhost_device_rdma_bare::spec::command::status;
+use vhost_device_rdma_bare::spec::config::feature;
+use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::Cqe;
-use vhost_device_rdma_bare::spec::verbs::{access, wc_status};
+use vhost_device_rdma_bare::spec::verbs::{access, qp_state, wc_status};
 use vhost_device_rdma_bare::{
-    Connection, Context, Cq, DeviceProcess, Mr, Pd, ProcessOptions, Qp, QpOptions, Vm, VmOptions,
+    Connection, Context, Cq, DeviceProcess, Error, Mr, Pd, ProcessOptions, Qp, QpOptions, Uses, Vm,
+    VmOptions,
 };
 
 /// Long enough for a busy machine.
@@ -32,6 +36,27 @@ pub fn process_with(vms: u8, arguments: &[&str]) -> DeviceProcess {
 /// A VM on `socket`.
 pub fn vm(socket: &Path) -> Arc<Vm> {
     Vm::connect(socket, VmOptions::default()).unwrap()
+}
+
+/// The features of all types of queue pairs.
+pub const ALL_TYPES: u64 =
+    1 << feature::UD | 1 << feature::UC | 1 << feature::SRQ | 1 << feature::XRC;
+
+/// Options of a VM with every feature that there is.
+pub fn everything() -> VmOptions {
+    let all = feature::ALL.iter().fold(0, |all, (_, bit)| all | 1 << bit);
+    VmOptions {
+        features: all,
+        ..VmOptions::default()
+    }
+}
+
+/// Options of a VM with all types of queue pairs.
+pub fn all_types() -> VmOptions {
+    VmOptions {
+        features: ALL_TYPES,
+        ..VmOptions::default()
+    }
 }
 
 /// What a guest process has, with one queue pair.
@@ -68,11 +93,33 @@ impl Default for SideOptions {
 impl Side {
     /// A queue pair in RESET and all it needs.
     pub fn new(vm: &Arc<Vm>, options: &SideOptions) -> Self {
+        Self::build(vm, options, |vm, uses| {
+            Qp::create(vm, &uses, &options.qp).unwrap()
+        })
+    }
+
+    /// The same with the queue pair that `make` makes of the rest.
+    pub fn with(vm: &Arc<Vm>, make: impl FnOnce(&Arc<Vm>, Uses<'_>) -> Qp) -> Self {
+        Self::build(vm, &SideOptions::default(), make)
+    }
+
+    fn build(
+        vm: &Arc<Vm>,
+        options: &SideOptions,
+        make: impl FnOnce(&Arc<Vm>, Uses<'_>) -> Qp,
+    ) -> Self {
         let context = Context::new(vm).unwrap();
         let pd = Pd::new(vm).unwrap();
         let send_cq = Cq::new(vm, options.cqe, 0).unwrap();
         let recv_cq = Cq::new(vm, options.cqe, 1).unwrap();
-        let qp = Qp::new(&context, &pd, &send_cq, &recv_cq, &options.qp).unwrap();
+        let uses = Uses {
+            context: Some(&context),
+            pd: Some(&pd),
+            send_cq: Some(&send_cq),
+            recv_cq: Some(&recv_cq),
+            ..Uses::default()
+        };
+        let qp = make(vm, uses);
         let mr = pd.register(options.memory, ALL).unwrap();
         Self {
             qp,
@@ -149,12 +196,19 @@ impl Two {
 
     /// With further arguments.
     pub fn with(arguments: &[&str]) -> Self {
+        Self::of(arguments, &VmOptions::default())
+    }
+
+    /// With VMs that have all types of queue pairs.
+    pub fn with_all_types() -> Self {
+        Self::of(&[], &all_types())
+    }
+
+    /// With further arguments, and VMs like this.
+    pub fn of(arguments: &[&str], options: &VmOptions) -> Self {
         let process = process_with(2, arguments);
-        Self {
-            a: vm(process.socket(0)),
-            b: vm(process.socket(1)),
-            process,
-        }
+        let [a, b] = [0, 1].map(|i| Vm::connect(process.socket(i), options.clone()).unwrap());
+        Self { a, b, process }
     }
 
     /// A connected pair.
@@ -207,6 +261,60 @@ pub fn assert_status(cqe: &Cqe, status: u8) {
         "vendor_err {} in {cqe:?}",
         cqe.vendor_err
     );
+}
+
+/// The device refused with this status.
+#[track_caller]
+pub fn assert_refused<T>(result: Result<T, Error>, expected: u16) {
+    let got = result.map(drop).expect_err("the device accepted").status();
+    assert_eq!(got.and_then(status::name), status::name(expected));
+}
+
+/// The next asynchronous event of the VM is this one.
+#[track_caller]
+pub fn assert_event(vm: &Vm, event: u16, number: u32) {
+    let got = vm
+        .wait_async_event(TIMEOUT)
+        .unwrap()
+        .expect("an asynchronous event");
+    assert_eq!(
+        (event_type::name(got.event_type), got.number),
+        (event_type::name(event), number)
+    );
+}
+
+/// No asynchronous event comes.
+#[track_caller]
+pub fn assert_no_event(vm: &Vm) {
+    assert_eq!(vm.wait_async_event(NOTHING).unwrap(), None);
+}
+
+/// Senders that were woken were woken long before their time, which is 655.36 ms. (The usual time counts: on a busy machine
+/// anything may take long once.)
+#[track_caller]
+pub fn assert_soon(mut times: Vec<Duration>) {
+    times.sort_unstable();
+    let usual = times[times.len() / 2];
+    assert!(usual < Duration::from_millis(400), "{times:?}");
+}
+
+/// Waits for a queue pair to get to a state.
+#[track_caller]
+pub fn assert_reaches(qp: &Qp, state: u8) {
+    let deadline = std::time::Instant::now() + TIMEOUT;
+    loop {
+        let now = qp.state().unwrap();
+        if now == state {
+            return;
+        }
+        assert!(
+            std::time::Instant::now() < deadline,
+            "{:?} and not {:?}",
+            qp_state::name(now),
+            qp_state::name(state)
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// How many objects of each kind the VM on `socket` has, as the status tells.

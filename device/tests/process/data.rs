@@ -28,6 +28,7 @@ const SIZES: [usize; 18] = [
     1 << 20,
 ];
 
+// D-CPL-001, D-RC-003.
 #[test]
 fn send_moves_data_of_every_size() {
     let two = Two::new();
@@ -62,6 +63,7 @@ fn send_moves_data_of_every_size() {
     }
 }
 
+// D-RC-003.
 #[test]
 fn write_and_read_move_data_of_every_size_and_alignment() {
     let two = Two::new();
@@ -226,6 +228,7 @@ fn several_sges_are_gathered_and_scattered() {
     assert_eq!(placed(len)[..90_000], data[7..90_007]);
 }
 
+// D-CPL-003, D-RING-002, D-RING-003.
 #[test]
 fn a_ring_is_used_many_times_over() {
     let two = Two::new();
@@ -263,6 +266,7 @@ fn a_ring_is_used_many_times_over() {
     }
 }
 
+// D-CPL-001.
 #[test]
 fn unsignaled_sends_complete_nothing_and_are_freed_by_the_next() {
     let two = Two::new();

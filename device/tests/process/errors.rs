@@ -115,6 +115,7 @@ fn refused_locally(
     b.assert_quiet();
 }
 
+// D-ERR-001, D-MR-002, D-OBJ-004.
 #[test]
 fn local_keys_are_checked() {
     let two = Two::new();
@@ -181,6 +182,7 @@ fn local_keys_are_checked() {
     );
 }
 
+// D-ERR-001.
 #[test]
 fn local_regions_are_of_the_same_protection_domain_and_grant_writing() {
     let two = Two::new();
@@ -210,6 +212,7 @@ fn local_regions_are_of_the_same_protection_domain_and_grant_writing() {
     assert_in_error(&pair.a);
 }
 
+// D-MR-001.
 #[test]
 fn a_deregistered_key_is_gone() {
     let two = Two::new();
@@ -231,6 +234,7 @@ fn a_deregistered_key_is_gone() {
     assert_status(&pair.a.sent(), wc_status::REM_ACCESS_ERR);
 }
 
+// D-ERR-001, D-EXT-001.
 #[test]
 fn opcodes_that_do_not_exist_are_refused() {
     let two = Two::new();
@@ -258,6 +262,7 @@ fn opcodes_that_do_not_exist_are_refused() {
     }
 }
 
+// D-ERR-001.
 #[test]
 fn flags_that_do_not_exist_are_refused() {
     let two = Two::new();
@@ -273,6 +278,7 @@ fn flags_that_do_not_exist_are_refused() {
     }
 }
 
+// D-ERR-001.
 #[test]
 fn a_message_is_not_longer_than_the_port_allows() {
     let two = Two::new();
@@ -295,6 +301,7 @@ fn a_message_is_not_longer_than_the_port_allows() {
     );
 }
 
+// D-ERR-001.
 #[test]
 fn an_entry_that_claims_more_than_the_queue_was_created_for_is_refused() {
     let two = Two::new();
@@ -350,6 +357,7 @@ fn refused_remotely(
     assert_in_error(b);
 }
 
+// D-ERR-001, D-MR-002, D-OBJ-004.
 #[test]
 fn remote_keys_are_checked() {
     let two = Two::new();
@@ -381,6 +389,7 @@ fn remote_keys_are_checked() {
     check(&|b| read(b.mr.iova, b.mr.rkey ^ 1), vendor_err::KEY_UNKNOWN);
 }
 
+// D-ERR-001, D-SEC-004.
 #[test]
 fn remote_regions_grant_what_they_were_registered_for() {
     let two = Two::new();
@@ -421,6 +430,7 @@ fn remote_regions_grant_what_they_were_registered_for() {
     );
 }
 
+// D-ERR-001, D-MOD-001.
 #[test]
 fn queue_pairs_grant_what_their_access_flags_say() {
     let two = Two::new();
@@ -442,6 +452,7 @@ fn queue_pairs_grant_what_their_access_flags_say() {
     }
 }
 
+// D-ERR-001.
 #[test]
 fn reads_need_a_responder_that_is_set_up_for_them() {
     let two = Two::new();
@@ -468,6 +479,7 @@ fn reads_need_a_responder_that_is_set_up_for_them() {
     );
 }
 
+// D-ERR-001, D-FLUSH-002.
 #[test]
 fn a_receive_that_is_too_short_ends_both() {
     let two = Two::new();
@@ -495,6 +507,7 @@ fn a_receive_that_is_too_short_ends_both() {
     }
 }
 
+// D-ERR-001.
 #[test]
 fn a_bad_receive_is_the_responders_error() {
     let two = Two::new();
@@ -544,6 +557,7 @@ fn nobody_answers(a: &Side, retry_cnt: u32, timeout: u32) {
     assert_in_error(a);
 }
 
+// D-RTY-001.
 #[test]
 fn nobody_answers_for_a_queue_pair_that_is_not_there_or_not_ours() {
     let two = Two::new();
@@ -586,6 +600,7 @@ fn nobody_answers_for_a_queue_pair_that_is_not_there_or_not_ours() {
     nobody_answers(&pair.a, 2, 12);
 }
 
+// D-RTY-001.
 #[test]
 fn nobody_answers_from_another_network() {
     let options = vhost_device_rdma_bare::ProcessOptions {
@@ -612,6 +627,7 @@ fn nobody_answers_from_another_network() {
     assert_eq!(pair.b.qp.state().unwrap(), qp_state::RTS);
 }
 
+// D-RTY-002.
 #[test]
 fn a_peer_that_comes_late_is_reached_by_a_retry() {
     let two = Two::new();
@@ -631,6 +647,7 @@ fn a_peer_that_comes_late_is_reached_by_a_retry() {
     assert_success(&b.received());
 }
 
+// D-RNR-001.
 #[test]
 fn without_a_receive_a_send_fails_after_the_rnr_retries() {
     let two = Two::new();
@@ -655,6 +672,7 @@ fn without_a_receive_a_send_fails_after_the_rnr_retries() {
     }
 }
 
+// D-RQ-001, D-RQ-004.
 #[test]
 fn a_receive_wakes_the_sender_at_once() {
     let two = Two::new();
@@ -684,6 +702,7 @@ fn a_receive_wakes_the_sender_at_once() {
     assert!(port.rnr_naks >= 10, "{}", port.rnr_naks);
 }
 
+// D-RC-006.
 #[test]
 fn writes_need_no_receive() {
     let two = Two::new();
@@ -701,6 +720,7 @@ fn writes_need_no_receive() {
     assert_works(&pair);
 }
 
+// D-CPL-003, D-FLUSH-001, D-RQ-002, D-RQ-003.
 #[test]
 fn the_error_state_flushes_everything_in_order() {
     let two = Two::new();
@@ -739,6 +759,7 @@ fn the_error_state_flushes_everything_in_order() {
     assert_works(&pair);
 }
 
+// D-CPL-001, D-FLUSH-001, D-FLUSH-002.
 #[test]
 fn unsignaled_sends_are_told_of_when_they_fail() {
     let two = Two::new();
@@ -761,6 +782,7 @@ fn unsignaled_sends_are_told_of_when_they_fail() {
     assert_eq!(flushed.wr_id, 2);
 }
 
+// D-ERR-003, D-OVF-001, D-OVF-002.
 #[test]
 fn a_completion_queue_that_overflows_is_in_error_with_its_queue_pairs() {
     let two = Two::new();
@@ -800,6 +822,7 @@ fn a_completion_queue_that_overflows_is_in_error_with_its_queue_pairs() {
     assert_works(&two.pair());
 }
 
+// D-RING-005.
 #[test]
 fn a_full_completion_queue_that_is_polled_goes_on() {
     let two = Two::new();

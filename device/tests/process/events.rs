@@ -21,6 +21,7 @@ fn send(pair: &Pair, flags: u8) {
     assert_success(&a.sent());
 }
 
+// D-ARM-001.
 #[test]
 fn an_armed_queue_raises_one_event() {
     for event_index in [false, true] {
@@ -56,6 +57,7 @@ fn an_armed_queue_raises_one_event() {
     }
 }
 
+// D-ARM-001, G-ARM-002.
 #[test]
 fn solicited_arming_waits_for_solicited_completions_and_errors() {
     let two = Two::new();
@@ -78,6 +80,7 @@ fn solicited_arming_waits_for_solicited_completions_and_errors() {
     assert!(cq.wait_event(TIMEOUT).unwrap());
 }
 
+// D-ARM-001.
 #[test]
 fn send_queues_raise_events_too() {
     let two = Two::new();
@@ -91,6 +94,7 @@ fn send_queues_raise_events_too() {
     assert_success(&pair.a.sent());
 }
 
+// D-ARM-001, D-CEV-001.
 #[test]
 fn a_sleeper_never_misses_a_completion() {
     let two = Two::with(&["--poll-us", "0"]);
@@ -126,6 +130,7 @@ fn a_sleeper_never_misses_a_completion() {
     });
 }
 
+// D-CEV-002.
 #[test]
 fn events_wait_for_buffers() {
     let process = process(2);

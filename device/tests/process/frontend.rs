@@ -9,6 +9,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use vhost::VhostBackend;
+use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::{DeviceProcess, Vm, VmOptions};
 
 use crate::common::{assert_success, counts, process, vm, Pair, Two};
@@ -155,6 +156,7 @@ fn a_second_front_end_waits_for_its_turn() {
     });
 }
 
+// D-FEAT-001, D-FEAT-002, D-FEAT-005.
 #[test]
 fn features_are_those_that_were_offered() {
     let process = process(1);
@@ -163,7 +165,19 @@ fn features_are_those_that_were_offered() {
     // VERSION_1 and RC; not what nobody handles, such as PACKED and IN_ORDER.
     assert_eq!(offered & (1 << 32 | 1), 1 << 32 | 1);
     assert_eq!(offered & (1 << 34 | 1 << 35), 0);
-    assert!(vm.frontend().set_features(offered | 1 << 34).is_err());
+    // NOTIFICATION_DATA, NOTIF_CONFIG_DATA.
+    assert_eq!(offered & (1 << 38 | 1 << 39), 0);
+    // XRC is not without SRQ.
+    let (srq, xrc) = (1 << feature::SRQ, 1 << feature::XRC);
+    assert_eq!(offered & (srq | xrc), srq | xrc);
+    vm.frontend().set_features(offered & !xrc).unwrap();
+    let path = vm.path().to_owned();
+    for wrong in [offered & !srq, offered | 1 << 34] {
+        // A refusal is the end of the connection.
+        vm.kill();
+        let vm = Vm::connect(&path, VmOptions::default()).unwrap();
+        assert!(vm.frontend().set_features(wrong).is_err(), "{wrong:#x}");
+    }
 }
 
 /// Lines of a file of the process in /proc.

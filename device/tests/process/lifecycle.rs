@@ -21,6 +21,7 @@ fn assert_still(pair: &Pair) {
     );
 }
 
+// D-RTY-004, D-STOP-001, D-STOP-002, D-STOP-003.
 #[test]
 fn a_stopped_vm_is_quiet_and_goes_on_with_nothing_lost() {
     let two = Two::new();
@@ -76,6 +77,7 @@ fn a_stopped_vm_is_quiet_and_goes_on_with_nothing_lost() {
     assert_eq!(b.qp.state().unwrap(), qp_state::RTS);
 }
 
+// D-STOP-002.
 #[test]
 fn commands_and_objects_survive_a_stop() {
     let two = Two::new();
@@ -91,6 +93,7 @@ fn commands_and_objects_survive_a_stop() {
     assert_success(&pair.b.received());
 }
 
+// D-STOP-004.
 #[test]
 fn work_posted_while_stopped_is_done_afterwards() {
     let two = Two::new();
@@ -105,6 +108,7 @@ fn work_posted_while_stopped_is_done_afterwards() {
     assert_success(&a.sent());
 }
 
+// D-INIT-002, D-RST-001, D-RST-002.
 #[test]
 fn reset_destroys_all_objects() {
     let two = Two::new();
@@ -137,6 +141,7 @@ fn reset_destroys_all_objects() {
     }
 }
 
+// D-RST-001.
 #[test]
 fn many_resets_under_traffic() {
     let two = Two::new();
@@ -168,6 +173,7 @@ fn many_resets_under_traffic() {
     assert_eq!(counts(&two.process, two.a.path()), [0; 5]);
 }
 
+// D-ERR-003, D-RST-004.
 #[test]
 fn a_killed_front_end_is_cleaned_up_and_taken_back() {
     let mut two = Two::new();
@@ -277,6 +283,7 @@ fn memory_may_come_in_any_way() {
     }
 }
 
+// D-STOP-005.
 #[test]
 fn memory_comes_and_goes_under_traffic() {
     let two = Two::new();

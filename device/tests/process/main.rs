@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Tests of the real process, driven over vhost-user by bare VMs.
+mod attributes;
 mod commands;
 mod common;
 mod data;
+mod datagram;
 mod errors;
 mod events;
 mod frontend;
 mod lifecycle;
+mod memory;
 mod scale;
+mod srq;
 mod states;
+mod uc;
+mod xrc;

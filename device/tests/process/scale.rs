@@ -9,6 +9,7 @@ use vhost_device_rdma_bare::{Connection, Cq, Pd, Qp, QpOptions, Vm, VmOptions};
 
 use crate::common::{assert_success, counts, process, Side, SideOptions, Two, ALL, TIMEOUT};
 
+// D-OBJ-001, D-QP-001.
 #[test]
 fn a_thousand_queue_pairs_with_a_completion_queue_each() {
     const COUNT: usize = 1000;
@@ -75,6 +76,7 @@ fn a_thousand_queue_pairs_with_a_completion_queue_each() {
     }
 }
 
+// D-RC-004.
 #[test]
 fn a_queue_pair_with_long_messages_does_not_starve_another() {
     let two = Two::with(&["--workers", "1"]);
@@ -142,6 +144,7 @@ fn a_queue_pair_with_long_messages_does_not_starve_another() {
     );
 }
 
+// D-QP-001.
 #[test]
 fn several_workers_share_the_queue_pairs() {
     let two = Two::with(&["--workers", "2"]);
@@ -170,6 +173,7 @@ fn several_workers_share_the_queue_pairs() {
     });
 }
 
+// D-DB-006.
 #[test]
 fn posting_to_a_polling_worker_notifies_nobody() {
     // A worker that may poll for so long sleeps only when others need its CPU.
@@ -201,6 +205,7 @@ fn posting_to_a_polling_worker_notifies_nobody() {
     );
 }
 
+// D-DB-001, D-DB-002.
 #[test]
 fn sleeping_workers_are_woken_whenever_needed() {
     let two = Two::with(&["--poll-us", "0", "--workers", "2"]);

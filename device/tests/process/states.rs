@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The state machine of RC queue pairs, as the device enforces it.
+//! The state machines of queue pairs, as the device enforces them.
 use vhost_device_rdma_bare::spec::command::{status, QpAttr};
-use vhost_device_rdma_bare::spec::verbs::{qp_attr, qp_state, wc_status};
-use vhost_device_rdma_bare::{Connection, Qp};
+use vhost_device_rdma_bare::spec::ring::{SendWqe, UdWqe};
+use vhost_device_rdma_bare::spec::verbs::{qp_attr, qp_state, qp_type, wc_status};
+use vhost_device_rdma_bare::{Connection, Qp, QpOptions, Uses, Xrcd};
 
-use crate::common::{assert_success, Pair, Side, SideOptions, Two, NOTHING};
+use crate::common::{
+    assert_reaches, assert_success, Pair, Side, SideOptions, Two, NOTHING, TIMEOUT,
+};
 
 use qp_state::{ERR, INIT, RESET, RTR, RTS, SQD, SQE};
 
@@ -14,11 +17,29 @@ fn bring_to(qp: &Qp, connection: &Connection, state: u8) {
     if state != RESET {
         qp.modify(connection.init()).unwrap();
     }
-    if [RTR, RTS, SQD].contains(&state) {
+    if [RTR, RTS, SQD, SQE].contains(&state) {
         qp.modify(connection.rtr()).unwrap();
     }
-    if [RTS, SQD].contains(&state) {
+    if [RTS, SQD, SQE].contains(&state) {
         qp.modify(connection.rts()).unwrap();
+    }
+    if state == SQE {
+        // Nobody asks for it: it comes from a work request that fails.
+        if connection.qp_type == qp_type::UC {
+            let bad = SendWqe {
+                opcode: 255,
+                ..SendWqe::default()
+            };
+            qp.post_send(&bad, &[]).unwrap();
+        } else {
+            let bad = UdWqe {
+                opcode: 255,
+                ..UdWqe::default()
+            };
+            qp.post_send(&bad, &[]).unwrap();
+        }
+        qp.send_cq().wait(TIMEOUT).unwrap();
+        assert_reaches(qp, SQE);
     }
     if state == SQD || state == ERR {
         qp.set_state(state).unwrap();
@@ -42,13 +63,8 @@ fn change(connection: &Connection, from: u8, to: u8) -> (QpAttr, u32) {
     }
 }
 
-#[test]
-fn every_change_of_state_is_allowed_or_refused_as_the_specification_says() {
-    let two = Two::new();
-    let side = Side::new(&two.a, &SideOptions::default());
-    let peer = Side::new(&two.b, &SideOptions::default());
-    let connection = Connection::to(&peer.qp);
-    let allowed = [
+fn every_change_is_allowed_or_refused(qp: &Qp, connection: &Connection) {
+    let mut allowed = vec![
         (RESET, vec![RESET, INIT]),
         (INIT, vec![RESET, INIT, RTR, ERR]),
         (RTR, vec![RESET, RTS, ERR]),
@@ -56,14 +72,17 @@ fn every_change_of_state_is_allowed_or_refused_as_the_specification_says() {
         (SQD, vec![RESET, RTS, SQD, ERR]),
         (ERR, vec![RESET, ERR]),
     ];
+    if [qp_type::UC, qp_type::UD, qp_type::GSI].contains(&connection.qp_type) {
+        allowed.push((SQE, vec![RESET, RTS, ERR]));
+    }
     for (from, to_allowed) in allowed {
         for to in [RESET, INIT, RTR, RTS, SQD, SQE, ERR, 7, 255] {
-            bring_to(&side.qp, &connection, from);
-            let result = side.qp.modify(change(&connection, from, to));
+            bring_to(qp, connection, from);
+            let result = qp.modify(change(connection, from, to));
             let name = |state| qp_state::name(state).unwrap_or("?");
             if to_allowed.contains(&to) {
                 result.unwrap_or_else(|e| panic!("{} to {}: {e}", name(from), name(to)));
-                assert_eq!(side.qp.state().unwrap(), to);
+                assert_eq!(qp.state().unwrap(), to);
             } else {
                 let error = result.expect_err(&format!("{} to {}", name(from), name(to)));
                 assert_eq!(
@@ -73,26 +92,87 @@ fn every_change_of_state_is_allowed_or_refused_as_the_specification_says() {
                     name(from),
                     name(to)
                 );
-                assert_eq!(side.qp.state().unwrap(), from);
+                assert_eq!(qp.state().unwrap(), from);
             }
         }
     }
 }
 
+/// A queue pair of each type but RC, with what brings it up.
+fn each_other_type(two: &Two, f: impl Fn(&Qp, &Connection)) {
+    for kind in [qp_type::UC, qp_type::UD, qp_type::GSI] {
+        let options = SideOptions {
+            qp: QpOptions::of(kind),
+            ..SideOptions::default()
+        };
+        let (side, peer) = (Side::new(&two.a, &options), Side::new(&two.b, &options));
+        let connection = if kind == qp_type::UC {
+            Connection::to(&peer.qp)
+        } else {
+            Connection {
+                qp_type: kind,
+                ..Connection::datagram(0x8000_0001)
+            }
+        };
+        f(&side.qp, &connection);
+    }
+    let domain = Xrcd::new(&two.b).unwrap();
+    let target = Qp::xrc_target(&domain).unwrap();
+    let side = Side::with(&two.a, |vm, uses| {
+        let uses = Uses {
+            recv_cq: None,
+            ..uses
+        };
+        Qp::create(vm, &uses, &QpOptions::of(qp_type::XRC_INI)).unwrap()
+    });
+    f(&side.qp, &Connection::to(&target));
+    f(&target, &Connection::to(&side.qp));
+}
+
+// D-QPS-001.
+#[test]
+fn every_change_of_state_is_allowed_or_refused_as_the_specification_says() {
+    let two = Two::new();
+    let side = Side::new(&two.a, &SideOptions::default());
+    let peer = Side::new(&two.b, &SideOptions::default());
+    every_change_is_allowed_or_refused(&side.qp, &Connection::to(&peer.qp));
+}
+
+// D-QPS-001.
+#[test]
+fn the_other_types_have_their_changes_of_state() {
+    each_other_type(&Two::with_all_types(), every_change_is_allowed_or_refused);
+}
+
+// D-QPS-001.
 #[test]
 fn required_attributes_are_required_and_others_refused() {
     let two = Two::new();
     let side = Side::new(&two.a, &SideOptions::default());
     let peer = Side::new(&two.b, &SideOptions::default());
-    let connection = Connection::to(&peer.qp);
+    attributes_are_required_or_refused(&side.qp, &Connection::to(&peer.qp));
+}
+
+// D-QPS-001.
+#[test]
+fn the_other_types_have_their_attributes() {
+    each_other_type(&Two::with_all_types(), |qp, connection| {
+        // PORT is optional for GSI: which state_tables tests.
+        if connection.qp_type != qp_type::GSI {
+            attributes_are_required_or_refused(qp, connection);
+        }
+    });
+}
+
+fn attributes_are_required_or_refused(qp: &Qp, connection: &Connection) {
     for (from, to) in [(RESET, INIT), (INIT, RTR), (RTR, RTS)] {
-        bring_to(&side.qp, &connection, from);
-        let (attr, mask) = change(&connection, from, to);
+        bring_to(qp, connection, from);
+        let (attr, mask) = change(connection, from, to);
         for bit in (0..32).map(|i| 1u32 << i) {
             if bit == qp_attr::STATE {
                 continue;
             }
-            let result = side.qp.modify((attr, mask ^ bit));
+            let result = qp.modify((attr, mask ^ bit));
             if mask & bit != 0 {
                 assert_eq!(
                     result.unwrap_err().status(),
@@ -114,9 +194,9 @@ fn required_attributes_are_required_and_others_refused() {
                 assert_eq!(error.status(), Some(expected), "with {bit:#x}");
             } else {
                 // An optional attribute.
-                bring_to(&side.qp, &connection, from);
+                bring_to(qp, connection, from);
             }
-            assert_eq!(side.qp.state().unwrap(), from);
+            assert_eq!(qp.state().unwrap(), from);
         }
     }
 }
@@ -160,6 +240,7 @@ fn attributes_out_of_range_are_refused() {
     refused(RTR, RTS, &|a| a.reserved1[15] = 1);
 }
 
+// D-MOD-002.
 #[test]
 fn query_tells_what_modify_set() {
     let two = Two::new();
@@ -209,6 +290,7 @@ fn receives_may_be_posted_before_the_queue_pair_is_ready() {
     }
 }
 
+// D-MOD-003, D-RING-004.
 #[test]
 fn reset_forgets_what_was_posted() {
     let two = Two::new();
@@ -231,6 +313,7 @@ fn reset_forgets_what_was_posted() {
     }
 }
 
+// D-QPS-002, D-QPS-003.
 #[test]
 fn a_drained_send_queue_says_so_and_goes_on_later() {
     use vhost_device_rdma_bare::spec::event::event_type;
@@ -270,6 +353,34 @@ fn a_drained_send_queue_says_so_and_goes_on_later() {
     let cqe = a.sent();
     assert_success(&cqe);
     assert_eq!(cqe.wr_id, 2);
+}
+
+// D-DB-005, D-FLUSH-001, D-QPS-002.
+// D-MOD-003.
+#[test]
+fn a_reset_ends_the_flushing() {
+    let two = Two::of(&["--workers", "2"], &Default::default());
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    for round in 0..300 {
+        a.qp.set_state(ERR).unwrap();
+        for i in 0..8 {
+            // Flushed, or not any more.
+            a.qp.post_recv(i, &[a.mr.sge(0, 8)]).unwrap();
+            a.qp.send(i, &[]).unwrap();
+        }
+        a.qp.set_state(RESET).unwrap();
+        a.qp.modify(Connection::to(&b.qp).init()).unwrap();
+        a.qp.post_recv(100 + round, &[a.mr.sge(0, 8)]).unwrap();
+        a.qp.modify(Connection::to(&b.qp).rtr()).unwrap();
+        a.qp.modify(Connection::to(&b.qp).rts()).unwrap();
+        a.qp.write(200 + round, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+            .unwrap();
+        let cqe = a.sent();
+        assert_success(&cqe);
+        assert_eq!(cqe.wr_id, 200 + round);
+        assert_eq!(a.recv_cq.poll(), None);
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! `vhost-device-rdma` at native speed. Tests, fuzzers and benchmarks stand on it.
 //!
 //! [`DeviceProcess`] starts the device, [`Vm`] connects to one of its sockets and brings up the virtqueues, and from there it
-//! is verbs: [`Context`], [`Pd`], [`Mr`], [`Cq`], [`Qp`], with rings, doorbells and commands from `virtio-rdma-driver-core`.
+//! is verbs: [`Context`], [`Pd`], [`Mr`], [`Cq`], [`Srq`], [`Xrcd`], [`Qp`], with rings, doorbells and commands from `virtio-rdma-driver-core`.
 //! The life of a VM can be played too ([`Vm::stop`], [`Vm::start`], [`Vm::reset`], [`Vm::add_memory`], [`Vm::remove_memory`]), and
 //! what no driver would do: raw commands, raw descriptor chains, any byte anywhere in memory.
 //!
@@ -16,6 +16,7 @@
 pub mod mapping;
 mod memory;
 mod process;
+mod srq;
 mod verbs;
 mod virtqueue;
 mod vm;
@@ -23,7 +24,8 @@ mod vm;
 pub use mapping::View;
 pub use memory::{page_list, Buffer, Placement, Region};
 pub use process::{DeviceProcess, ProcessOptions};
-pub use verbs::{Connection, Context, Cq, Mr, Pd, Qp, QpOptions, RECV_FLAG};
+pub use srq::{Srq, SrqOptions, Xrcd};
+pub use verbs::{Address, Connection, Context, Cq, Mr, Mw, Pd, Qp, QpOptions, Uses, RECV_FLAG};
 pub use virtio_rdma_driver_core as core;
 pub use virtio_rdma_spec as spec;
 pub use virtqueue::{Piece, Virtqueue};

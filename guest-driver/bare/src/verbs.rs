@@ -4,20 +4,25 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout};
+use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::command::{
-    CreateContext, CreateCq, CreatePd, CreateQp, DeregMr, DestroyContext, DestroyCq, DestroyPd,
-    DestroyQp, ModifyQp, QueryQp, RegMr,
+    AllocMw, AttachMcast, CreateContext, CreateCq, CreatePd, CreateQp, DeallocMw, DeregMr,
+    DestroyContext, DestroyCq, DestroyPd, DestroyQp, DetachMcast, ModifyQp, QueryQp, RegMr,
+    ResizeCq,
 };
-use virtio_rdma_driver_core::{ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue};
-use virtio_rdma_spec::command::{self as spec, create_qp_flag, AddressVector, Handle, QpAttr};
+use virtio_rdma_driver_core::{
+    ArmMode, CompletionQueue, Doorbell, RecvQueue, SendEntry, SendQueue,
+};
+use virtio_rdma_spec::command::{
+    self as spec, create_qp_flag, AddressVector, Handle, Multicast, PageList, QpAttr,
+};
 use virtio_rdma_spec::doorbell::BLOCK_SIZE;
-use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge};
+use virtio_rdma_spec::ring::{BindMw, Cqe, CqeExtension, MaskedOperands, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, wr_opcode};
 
 use crate::mapping::View;
 use crate::memory::{page_list, Buffer, Placement};
-use crate::{Error, Vm};
+use crate::{Error, Srq, Vm, Xrcd};
 
 /// Bit of `Cqe::opcode` that tells a receive.
 pub const RECV_FLAG: u8 = 0x80;
@@ -56,6 +61,12 @@ impl Context {
         self.handle
     }
 
+    /// The VM that it belongs to.
+    #[must_use]
+    pub fn vm(&self) -> &Arc<Vm> {
+        &self.vm
+    }
+
     /// The doorbell memory.
     #[must_use]
     pub fn doorbell(&self) -> &View {
@@ -70,7 +81,7 @@ impl Drop for Context {
     }
 }
 
-fn handle(handle: u32) -> Handle {
+pub(crate) fn handle(handle: u32) -> Handle {
     Handle {
         handle,
         reserved: 0,
@@ -111,6 +122,44 @@ impl Pd {
         let buffer = self.vm.buffer(size, Placement::Scattered)?;
         let (iova, length) = (buffer.addr(), size as u64);
         self.register_buffer(buffer, iova, 0, length, access)
+    }
+
+    /// Registers all guest memory, under its guest-physical addresses; returns the key.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn register_physical(&self, access: u32) -> Result<u32, Error> {
+        let body = spec::RegMr {
+            pd: self.handle,
+            access: access | access::PHYSICAL,
+            ..spec::RegMr::default()
+        };
+        Ok(self.vm.execute::<RegMr>(&body)?.lkey)
+    }
+
+    /// Deregisters a region by its key.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn deregister(&self, lkey: u32) -> Result<(), Error> {
+        self.vm.execute::<DeregMr>(&handle(lkey)).map(|_| ())
+    }
+
+    /// Allocates a window of type `mw_type`.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn window(self: &Arc<Self>, mw_type: u8) -> Result<Mw, Error> {
+        let body = spec::AllocMw {
+            pd: self.handle,
+            mw_type,
+            ..spec::AllocMw::default()
+        };
+        let response = self.vm.execute::<AllocMw>(&body)?;
+        Ok(Mw {
+            pd: self.clone(),
+            rkey: response.handle,
+        })
     }
 
     /// Registers `length` bytes of `buffer` from `offset`, under the address `iova`.
@@ -157,6 +206,20 @@ impl Pd {
 impl Drop for Pd {
     fn drop(&mut self) {
         let _ = self.vm.execute::<DestroyPd>(&handle(self.handle));
+    }
+}
+
+/// A memory window.
+#[derive(Debug)]
+pub struct Mw {
+    pd: Arc<Pd>,
+    /// Its first key.
+    pub rkey: u32,
+}
+
+impl Drop for Mw {
+    fn drop(&mut self) {
+        let _ = self.pd.vm.execute::<DeallocMw>(&handle(self.rkey));
     }
 }
 
@@ -245,6 +308,8 @@ pub struct Cq {
     vector: u16,
     queue: Mutex<CompletionQueue<View>>,
     buffer: Buffer,
+    /// The buffer since it was resized.
+    resized: Mutex<Option<Buffer>>,
     queues: RwLock<HashMap<u32, Weak<Queues>>>,
 }
 
@@ -254,7 +319,23 @@ impl Cq {
     /// # Errors
     /// If the device refuses.
     pub fn new(vm: &Arc<Vm>, entries: u32, vector: u16) -> Result<Arc<Self>, Error> {
-        let layout = CqLayout::new(entries).ok_or(Error::BadLayout)?;
+        Self::with_layout(vm, CqLayout::new(entries), vector)
+    }
+
+    /// Creates a completion queue of at least `entries` entries with time stamps.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn extended(vm: &Arc<Vm>, entries: u32, vector: u16) -> Result<Arc<Self>, Error> {
+        Self::with_layout(vm, CqLayout::extended(entries), vector)
+    }
+
+    fn with_layout(
+        vm: &Arc<Vm>,
+        layout: Option<CqLayout>,
+        vector: u16,
+    ) -> Result<Arc<Self>, Error> {
+        let layout = layout.ok_or(Error::BadLayout)?;
         let buffer = vm.buffer(layout.size, Placement::Scattered)?;
         let (pages, _tables) = buffer.page_list()?;
         let body = spec::CreateCq {
@@ -274,6 +355,7 @@ impl Cq {
             vector,
             queue: Mutex::new(queue),
             buffer,
+            resized: Mutex::new(None),
             queues: RwLock::default(),
         }))
     }
@@ -301,6 +383,44 @@ impl Cq {
         queue.publish();
         self.free(&cqe);
         Some(cqe)
+    }
+
+    /// The next completion with its extension, if there is one. What it completes is free again.
+    pub fn poll_extended(&self) -> Option<(Cqe, CqeExtension)> {
+        let queue = self.queue();
+        let cqe = queue.poll()?;
+        let extension = queue.extension();
+        queue.publish();
+        self.free(&cqe);
+        Some((cqe, extension))
+    }
+
+    /// Goes over to another buffer of at least `entries` entries; returns how many completions were moved.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn resize(&self, entries: u32, extended: bool) -> Result<u32, Error> {
+        let layout = if extended {
+            CqLayout::extended(entries)
+        } else {
+            CqLayout::new(entries)
+        };
+        let layout = layout.ok_or(Error::BadLayout)?;
+        let buffer = self.vm.buffer(layout.size, Placement::Scattered)?;
+        let (pages, _tables) = buffer.page_list()?;
+        let mut queue = self.queue();
+        let next = queue.prepare_resize(buffer.view().clone(), &layout.ring)?;
+        let body = spec::ResizeCq {
+            cqn: self.cqn,
+            entries: layout.ring.entries,
+            ring_offset: layout.ring.offset,
+            buffer: pages,
+            ..spec::ResizeCq::default()
+        };
+        let response = self.vm.execute::<ResizeCq>(&body)?;
+        queue.resized(next);
+        *self.resized.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
+        Ok(response.handle)
     }
 
     /// Takes completions until `into` is full or there are no more; returns how many.
@@ -395,6 +515,8 @@ pub struct QpOptions {
     pub signal_all: bool,
     /// `verbs::qp_type`.
     pub qp_type: u8,
+    /// Multicast messages do not reach queue pairs of the same VM.
+    pub block_multicast_loopback: bool,
 }
 
 impl Default for QpOptions {
@@ -409,13 +531,93 @@ impl Default for QpOptions {
             },
             signal_all: true,
             qp_type: qp_type::RC,
+            block_multicast_loopback: false,
         }
     }
 }
 
-/// How a queue pair is connected.
+impl QpOptions {
+    /// The usual ones for a queue pair of this type.
+    #[must_use]
+    pub fn of(qp_type: u8) -> Self {
+        Self {
+            qp_type,
+            ..Self::default()
+        }
+    }
+}
+
+/// What a queue pair uses; which of them it needs depends on its type.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Uses<'a> {
+    /// Context, of all that have a queue.
+    pub context: Option<&'a Arc<Context>>,
+    /// Protection domain, of all but XRC_TGT.
+    pub pd: Option<&'a Arc<Pd>>,
+    /// Completion queue for sends.
+    pub send_cq: Option<&'a Arc<Cq>>,
+    /// Completion queue for receives.
+    pub recv_cq: Option<&'a Arc<Cq>>,
+    /// Shared receive queue: then it has no receive queue.
+    pub srq: Option<&'a Arc<Srq>>,
+    /// XRC domain, of XRC_TGT.
+    pub xrcd: Option<&'a Arc<Xrcd>>,
+}
+
+/// A destination of datagrams.
+#[derive(Debug, Clone, Copy)]
+pub struct Address {
+    /// GID of the destination.
+    pub dgid: [u8; 16],
+    /// Queue pair there.
+    pub qpn: u32,
+    /// Its Q_Key.
+    pub qkey: u32,
+}
+
+impl Address {
+    /// Of a queue pair.
+    #[must_use]
+    pub fn of(qp: &Qp, qkey: u32) -> Self {
+        Self {
+            dgid: qp.vm.gid(),
+            qpn: qp.number(),
+            qkey,
+        }
+    }
+
+    /// Of a multicast group.
+    #[must_use]
+    pub fn group(dgid: [u8; 16], qkey: u32) -> Self {
+        Self {
+            dgid,
+            qpn: 0x00ff_ffff,
+            qkey,
+        }
+    }
+
+    /// A SEND there.
+    #[must_use]
+    pub fn send(&self, wr_id: u64) -> UdWqe {
+        UdWqe {
+            opcode: wr_opcode::SEND,
+            wr_id,
+            dgid: self.dgid,
+            remote_qpn: self.qpn,
+            remote_qkey: self.qkey,
+            hop_limit: 64,
+            ..UdWqe::default()
+        }
+    }
+}
+
+/// How a queue pair is connected, or, if it has no peer, made ready.
 #[derive(Debug, Clone, Copy)]
 pub struct Connection {
+    /// Its `verbs::qp_type`: attributes depend on it.
+    pub qp_type: u8,
+    /// Q_Key, of UD and GSI.
+    pub qkey: u32,
     /// Number of the peer.
     pub dest_qp_num: u32,
     /// GID of the peer.
@@ -439,6 +641,12 @@ impl Connection {
     #[must_use]
     pub fn to(peer: &Qp) -> Self {
         Self {
+            qp_type: match peer.qp_type {
+                qp_type::XRC_TGT => qp_type::XRC_INI,
+                qp_type::XRC_INI => qp_type::XRC_TGT,
+                same => same,
+            },
+            qkey: 0,
             dest_qp_num: peer.number(),
             dgid: peer.vm.gid(),
             access: access::REMOTE_WRITE | access::REMOTE_READ,
@@ -450,6 +658,27 @@ impl Connection {
         }
     }
 
+    /// None, for datagrams with this Q_Key.
+    #[must_use]
+    pub fn datagram(qkey: u32) -> Self {
+        Self {
+            qp_type: qp_type::UD,
+            qkey,
+            dest_qp_num: 0,
+            dgid: [0; 16],
+            access: 0,
+            timeout: 0,
+            retry_cnt: 0,
+            rnr_retry: 0,
+            min_rnr_timer: 0,
+            max_rd_atomic: 0,
+        }
+    }
+
+    fn is_datagram(&self) -> bool {
+        matches!(self.qp_type, qp_type::UD | qp_type::GSI)
+    }
+
     /// Attributes and mask of the change to INIT.
     #[must_use]
     pub fn init(&self) -> (QpAttr, u32) {
@@ -457,11 +686,17 @@ impl Connection {
             qp_state: qp_state::INIT,
             port_num: 1,
             access_flags: self.access,
+            qkey: self.qkey,
             ..QpAttr::default()
+        };
+        let own = if self.is_datagram() {
+            qp_attr::QKEY
+        } else {
+            qp_attr::ACCESS_FLAGS
         };
         (
             attr,
-            qp_attr::STATE | qp_attr::PKEY_INDEX | qp_attr::PORT | qp_attr::ACCESS_FLAGS,
+            qp_attr::STATE | qp_attr::PKEY_INDEX | qp_attr::PORT | own,
         )
     }
 
@@ -483,14 +718,15 @@ impl Connection {
             },
             ..QpAttr::default()
         };
-        let mask = qp_attr::STATE
-            | qp_attr::AV
-            | qp_attr::PATH_MTU
-            | qp_attr::DEST_QPN
-            | qp_attr::RQ_PSN
-            | qp_attr::MAX_DEST_RD_ATOMIC
-            | qp_attr::MIN_RNR_TIMER;
-        (attr, mask)
+        let path = qp_attr::AV | qp_attr::PATH_MTU | qp_attr::DEST_QPN | qp_attr::RQ_PSN;
+        let mask = match self.qp_type {
+            qp_type::RC | qp_type::XRC_TGT => {
+                path | qp_attr::MAX_DEST_RD_ATOMIC | qp_attr::MIN_RNR_TIMER
+            }
+            qp_type::UC | qp_type::XRC_INI => path,
+            _ => 0,
+        };
+        (attr, mask | qp_attr::STATE)
     }
 
     /// Attributes and mask of the change to RTS.
@@ -505,13 +741,17 @@ impl Connection {
             max_rd_atomic: self.max_rd_atomic,
             ..QpAttr::default()
         };
-        let mask = qp_attr::STATE
-            | qp_attr::TIMEOUT
-            | qp_attr::RETRY_CNT
-            | qp_attr::RNR_RETRY
-            | qp_attr::SQ_PSN
-            | qp_attr::MAX_QP_RD_ATOMIC;
-        (attr, mask)
+        let mask = match self.qp_type {
+            qp_type::RC | qp_type::XRC_INI => {
+                qp_attr::TIMEOUT
+                    | qp_attr::RETRY_CNT
+                    | qp_attr::RNR_RETRY
+                    | qp_attr::MAX_QP_RD_ATOMIC
+            }
+            qp_type::XRC_TGT => qp_attr::TIMEOUT,
+            _ => 0,
+        };
+        (attr, mask | qp_attr::STATE | qp_attr::SQ_PSN)
     }
 }
 
@@ -520,16 +760,20 @@ impl Connection {
 pub struct Qp {
     vm: Arc<Vm>,
     qpn: u32,
+    qp_type: u8,
     doorbell_queue: u32,
     slot: u32,
-    doorbell: Doorbell<View>,
+    /// XRC_TGT has none of these.
+    doorbell: Option<Doorbell<View>>,
     queues: Arc<Queues>,
-    buffer: Buffer,
-    send_cq: Arc<Cq>,
-    recv_cq: Arc<Cq>,
+    buffer: Option<Buffer>,
+    send_cq: Option<Arc<Cq>>,
+    recv_cq: Option<Arc<Cq>>,
     // Destroyed after the queue pair, which names them.
-    _context: Arc<Context>,
-    _pd: Arc<Pd>,
+    _context: Option<Arc<Context>>,
+    _pd: Option<Arc<Pd>>,
+    _srq: Option<Arc<Srq>>,
+    _xrcd: Option<Arc<Xrcd>>,
 }
 
 impl Qp {
@@ -544,22 +788,78 @@ impl Qp {
         recv_cq: &Arc<Cq>,
         options: &QpOptions,
     ) -> Result<Self, Error> {
-        let vm = &context.vm;
-        let caps = &options.caps;
-        let layout = QpLayout::new(caps).ok_or(Error::BadLayout)?;
-        let buffer = vm.buffer(layout.size, Placement::Scattered)?;
-        let (pages, _tables) = buffer.page_list()?;
+        let uses = Uses {
+            context: Some(context),
+            pd: Some(pd),
+            send_cq: Some(send_cq),
+            recv_cq: Some(recv_cq),
+            ..Uses::default()
+        };
+        Self::create(&context.vm, &uses, options)
+    }
+
+    /// The target of an XRC connection.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn xrc_target(domain: &Arc<Xrcd>) -> Result<Self, Error> {
+        let uses = Uses {
+            xrcd: Some(domain),
+            ..Uses::default()
+        };
+        let options = QpOptions {
+            signal_all: false,
+            ..QpOptions::of(qp_type::XRC_TGT)
+        };
+        Self::create(domain.vm(), &uses, &options)
+    }
+
+    /// Creates a queue pair that uses just these. Queues that its type does not have are left out.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn create(vm: &Arc<Vm>, uses: &Uses<'_>, options: &QpOptions) -> Result<Self, Error> {
+        let target = options.qp_type == qp_type::XRC_TGT;
+        let mut caps = options.caps;
+        if uses.srq.is_some() || uses.recv_cq.is_none() {
+            caps.max_recv_wr = 0;
+        }
+        if target {
+            caps = QpCaps::default();
+        }
+        let caps = &caps;
+        let datagram = matches!(options.qp_type, qp_type::UD | qp_type::GSI);
+        let layout = if datagram {
+            QpLayout::datagram(caps)
+        } else {
+            QpLayout::new(caps)
+        }
+        .ok_or(Error::BadLayout)?;
+        let buffer = if target {
+            None
+        } else {
+            Some(vm.buffer(layout.size, Placement::Scattered)?)
+        };
+        let (pages, _tables) = match &buffer {
+            Some(buffer) => buffer
+                .page_list()
+                .map(|(pages, tables)| (pages, Some(tables)))?,
+            None => (PageList::default(), None),
+        };
+        let flag = |set, flag| if set { flag } else { 0 };
         let body = spec::CreateQp {
-            pd: pd.handle,
-            context: context.handle,
-            send_cq: send_cq.cqn,
-            recv_cq: recv_cq.cqn,
+            pd: uses.pd.map_or(0, |pd| pd.handle),
+            context: uses.context.map_or(0, |context| context.handle),
+            send_cq: uses.send_cq.map_or(0, |cq| cq.cqn),
+            recv_cq: uses.recv_cq.map_or(0, |cq| cq.cqn),
+            srq: uses.srq.map_or(0, |srq| srq.number()),
+            xrcd: uses.xrcd.map_or(0, |domain| domain.handle()),
             qp_type: options.qp_type,
-            flags: if options.signal_all {
-                create_qp_flag::SIGNAL_ALL
-            } else {
-                0
-            },
+            flags: flag(options.signal_all, create_qp_flag::SIGNAL_ALL)
+                | flag(
+                    options.block_multicast_loopback,
+                    create_qp_flag::BLOCK_MULTICAST_LOOPBACK,
+                ),
             sq_entries: layout.sq.entries,
             sq_stride: layout.sq.stride,
             sq_offset: layout.sq.offset,
@@ -573,43 +873,52 @@ impl Qp {
             ..spec::CreateQp::default()
         };
         let created = vm.execute::<CreateQp>(&body)?;
-        let memory = buffer.view();
-        let send = (layout.sq.entries > 0)
-            .then(|| {
-                SendQueue::new(
-                    memory.clone(),
-                    &layout.sq,
-                    caps.max_send_sge,
-                    caps.max_inline,
+        let memory = |ring: &RingLayout| {
+            let buffer = buffer.as_ref().filter(|_| ring.entries > 0);
+            buffer.map(|buffer| buffer.view().clone())
+        };
+        let new = if datagram {
+            SendQueue::datagram
+        } else {
+            SendQueue::new
+        };
+        let send = memory(&layout.sq)
+            .map(|memory| new(memory, &layout.sq, caps.max_send_sge, caps.max_inline))
+            .transpose()?;
+        let recv = memory(&layout.rq)
+            .map(|memory| RecvQueue::new(memory, &layout.rq, caps.max_recv_sge))
+            .transpose()?;
+        let doorbell = uses
+            .context
+            .map(|context| {
+                Doorbell::new(
+                    context.doorbell().clone(),
+                    vm.status_page().clone(),
+                    created.doorbell_queue,
+                    created.slot,
                 )
             })
             .transpose()?;
-        let recv = (layout.rq.entries > 0)
-            .then(|| RecvQueue::new(memory.clone(), &layout.rq, caps.max_recv_sge))
-            .transpose()?;
-        let doorbell = Doorbell::new(
-            context.doorbell().clone(),
-            vm.status_page().clone(),
-            created.doorbell_queue,
-            created.slot,
-        )?;
         let queues = Arc::new(Queues { send, recv });
-        for cq in [send_cq, recv_cq] {
+        for cq in [uses.send_cq, uses.recv_cq].into_iter().flatten() {
             let mut known = cq.queues.write().unwrap_or_else(PoisonError::into_inner);
             known.insert(created.qpn, Arc::downgrade(&queues));
         }
         Ok(Self {
             vm: vm.clone(),
             qpn: created.qpn,
+            qp_type: options.qp_type,
             doorbell_queue: created.doorbell_queue,
             slot: created.slot,
             doorbell,
             queues,
             buffer,
-            send_cq: send_cq.clone(),
-            recv_cq: recv_cq.clone(),
-            _context: context.clone(),
-            _pd: pd.clone(),
+            send_cq: uses.send_cq.cloned(),
+            recv_cq: uses.recv_cq.cloned(),
+            _context: uses.context.cloned(),
+            _pd: uses.pd.cloned(),
+            _srq: uses.srq.cloned(),
+            _xrcd: uses.xrcd.cloned(),
         })
     }
 
@@ -632,21 +941,37 @@ impl Qp {
     }
 
     /// Record and rings.
+    ///
+    /// # Panics
+    /// If it has none.
     #[must_use]
     pub fn memory(&self) -> &View {
-        self.buffer.view()
+        self.buffer
+            .as_ref()
+            .expect("the queue pair has a buffer")
+            .view()
     }
 
     /// Where sends complete.
+    ///
+    /// # Panics
+    /// If it sends nothing.
     #[must_use]
     pub fn send_cq(&self) -> &Arc<Cq> {
-        &self.send_cq
+        self.send_cq.as_ref().expect("the queue pair sends")
     }
 
     /// Where receives complete.
+    ///
+    /// # Panics
+    /// If it receives nothing.
     #[must_use]
     pub fn recv_cq(&self) -> &Arc<Cq> {
-        &self.recv_cq
+        self.recv_cq.as_ref().expect("the queue pair receives")
+    }
+
+    fn cqs(&self) -> impl Iterator<Item = &Arc<Cq>> {
+        [&self.send_cq, &self.recv_cq].into_iter().flatten()
     }
 
     /// The send queue, for batches.
@@ -690,8 +1015,9 @@ impl Qp {
             if let Some(recv) = &self.queues.recv {
                 recv.reset();
             }
-            self.send_cq.queue().forget(self.qpn);
-            self.recv_cq.queue().forget(self.qpn);
+            for cq in self.cqs() {
+                cq.queue().forget(self.qpn);
+            }
         }
         Ok(())
     }
@@ -741,17 +1067,43 @@ impl Qp {
     /// # Errors
     /// If the system refuses.
     pub fn ring(&self) -> Result<(), Error> {
-        if self.doorbell.ring() {
+        if self.doorbell.as_ref().is_some_and(Doorbell::ring) {
             self.vm.notify_doorbell(self.doorbell_queue)?;
         }
         Ok(())
     }
 
-    /// Posts a send work request.
+    /// Attaches it to a multicast group.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn attach(&self, gid: [u8; 16]) -> Result<(), Error> {
+        self.vm.execute::<AttachMcast>(&self.multicast(gid))?;
+        Ok(())
+    }
+
+    /// Detaches it from a multicast group.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn detach(&self, gid: [u8; 16]) -> Result<(), Error> {
+        self.vm.execute::<DetachMcast>(&self.multicast(gid))?;
+        Ok(())
+    }
+
+    fn multicast(&self, gid: [u8; 16]) -> Multicast {
+        Multicast {
+            gid,
+            qpn: self.qpn,
+            reserved: 0,
+        }
+    }
+
+    /// Posts a send work request: a `UdWqe` to a UD or GSI queue pair, a `SendWqe` to others.
     ///
     /// # Errors
     /// If the queue is full, or cannot take it.
-    pub fn post_send(&self, wqe: &SendWqe, sges: &[Sge]) -> Result<(), Error> {
+    pub fn post_send<E: SendEntry>(&self, wqe: &E, sges: &[Sge]) -> Result<(), Error> {
         self.send_queue().post(wqe, sges.iter().copied())?;
         self.ring()
     }
@@ -760,9 +1112,41 @@ impl Qp {
     ///
     /// # Errors
     /// If the queue is full, or cannot take it.
-    pub fn post_inline(&self, wqe: &SendWqe, data: &[u8]) -> Result<(), Error> {
+    pub fn post_inline<E: SendEntry>(&self, wqe: &E, data: &[u8]) -> Result<(), Error> {
         let mut batch = self.send_queue().batch();
         batch.push_inline(wqe, [data])?;
+        batch.commit();
+        self.ring()
+    }
+
+    /// Posts the bind of a memory window.
+    ///
+    /// # Errors
+    /// If the queue is full.
+    pub fn post_bind(&self, wr_id: u64, bind: &BindMw) -> Result<(), Error> {
+        let wqe = SendWqe {
+            opcode: wr_opcode::BIND_MW,
+            wr_id,
+            ..SendWqe::default()
+        };
+        let mut batch = self.send_queue().batch();
+        batch.push_bind(&wqe, bind)?;
+        batch.commit();
+        self.ring()
+    }
+
+    /// Posts a masked atomic operation.
+    ///
+    /// # Errors
+    /// If the queue is full, or cannot take it.
+    pub fn post_masked(
+        &self,
+        wqe: &SendWqe,
+        operands: &MaskedOperands,
+        sge: Sge,
+    ) -> Result<(), Error> {
+        let mut batch = self.send_queue().batch();
+        batch.push_masked(wqe, operands, Some(sge))?;
         batch.commit();
         self.ring()
     }
@@ -833,7 +1217,7 @@ impl Qp {
 impl Drop for Qp {
     fn drop(&mut self) {
         let _ = self.vm.execute::<DestroyQp>(&handle(self.qpn));
-        for cq in [&self.send_cq, &self.recv_cq] {
+        for cq in self.cqs() {
             cq.queue().forget(self.qpn);
             cq.queues
                 .write()

@@ -52,6 +52,8 @@ pub struct VmOptions {
     pub timeout: Duration,
     /// GID at index 0; otherwise one is made from the MAC address. All zero: none.
     pub gid: Option<[u8; 16]>,
+    /// Device-specific features to accept beside RC: their bits (1 << `config::feature`).
+    pub features: u64,
 }
 
 impl Default for VmOptions {
@@ -64,6 +66,7 @@ impl Default for VmOptions {
             mem_table: false,
             timeout: Duration::from_secs(20),
             gid: None,
+            features: 0,
         }
     }
 }
@@ -173,6 +176,7 @@ impl Vm {
         let mut features = VERSION_1
             | RING_INDIRECT_DESC
             | 1 << feature::RC
+            | options.features
             | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
         if options.event_index {
             features |= RING_EVENT_IDX;
@@ -289,6 +293,12 @@ impl Vm {
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Whether a `config::feature` was accepted.
+    #[must_use]
+    pub fn accepted(&self, feature: u32) -> bool {
+        self.features & (1 << feature) != 0
     }
 
     /// GID at index 0.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Where things are in the buffer of a queue: record, rings, strides (specification: "Rings").
 use virtio_rdma_spec::ring::{
-    recv_stride, send_stride, CqRecord, Cqe, QpRecord, MAX_CQ_ENTRIES, MAX_WQ_ENTRIES,
+    recv_stride, send_stride, ud_send_stride, CqRecord, Cqe, CqeExtension, MaskedOperands,
+    QpRecord, SrqRecord, MASKED_OPERANDS_OFFSET, MAX_CQ_ENTRIES, MAX_WQ_ENTRIES,
 };
 use virtio_rdma_spec::PAGE_SIZE;
 
@@ -64,10 +65,29 @@ impl QpLayout {
     /// The layout for these capabilities; `None` where they are more than the interface can express (EINVAL).
     #[must_use]
     pub fn new(caps: &QpCaps) -> Option<Self> {
+        Self::with_stride(caps, send_stride(caps.max_send_sge, caps.max_inline)?)
+    }
+
+    /// The same, where send work requests may be masked atomic operations.
+    #[must_use]
+    pub fn with_masked_atomics(caps: &QpCaps) -> Option<Self> {
+        const LEAST: u32 =
+            (MASKED_OPERANDS_OFFSET + MaskedOperands::SIZE).next_power_of_two() as u32;
+        let stride = send_stride(caps.max_send_sge, caps.max_inline)?;
+        Self::with_stride(caps, stride.max(LEAST))
+    }
+
+    /// The same, for a UD or GSI queue pair.
+    #[must_use]
+    pub fn datagram(caps: &QpCaps) -> Option<Self> {
+        Self::with_stride(caps, ud_send_stride(caps.max_send_sge, caps.max_inline)?)
+    }
+
+    fn with_stride(caps: &QpCaps, send_stride: u32) -> Option<Self> {
         let sq = RingLayout::behind(
             QpRecord::SIZE as u32,
             wq_entries(caps.max_send_wr)?,
-            send_stride(caps.max_send_sge, caps.max_inline)?,
+            send_stride,
         )?;
         let rq = RingLayout::behind(
             sq.end()?,
@@ -78,6 +98,35 @@ impl QpLayout {
             sq,
             rq,
             size: pages(rq.end()?),
+        })
+    }
+}
+
+/// The buffer of a shared receive queue: an `SrqRecord` and the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SrqLayout {
+    /// The ring.
+    pub ring: RingLayout,
+    /// Size of the buffer, bytes, a multiple of the page size.
+    pub size: usize,
+}
+
+impl SrqLayout {
+    /// The layout for at least `max_wr` work requests of up to `max_sge` scatter/gather entries; `None` where there are
+    /// none or too many (EINVAL).
+    #[must_use]
+    pub fn new(max_wr: u32, max_sge: u32) -> Option<Self> {
+        if max_wr == 0 {
+            return None;
+        }
+        let ring = RingLayout::behind(
+            SrqRecord::SIZE as u32,
+            wq_entries(max_wr)?,
+            recv_stride(max_sge)?,
+        )?;
+        Some(Self {
+            ring,
+            size: pages(ring.end()?),
         })
     }
 }
@@ -95,14 +144,20 @@ impl CqLayout {
     /// The layout for at least `cqe` entries; `None` where there are none or too many (EINVAL).
     #[must_use]
     pub fn new(cqe: u32) -> Option<Self> {
+        Self::with_stride(cqe, Cqe::SIZE as u32)
+    }
+
+    /// The same, for entries that have a `CqeExtension`: time stamps.
+    #[must_use]
+    pub fn extended(cqe: u32) -> Option<Self> {
+        Self::with_stride(cqe, (Cqe::SIZE + CqeExtension::SIZE) as u32)
+    }
+
+    fn with_stride(cqe: u32, stride: u32) -> Option<Self> {
         if cqe == 0 || cqe > MAX_CQ_ENTRIES {
             return None;
         }
-        let ring = RingLayout::behind(
-            CqRecord::SIZE as u32,
-            cqe.next_power_of_two(),
-            Cqe::SIZE as u32,
-        )?;
+        let ring = RingLayout::behind(CqRecord::SIZE as u32, cqe.next_power_of_two(), stride)?;
         Some(Self {
             ring,
             size: pages(ring.end()?),
@@ -191,6 +246,14 @@ mod tests {
             ..caps
         })
         .is_none());
+        assert!(QpLayout::datagram(&QpCaps {
+            max_inline: 961,
+            ..caps
+        })
+        .is_none());
+        assert!(SrqLayout::new(0, 1).is_none());
+        assert!(SrqLayout::new(32769, 1).is_none());
+        assert!(SrqLayout::new(1, 33).is_none());
         assert!(CqLayout::new(0).is_none());
         assert!(CqLayout::new(u32::MAX).is_none());
     }
@@ -202,23 +265,45 @@ mod tests {
             max_recv_wr in 0u32..=32768,
             max_send_sge in 0u32..=32,
             max_recv_sge in 0u32..=32,
-            max_inline in 0u32..=976,
+            max_inline in 0u32..=960,
         ) {
-            let layout =
-                QpLayout::new(&QpCaps { max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline }).unwrap();
-            let (sq, rq) = (layout.sq, layout.rq);
-            prop_assert!(sq.offset >= 64);
-            prop_assert!(rq.offset >= sq.offset + sq.entries * sq.stride);
-            prop_assert!((rq.offset + rq.entries * rq.stride) as usize <= layout.size);
-            prop_assert_eq!(layout.size % 4096, 0);
-            for ring in [sq, rq] {
-                prop_assert_eq!(ring.offset % ring.stride, 0);
-                prop_assert_eq!(4096 % ring.stride, 0);
-                prop_assert!(ring.entries == 0 || ring.entries.is_power_of_two());
+            let caps = QpCaps { max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline };
+            let layouts = [
+                (48, QpLayout::new(&caps)),
+                (48, QpLayout::with_masked_atomics(&caps)),
+                (64, QpLayout::datagram(&caps)),
+            ];
+            for (data_offset, layout) in layouts {
+                let layout = layout.unwrap();
+                let (sq, rq) = (layout.sq, layout.rq);
+                prop_assert!(sq.offset >= 64);
+                prop_assert!(rq.offset >= sq.offset + sq.entries * sq.stride);
+                prop_assert!((rq.offset + rq.entries * rq.stride) as usize <= layout.size);
+                prop_assert_eq!(layout.size % 4096, 0);
+                for ring in [sq, rq] {
+                    prop_assert_eq!(ring.offset % ring.stride, 0);
+                    prop_assert_eq!(4096 % ring.stride, 0);
+                    prop_assert!(ring.entries == 0 || ring.entries.is_power_of_two());
+                }
+                prop_assert!(sq.entries >= max_send_wr && rq.entries >= max_recv_wr);
+                prop_assert!(sq.stride >= data_offset + (16 * max_send_sge).max(max_inline));
+                prop_assert!(rq.stride >= 16 + 16 * max_recv_sge);
             }
-            prop_assert!(sq.entries >= max_send_wr && rq.entries >= max_recv_wr);
-            prop_assert!(sq.stride >= 48 + (16 * max_send_sge).max(max_inline));
-            prop_assert!(rq.stride >= 16 + 16 * max_recv_sge);
+            prop_assert!(QpLayout::with_masked_atomics(&caps).unwrap().sq.stride >= 80);
+        }
+
+        #[test]
+        fn shared_receive_and_completion_queues_fit(max_wr in 1u32..=32768, max_sge in 0u32..=32, cqe in 1u32..=1 << 20) {
+            let srq = SrqLayout::new(max_wr, max_sge).unwrap();
+            prop_assert!(srq.ring.offset >= 128 && srq.ring.entries >= max_wr && srq.ring.stride >= 16 + 16 * max_sge);
+            let cq = CqLayout::new(cqe).unwrap();
+            let extended = CqLayout::extended(cqe).unwrap();
+            prop_assert_eq!((cq.ring.stride, extended.ring.stride), (32, 64));
+            prop_assert!(cq.ring.entries >= cqe && extended.ring.entries == cq.ring.entries);
+            for (ring, size) in [(srq.ring, srq.size), (cq.ring, cq.size), (extended.ring, extended.size)] {
+                prop_assert!((ring.offset + ring.entries * ring.stride) as usize <= size);
+                prop_assert_eq!((ring.offset % ring.stride, size % 4096), (0, 0));
+            }
         }
     }
 }

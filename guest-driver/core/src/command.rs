@@ -48,18 +48,31 @@ commands! {
     QueryPort, QUERY_PORT, spec::QueryPort, spec::QueryPortResponse;
     SetGid, SET_GID, spec::SetGid, Empty;
     SetStatusPage, SET_STATUS_PAGE, spec::SetStatusPage, Empty;
+    QueryClock, QUERY_CLOCK, Empty, spec::QueryClockResponse;
     CreateContext, CREATE_CONTEXT, spec::CreateContext, spec::HandleResponse;
     DestroyContext, DESTROY_CONTEXT, spec::Handle, Empty;
     CreatePd, CREATE_PD, Empty, spec::HandleResponse;
     DestroyPd, DESTROY_PD, spec::Handle, Empty;
+    CreateXrcd, CREATE_XRCD, Empty, spec::HandleResponse;
+    DestroyXrcd, DESTROY_XRCD, spec::Handle, Empty;
     RegMr, REG_MR, spec::RegMr, spec::RegMrResponse;
     DeregMr, DEREG_MR, spec::Handle, Empty;
+    ReregMr, REREG_MR, spec::ReregMr, spec::RegMrResponse;
+    AllocMw, ALLOC_MW, spec::AllocMw, spec::HandleResponse;
+    DeallocMw, DEALLOC_MW, spec::Handle, Empty;
     CreateCq, CREATE_CQ, spec::CreateCq, spec::HandleResponse;
     DestroyCq, DESTROY_CQ, spec::Handle, Empty;
+    ResizeCq, RESIZE_CQ, spec::ResizeCq, spec::HandleResponse;
     CreateQp, CREATE_QP, spec::CreateQp, spec::CreateQpResponse;
     ModifyQp, MODIFY_QP, spec::ModifyQp, Empty;
     QueryQp, QUERY_QP, spec::Handle, spec::QueryQpResponse;
     DestroyQp, DESTROY_QP, spec::Handle, Empty;
+    CreateSrq, CREATE_SRQ, spec::CreateSrq, spec::CreateSrqResponse;
+    ModifySrq, MODIFY_SRQ, spec::ModifySrq, Empty;
+    QuerySrq, QUERY_SRQ, spec::Handle, spec::QuerySrqResponse;
+    DestroySrq, DESTROY_SRQ, spec::Handle, Empty;
+    AttachMcast, ATTACH_MCAST, spec::Multicast, Empty;
+    DetachMcast, DETACH_MCAST, spec::Multicast, Empty;
 }
 
 const fn max(lengths: &[usize]) -> usize {

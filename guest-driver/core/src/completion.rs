@@ -3,7 +3,8 @@
 //!
 //! A completion queue is used by one thread at a time; whoever shares it brings the lock.
 use virtio_rdma_spec::ring::{
-    CqRecord, Cqe, ARM_NEXT, ARM_SEQUENCE, ARM_SOLICITED, CQE_PHASE_WORD, MAX_CQ_ENTRIES,
+    CqRecord, Cqe, CqeExtension, ARM_NEXT, ARM_SEQUENCE, ARM_SOLICITED, CQE_PHASE_WORD,
+    MAX_CQ_ENTRIES,
 };
 
 use crate::buffer::RingLayout;
@@ -12,6 +13,8 @@ use crate::sync::{fence, AtomicU32, AtomicU64, Ordering};
 
 /// Words of an entry.
 const WORDS: usize = Cqe::SIZE / 8;
+/// Words of an entry with an extension.
+const EXTENDED_WORDS: usize = WORDS + CqeExtension::SIZE / 8;
 /// The word that holds the phase.
 const PHASE_WORD: usize = CQE_PHASE_WORD / 8;
 /// The word that holds the number of the queue pair.
@@ -20,6 +23,23 @@ const QP_WORD: usize = 2;
 const PHASE_BIT: u64 = u64::from_le(1 << 56);
 /// No queue pair has this number: it marks entries that are not to be returned.
 const FORGOTTEN: u32 = u32::MAX;
+
+/// Another buffer for a completion queue, with its record written.
+#[derive(Debug)]
+pub struct ResizedQueue<M> {
+    ring: Ring<M>,
+}
+
+fn cq_ring<M: Memory>(memory: M, layout: &RingLayout) -> Result<Ring<M>, BadLayout> {
+    let strides = [8 * WORDS as u32, 8 * EXTENDED_WORDS as u32];
+    if !strides.contains(&layout.stride)
+        || layout.entries > MAX_CQ_ENTRIES
+        || layout.offset < CqRecord::SIZE as u32
+    {
+        return Err(BadLayout);
+    }
+    Ring::new(memory, layout)
+}
 
 /// What an armed completion queue raises an event for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,14 +68,8 @@ impl<M: Memory> CompletionQueue<M> {
     /// # Errors
     /// The layout is not valid or does not fit the memory.
     pub fn new(memory: M, layout: &RingLayout) -> Result<Self, BadLayout> {
-        if layout.stride != Cqe::SIZE as u32
-            || layout.entries > MAX_CQ_ENTRIES
-            || layout.offset < CqRecord::SIZE as u32
-        {
-            return Err(BadLayout);
-        }
         Ok(Self {
-            ring: Ring::new(memory, layout)?,
+            ring: cq_ring(memory, layout)?,
             consumer: AtomicU32::new(0),
             arm: AtomicU32::new(0),
             events: AtomicU32::new(0),
@@ -67,9 +81,15 @@ impl<M: Memory> CompletionQueue<M> {
     #[inline(always)]
     pub fn poll(&self) -> Option<Cqe> {
         // A bound for the entries that are skipped: a lap.
-        for _ in 0..=self.ring.entries() {
+        for skipped in 0..=self.ring.entries() {
             let position = self.consumer.load(Ordering::Relaxed);
-            let cqe = self.peek(position)?;
+            let Some(cqe) = self.peek(position) else {
+                if skipped > 0 {
+                    // The caller has nothing to publish, but the device needs the room.
+                    self.publish();
+                }
+                return None;
+            };
             self.consumer
                 .store(position.wrapping_add(1), Ordering::Relaxed);
             if cqe.qp_num != FORGOTTEN {
@@ -77,6 +97,27 @@ impl<M: Memory> CompletionQueue<M> {
             }
         }
         None
+    }
+
+    /// The extension of the completion that was polled last, as long as that is not published; zero where entries have
+    /// none.
+    #[inline(always)]
+    #[must_use]
+    pub fn extension(&self) -> CqeExtension {
+        let position = self.consumer.load(Ordering::Relaxed).wrapping_sub(1);
+        let words = self.ring.entry(position).get(WORDS..).unwrap_or(&[]);
+        let mut bytes = [0; CqeExtension::SIZE];
+        for (to, from) in bytes.chunks_exact_mut(8).zip(words) {
+            to.copy_from_slice(&from.load(Ordering::Relaxed).to_ne_bytes());
+        }
+        CqeExtension::from_bytes(&bytes)
+    }
+
+    /// Is there a completion to poll?
+    #[must_use]
+    pub fn is_pending(&self) -> bool {
+        self.written(self.consumer.load(Ordering::Relaxed))
+            .is_some()
     }
 
     /// The entry at a position, if it is written.
@@ -106,14 +147,47 @@ impl<M: Memory> CompletionQueue<M> {
 
     #[inline(always)]
     fn store_record(&self, order: Ordering) {
+        let consumer = self.consumer.load(Ordering::Relaxed);
+        self.store_record_to(&self.ring, consumer, order);
+    }
+
+    #[inline(always)]
+    fn store_record_to(&self, ring: &Ring<M>, consumer: u32, order: Ordering) {
         let record = CqRecord {
-            consumer: self.consumer.load(Ordering::Relaxed),
+            consumer,
             arm: self.arm.load(Ordering::Relaxed),
             ..CqRecord::default()
         };
-        if let Some(at) = self.ring.memory().first() {
+        if let Some(at) = ring.memory().first() {
             at.store(word(&record.to_bytes(), 0), order);
         }
+    }
+
+    /// Prepares another, zeroed buffer for the queue: to give to the device, which moves there what is not consumed. Until
+    /// [`CompletionQueue::resized`], or until the device refused, the queue must not be used.
+    ///
+    /// # Errors
+    /// The layout is not valid, does not fit the memory, or has another stride than the queue.
+    pub fn prepare_resize(
+        &self,
+        memory: M,
+        layout: &RingLayout,
+    ) -> Result<ResizedQueue<M>, BadLayout> {
+        let ring = cq_ring(memory, layout)?;
+        if ring.entry(0).len() != self.ring.entry(0).len() {
+            return Err(BadLayout);
+        }
+        // The device moves what the record says is not consumed.
+        self.publish();
+        self.store_record_to(&ring, 0, Ordering::Release);
+        Ok(ResizedQueue { ring })
+    }
+
+    /// Goes on with the buffer that the device has moved the completions to: they are the first of its ring. Returns the
+    /// old one.
+    pub fn resized(&mut self, queue: ResizedQueue<M>) -> M {
+        self.consumer.store(0, Ordering::Relaxed);
+        core::mem::replace(&mut self.ring, queue.ring).into_memory()
     }
 
     /// Asks for an event with the next completion. Completions that are there already raise none: poll again afterwards.

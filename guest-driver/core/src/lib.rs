@@ -18,7 +18,7 @@ mod ring;
 pub mod sync;
 mod work;
 
-pub use completion::{ArmMode, CompletionQueue};
+pub use completion::{ArmMode, CompletionQueue, ResizedQueue};
 pub use doorbell::Doorbell;
 pub use ring::{BadLayout, Memory, PostError};
-pub use work::{RecvBatch, RecvQueue, SendBatch, SendQueue};
+pub use work::{RecvBatch, RecvQueue, SendBatch, SendEntry, SendQueue, SharedRecvQueue};

@@ -75,19 +75,20 @@ impl<M: Memory> Ring<M> {
     /// INVARIANT: every entry of the ring is within the memory, so [`Ring::entry`] never fails.
     pub(crate) fn new(memory: M, layout: &RingLayout) -> Result<Self, BadLayout> {
         let stride = layout.stride;
-        let end = u64::from(layout.offset) + u64::from(layout.entries) * u64::from(stride);
+        let size = u64::from(layout.entries).saturating_mul(u64::from(stride));
+        let end = size.saturating_add(u64::from(layout.offset));
         if !layout.entries.is_power_of_two()
             || !stride.is_power_of_two()
             || stride < 8
             || layout.offset % stride != 0
-            || end > memory.len() as u64 * 8
+            || end > (memory.len() as u64).saturating_mul(8)
         {
             return Err(BadLayout);
         }
         Ok(Self {
             base: (layout.offset / 8) as usize,
-            shift: stride.trailing_zeros() - 3,
-            mask: layout.entries - 1,
+            shift: stride.trailing_zeros().wrapping_sub(3),
+            mask: layout.entries.wrapping_sub(1),
             memory,
         })
     }
@@ -96,9 +97,13 @@ impl<M: Memory> Ring<M> {
         &self.memory
     }
 
+    pub(crate) fn into_memory(self) -> M {
+        self.memory
+    }
+
     #[inline(always)]
     pub(crate) fn entries(&self) -> u32 {
-        self.mask + 1
+        self.mask.wrapping_add(1)
     }
 
     #[inline(always)]
@@ -109,10 +114,12 @@ impl<M: Memory> Ring<M> {
     /// The entry at a position, as exactly as many words as the stride has.
     #[inline(always)]
     pub(crate) fn entry(&self, position: u32) -> &[AtomicU64] {
-        let start = self.base + ((self.index(position) as usize) << self.shift);
-        self.memory
-            .get(start..start + (1 << self.shift))
-            .unwrap_or(&[])
+        // Nothing here overflows (the invariant); in the kernel the compiler must see that nothing can panic.
+        let start = self
+            .base
+            .wrapping_add((self.index(position) as usize).wrapping_shl(self.shift));
+        let end = start.wrapping_add(1usize.wrapping_shl(self.shift));
+        self.memory.get(start..end).unwrap_or(&[])
     }
 
     /// Whether the phase bit of the entry at a position is set.
@@ -134,8 +141,9 @@ impl<M: Memory> Ring<M> {
 
     /// Makes the ring as it was when new.
     pub(crate) fn zero(&self) {
-        let words = (self.entries() as usize) << self.shift;
-        for word in self.memory.get(self.base..self.base + words).unwrap_or(&[]) {
+        let words = (self.entries() as usize).wrapping_shl(self.shift);
+        let end = self.base.wrapping_add(words);
+        for word in self.memory.get(self.base..end).unwrap_or(&[]) {
             word.store(0, Ordering::Relaxed);
         }
     }

@@ -4,8 +4,11 @@
 //! A queue is posted to by one thread at a time; whoever shares it brings the lock. (Posting from two threads at once is
 //! no memory error, but mixes up their work requests.) Entries are freed by any thread, without a lock against posting:
 //! but by one at a time, under the lock of the completion queue they complete to.
+use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
-    RecvWqe, SendWqe, Sge, MAX_SGE, MAX_WQ_ENTRIES, PHASE, RECV_DATA_OFFSET, SEND_DATA_OFFSET,
+    BindMw, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe, BIND_MW_OFFSET,
+    MASKED_OPERANDS_OFFSET, MAX_SGE, MAX_WQ_ENTRIES, PHASE, RECV_DATA_OFFSET, SEND_DATA_OFFSET,
+    UD_DATA_OFFSET,
 };
 use virtio_rdma_spec::verbs::send_flag;
 
@@ -13,10 +16,12 @@ use crate::buffer::RingLayout;
 use crate::ring::{word, BadLayout, Memory, PostError, Ring};
 use crate::sync::{store_load_order, AtomicU32, AtomicU64, Ordering};
 
-/// Words of the fixed part of a send entry.
-const SEND_WORDS: usize = SEND_DATA_OFFSET / 8;
+/// Words of the longest fixed part of a send entry.
+const MAX_SEND_WORDS: usize = UD_DATA_OFFSET / 8;
 /// Words of the fixed part of a receive entry.
 const RECV_WORDS: usize = RECV_DATA_OFFSET / 8;
+/// The word of `SrqRecord::posted`.
+const SRQ_POSTED_WORD: usize = 8;
 /// The phase in the first word of an entry.
 const PHASE_BIT: u64 = u64::from_le((PHASE as u64) << 8);
 
@@ -117,7 +122,7 @@ impl<'q, M: Memory> Batch<'q, M> {
             }
         }
         self.position = self.position.wrapping_add(1);
-        self.room -= 1;
+        self.room = self.room.saturating_sub(1);
     }
 
     /// Publishes the entries with one store, of this order.
@@ -180,7 +185,7 @@ fn put_sges(
             addr.store(word(&bytes, 0), Ordering::Relaxed);
             length_lkey.store(word(&bytes, 1), Ordering::Relaxed);
         }
-        count += 1;
+        count = count.wrapping_add(1);
     }
     match sges.next() {
         None => Ok(count),
@@ -201,13 +206,13 @@ impl Packer<'_> {
     /// Adds the lowest `bits` bits of a value, whose others are zero: at least one.
     #[inline(always)]
     fn push(&mut self, value: u64, bits: u32) {
-        self.pending |= value << self.bits;
-        self.bits += bits;
+        self.pending |= value.wrapping_shl(self.bits);
+        self.bits = self.bits.wrapping_add(bits);
         if self.bits >= 64 {
             self.put();
-            self.bits -= 64;
+            self.bits = self.bits.wrapping_sub(64);
             // What did not fit; shifting by all 64 bits leaves nothing.
-            self.pending = value.checked_shr(bits - self.bits).unwrap_or(0);
+            self.pending = value.checked_shr(bits.wrapping_sub(self.bits)).unwrap_or(0);
         }
     }
 
@@ -233,7 +238,7 @@ fn put_inline<'d>(
     max_inline: u32,
     parts: impl IntoIterator<Item = &'d [u8]>,
 ) -> Result<u16, PostError> {
-    let max_inline = max_inline as usize;
+    let max_inline = data.len().saturating_mul(8).min(max_inline as usize);
     let mut packer = Packer {
         words: data.iter(),
         pending: 0,
@@ -241,7 +246,7 @@ fn put_inline<'d>(
     };
     let mut length = 0;
     for part in parts {
-        length += part.len();
+        length = part.len().saturating_add(length);
         if length > max_inline {
             return Err(PostError::InlineTooLong);
         }
@@ -256,6 +261,33 @@ fn put_inline<'d>(
     packer.finish();
     Ok(length as u16)
 }
+
+/// The fixed part of a send entry: [`SendWqe`], or for UD and GSI queue pairs [`UdWqe`].
+pub trait SendEntry: Layout + Copy {
+    /// `send_flag` bits.
+    fn flags(&self) -> u8;
+    /// The same with another number of scatter/gather entries or inline bytes, and other flags.
+    #[must_use]
+    fn with(self, count: u16, flags: u8) -> Self;
+}
+
+macro_rules! send_entries {
+    ($($t:ident),*) => {$(
+        impl SendEntry for $t {
+            #[inline(always)]
+            fn flags(&self) -> u8 {
+                self.flags
+            }
+            #[inline(always)]
+            fn with(self, count: u16, flags: u8) -> Self {
+                Self { count, flags, ..self }
+            }
+        }
+
+        const _: () = assert!($t::SIZE % 8 == 0 && $t::SIZE <= 8 * MAX_SEND_WORDS);
+    )*};
+}
+send_entries!(SendWqe, UdWqe);
 
 /// A send queue.
 #[derive(Debug)]
@@ -275,11 +307,34 @@ impl<M: Memory> SendQueue<M> {
         max_sge: u32,
         max_inline: u32,
     ) -> Result<Self, BadLayout> {
-        if u64::from(max_inline) + SEND_DATA_OFFSET as u64 > u64::from(layout.stride) {
+        Self::with_data_at(SEND_DATA_OFFSET as u32, memory, layout, max_sge, max_inline)
+    }
+
+    /// The send queue of a UD or GSI queue pair: its work requests are [`UdWqe`].
+    ///
+    /// # Errors
+    /// As [`SendQueue::new`].
+    pub fn datagram(
+        memory: M,
+        layout: &RingLayout,
+        max_sge: u32,
+        max_inline: u32,
+    ) -> Result<Self, BadLayout> {
+        Self::with_data_at(UD_DATA_OFFSET as u32, memory, layout, max_sge, max_inline)
+    }
+
+    fn with_data_at(
+        offset: u32,
+        memory: M,
+        layout: &RingLayout,
+        max_sge: u32,
+        max_inline: u32,
+    ) -> Result<Self, BadLayout> {
+        if u64::from(max_inline) + u64::from(offset) > u64::from(layout.stride) {
             return Err(BadLayout);
         }
         Ok(Self {
-            queue: WorkQueue::new(memory, layout, max_sge, SEND_DATA_OFFSET as u32)?,
+            queue: WorkQueue::new(memory, layout, max_sge, offset)?,
             max_inline,
         })
     }
@@ -298,9 +353,9 @@ impl<M: Memory> SendQueue<M> {
     /// # Errors
     /// As [`SendBatch::push`].
     #[inline(always)]
-    pub fn post(
+    pub fn post<E: SendEntry>(
         &self,
-        wqe: &SendWqe,
+        wqe: &E,
         sges: impl IntoIterator<Item = Sge>,
     ) -> Result<(), PostError> {
         let mut batch = self.batch();
@@ -349,15 +404,15 @@ impl<M: Memory> SendBatch<'_, M> {
     /// # Errors
     /// The queue is full or there are too many scatter/gather entries; the batch is as before.
     #[inline(always)]
-    pub fn push(
+    pub fn push<E: SendEntry>(
         &mut self,
-        wqe: &SendWqe,
+        wqe: &E,
         sges: impl IntoIterator<Item = Sge>,
     ) -> Result<(), PostError> {
         let entry = self.batch.entry()?;
-        let data = entry.get(SEND_WORDS..).unwrap_or(&[]);
+        let data = entry.get(E::SIZE / 8..).unwrap_or(&[]);
         let count = put_sges(data, self.batch.queue.max_sge, sges)?;
-        self.finish(entry, wqe, count, wqe.flags & !(PHASE | send_flag::INLINE));
+        self.finish(entry, wqe, count, wqe.flags() & !send_flag::INLINE);
         Ok(())
     }
 
@@ -367,15 +422,59 @@ impl<M: Memory> SendBatch<'_, M> {
     /// # Errors
     /// The queue is full or the data too long; the batch is as before.
     #[inline(always)]
-    pub fn push_inline<'d>(
+    pub fn push_inline<'d, E: SendEntry>(
         &mut self,
-        wqe: &SendWqe,
+        wqe: &E,
         parts: impl IntoIterator<Item = &'d [u8]>,
     ) -> Result<(), PostError> {
         let entry = self.batch.entry()?;
-        let data = entry.get(SEND_WORDS..).unwrap_or(&[]);
+        let data = entry.get(E::SIZE / 8..).unwrap_or(&[]);
         let count = put_inline(data, self.max_inline, parts)?;
-        self.finish(entry, wqe, count, (wqe.flags & !PHASE) | send_flag::INLINE);
+        self.finish(entry, wqe, count, wqe.flags() | send_flag::INLINE);
+        Ok(())
+    }
+
+    /// Adds a bind of a memory window: of `wqe` count opcode, flags and id.
+    ///
+    /// # Errors
+    /// The queue is full; the batch is as before.
+    pub fn push_bind(&mut self, wqe: &SendWqe, bind: &BindMw) -> Result<(), PostError> {
+        let entry = self.batch.entry()?;
+        let at = entry.get(BIND_MW_OFFSET / 8..).unwrap_or(&[]);
+        put(at, &bind.to_bytes());
+        let head = wqe.with(0, wqe.flags & !send_flag::INLINE).to_bytes();
+        put(
+            entry
+                .get(..BIND_MW_OFFSET / 8)
+                .unwrap_or(&[])
+                .get(1..)
+                .unwrap_or(&[]),
+            head.get(8..).unwrap_or(&[]),
+        );
+        self.push_word(entry, &head);
+        Ok(())
+    }
+
+    /// Adds a masked atomic operation, with at most one scatter/gather entry.
+    ///
+    /// # Errors
+    /// The queue is full, or its entries are too short for masked operands (see `QpLayout::with_masked_atomics`); the
+    /// batch is as before.
+    pub fn push_masked(
+        &mut self,
+        wqe: &SendWqe,
+        operands: &MaskedOperands,
+        sge: Option<Sge>,
+    ) -> Result<(), PostError> {
+        const START: usize = MASKED_OPERANDS_OFFSET / 8;
+        let entry = self.batch.entry()?;
+        let at = entry
+            .get(START..START + MaskedOperands::SIZE / 8)
+            .ok_or(PostError::TooManySges)?;
+        let data = entry.get(SEND_DATA_OFFSET / 8..START).unwrap_or(&[]);
+        let count = put_sges(data, self.batch.queue.max_sge, sge)?;
+        put(at, &operands.to_bytes());
+        self.finish(entry, wqe, count, wqe.flags & !send_flag::INLINE);
         Ok(())
     }
 
@@ -387,21 +486,28 @@ impl<M: Memory> SendBatch<'_, M> {
     }
 }
 
+/// Stores a little-endian representation of whole words.
+#[inline(always)]
+fn put(to: &[AtomicU64], bytes: &[u8]) {
+    for (i, at) in to.iter().take(bytes.len() / 8).enumerate() {
+        at.store(word(bytes, i), Ordering::Relaxed);
+    }
+}
+
 impl<'q, M: Memory> SendBatch<'q, M> {
     #[inline(always)]
-    fn finish(&mut self, entry: &'q [AtomicU64], wqe: &SendWqe, count: u16, flags: u8) {
-        let bytes = SendWqe {
-            count,
-            flags,
-            ..*wqe
-        }
-        .to_bytes();
-        if let Some(words) = entry.first_chunk::<SEND_WORDS>() {
-            for (i, at) in words.iter().enumerate().skip(1) {
-                at.store(word(&bytes, i), Ordering::Relaxed);
-            }
-        }
-        self.batch.push(entry, word(&bytes, 0));
+    fn finish<E: SendEntry>(&mut self, entry: &'q [AtomicU64], wqe: &E, count: u16, flags: u8) {
+        let mut bytes = [0; 8 * MAX_SEND_WORDS];
+        wqe.with(count, flags).put(&mut bytes);
+        let fixed = bytes.get(8..E::SIZE).unwrap_or(&[]);
+        put(entry.get(1..).unwrap_or(&[]), fixed);
+        self.push_word(entry, &bytes);
+    }
+
+    /// Adds the entry whose other words are written; `bytes` begin with its first word.
+    #[inline(always)]
+    fn push_word(&mut self, entry: &'q [AtomicU64], bytes: &[u8]) {
+        self.batch.push(entry, word(bytes, 0) & !PHASE_BIT);
     }
 }
 
@@ -427,6 +533,7 @@ impl<M: Memory> RecvQueue<M> {
     pub fn batch(&self) -> RecvBatch<'_, M> {
         RecvBatch {
             batch: self.queue.batch(),
+            shared: false,
         }
     }
 
@@ -466,11 +573,85 @@ impl<M: Memory> RecvQueue<M> {
     }
 }
 
+/// A shared receive queue. Its buffer starts with the `SrqRecord`.
+#[derive(Debug)]
+pub struct SharedRecvQueue<M> {
+    /// What is completed here is what the device has consumed.
+    queue: WorkQueue<M>,
+}
+
+impl<M: Memory> SharedRecvQueue<M> {
+    /// A shared receive queue in a zeroed ring; `memory` is the whole buffer that `layout` is about.
+    ///
+    /// # Errors
+    /// The layout is not valid, does not fit the memory, or its stride is too small for the entries.
+    pub fn new(memory: M, layout: &RingLayout, max_sge: u32) -> Result<Self, BadLayout> {
+        if layout.offset < SrqRecord::SIZE as u32 {
+            return Err(BadLayout);
+        }
+        Ok(Self {
+            queue: WorkQueue::new(memory, layout, max_sge, RECV_DATA_OFFSET as u32)?,
+        })
+    }
+
+    /// Starts a batch of work requests.
+    #[inline(always)]
+    pub fn batch(&self) -> RecvBatch<'_, M> {
+        self.refresh();
+        RecvBatch {
+            batch: self.queue.batch(),
+            shared: true,
+        }
+    }
+
+    /// Looks up what the device has consumed.
+    #[inline(always)]
+    fn refresh(&self) {
+        let Some(record) = self.queue.ring.memory().first() else {
+            return;
+        };
+        // Acquire: the device has read the entries before it said so.
+        let consumed = (u64::from_le(record.load(Ordering::Acquire)) >> 32) as u32;
+        let posted = self.queue.posted.load(Ordering::Relaxed);
+        // More than was posted cannot be consumed: such a count frees nothing.
+        if posted.wrapping_sub(consumed) <= self.queue.ring.entries() {
+            self.queue.completed.store(consumed, Ordering::Release);
+        }
+    }
+
+    /// Posts one work request, as [`RecvBatch::push`] and [`RecvBatch::commit`]. Returns whether to ring the doorbell of
+    /// the shared receive queue.
+    ///
+    /// # Errors
+    /// As [`RecvBatch::push`].
+    #[inline(always)]
+    pub fn post(&self, wr_id: u64, sges: impl IntoIterator<Item = Sge>) -> Result<bool, PostError> {
+        let mut batch = self.batch();
+        batch.push(wr_id, sges)?;
+        Ok(batch.commit())
+    }
+
+    /// Work requests that fit now.
+    #[must_use]
+    pub fn room(&self) -> u32 {
+        self.refresh();
+        self.queue.room(self.queue.posted.load(Ordering::Relaxed))
+    }
+
+    /// Entries of the queue.
+    #[must_use]
+    pub fn entries(&self) -> u32 {
+        self.queue.ring.entries()
+    }
+}
+
 /// Receive work requests that become visible to the device together. Dropping it uncommitted takes them back.
 #[derive(Debug)]
 #[must_use]
 pub struct RecvBatch<'q, M: Memory> {
     batch: Batch<'q, M>,
+    /// The queue is a shared receive queue.
+    shared: bool,
 }
 
 impl<M: Memory> RecvBatch<'_, M> {
@@ -500,7 +681,8 @@ impl<M: Memory> RecvBatch<'_, M> {
         Ok(())
     }
 
-    /// Publishes the work requests. Returns whether the device waits for them: then ring the doorbell of the queue pair.
+    /// Publishes the work requests. Returns whether the device waits for them: then ring the doorbell of the queue pair,
+    /// or of the shared receive queue.
     ///
     /// # Ordering
     ///
@@ -511,6 +693,12 @@ impl<M: Memory> RecvBatch<'_, M> {
     /// the device's store to it, and the doorbell is rung.
     #[inline(always)]
     pub fn commit(mut self) -> bool {
+        if self.shared && self.batch.first.is_some() {
+            // Before the entries can be consumed, so that never more are consumed than posted.
+            if let Some(posted) = self.batch.queue.ring.memory().get(SRQ_POSTED_WORD) {
+                posted.store(u64::from(self.batch.position).to_le(), Ordering::Relaxed);
+            }
+        }
         if !self.batch.commit(Ordering::SeqCst) {
             return false;
         }

@@ -14,7 +14,9 @@ use loom::sync::Arc;
 use loom::thread;
 use virtio_rdma_driver_core::buffer::{CqLayout, RingLayout};
 use virtio_rdma_driver_core::sync::{fence, AtomicU32, AtomicU64, Ordering::*};
-use virtio_rdma_driver_core::{ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue};
+use virtio_rdma_driver_core::{
+    ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue, SharedRecvQueue,
+};
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_SIZE, LEAF_OFFSET, SUMMARY_OFFSET};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{CqRecord, Cqe, SendWqe, ARM_NEXT, PHASE};
@@ -60,6 +62,7 @@ fn at(words: &Words, offset: usize) -> &AtomicU64 {
 }
 
 /// A poster and a worker that goes to sleep: either the worker finds the work, or it is woken.
+// G-DB-001.
 #[test]
 fn no_wake_up_is_lost() {
     loom::model(|| {
@@ -114,6 +117,7 @@ fn scan(blocks: &Words) -> u64 {
 
 /// Two posters with bits in the same leaf word, and a worker that scans meanwhile: each bit is taken by that scan or by
 /// the next, though both posters skip the words that are set already.
+// G-DB-001.
 #[test]
 fn no_leaf_bit_is_left_behind() {
     let mut model = loom::model::Builder::new();
@@ -135,6 +139,7 @@ fn no_leaf_bit_is_left_behind() {
 }
 
 /// A receive posted while a message finds none: the message finds it at second sight, or the doorbell is rung.
+// G-RQ-001.
 #[test]
 fn no_receive_is_overlooked() {
     loom::model(|| {
@@ -154,7 +159,49 @@ fn no_receive_is_overlooked() {
     });
 }
 
+const SRQ: RingLayout = RingLayout {
+    entries: 1,
+    stride: 32,
+    offset: 128,
+};
+
+/// Receives posted to a shared receive queue of one entry while a message finds none: it finds one at second sight, or
+/// the doorbell is rung. What it has consumed is posted, is read before it is written again, and has room after that.
+#[test]
+fn no_shared_receive_is_overlooked() {
+    loom::model(|| {
+        let queue = Words::new(160);
+        let poster = {
+            let queue = queue.clone();
+            thread::spawn(move || {
+                let srq = SharedRecvQueue::new(queue, &SRQ, 1).unwrap();
+                let rung = srq.post(1, []).unwrap();
+                (rung, srq.post(2, []).is_ok())
+            })
+        };
+        queue[0].store(1u64.to_le(), SeqCst);
+        fence(SeqCst);
+        let found = posted(&queue, SRQ.offset);
+        if found {
+            let wr_id = queue[SRQ.offset as usize / 8 + 1].load(Relaxed);
+            assert_eq!(u64::from_le(wr_id), 1, "written again before it is free");
+            assert!(
+                u64::from_le(queue[8].load(Relaxed)) >= 1,
+                "consumed but not posted"
+            );
+            queue[0].store((1u64 << 32).to_le(), Release);
+        }
+        let (rung, second) = poster.join().unwrap();
+        assert!(
+            found || rung,
+            "a message waits, and nobody says that there is a receive"
+        );
+        assert!(found || !second, "there was no room");
+    });
+}
+
 /// A completion written while the queue is armed: polled after arming, or announced by an event.
+// G-ARM-001.
 #[test]
 fn no_completion_is_overlooked() {
     loom::model(|| {

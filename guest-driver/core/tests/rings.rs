@@ -5,13 +5,16 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use proptest::prelude::*;
-use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
+use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout, SrqLayout};
 use virtio_rdma_driver_core::{
-    ArmMode, CompletionQueue, Doorbell, PostError, RecvQueue, SendQueue,
+    ArmMode, CompletionQueue, Doorbell, PostError, RecvQueue, SendQueue, SharedRecvQueue,
 };
 use virtio_rdma_spec::doorbell::{bit, Bit, BLOCK_SIZE, SLOTS};
 use virtio_rdma_spec::layout::Layout;
-use virtio_rdma_spec::ring::{CqRecord, Cqe, RecvWqe, SendWqe, Sge, PHASE};
+use virtio_rdma_spec::ring::{
+    BindMw, CqRecord, Cqe, CqeExtension, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe,
+    PHASE,
+};
 use virtio_rdma_spec::verbs::send_flag;
 
 fn zeroed(bytes: usize) -> Vec<AtomicU64> {
@@ -113,6 +116,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     /// Whatever is committed, in batches or not, arrives in order and unchanged; a full queue says so.
+    // G-RING-001, G-RING-002, G-RING-003.
     #[test]
     fn sends_arrive(steps in prop::collection::vec(step(), 1..200)) {
         let layout = QpLayout::new(&CAPS).unwrap();
@@ -186,6 +190,7 @@ proptest! {
     }
 
     /// The same for receives.
+    // G-RING-003, G-RQ-001.
     #[test]
     fn receives_arrive(steps in prop::collection::vec((0u64..7, 0usize..4, 0usize..6), 1..200), waited: bool) {
         let layout = QpLayout::new(&CAPS).unwrap();
@@ -226,7 +231,174 @@ proptest! {
         }
     }
 
+    /// What is posted to a shared receive queue arrives in order; it is full until the device has consumed.
+    // G-SRQ-002, G-SRQ-003.
+    #[test]
+    fn shared_receives_arrive(steps in prop::collection::vec((0u64..7, 0usize..4, 0u32..6, any::<bool>()), 1..200)) {
+        let layout = SrqLayout::new(4, 2).unwrap();
+        let memory = zeroed(layout.size);
+        let srq = SharedRecvQueue::new(&memory[..], &layout.ring, 2).unwrap();
+        let mut device = Reader { memory: &memory, layout: layout.ring, position: 0 };
+        let mut posted = VecDeque::new();
+        let (mut id, mut total) = (0, 0u32);
+        for (posts, sge_count, consume, waited) in steps {
+            let word = u64::from(device.position) << 32 | u64::from(waited);
+            memory[0].store(word.to_le(), Relaxed);
+            prop_assert_eq!(srq.room() as usize, 4 - posted.len());
+            for _ in 0..posts {
+                id += 1;
+                let list: Vec<Sge> = (0..sge_count as u64).map(|i| sge(id + i)).collect();
+                let expected = if posted.len() == 4 {
+                    Err(PostError::Full)
+                } else if sge_count > 2 {
+                    Err(PostError::TooManySges)
+                } else {
+                    Ok(waited)
+                };
+                prop_assert_eq!(srq.post(id, list.iter().copied()), expected);
+                if expected.is_ok() {
+                    posted.push_back((id, list));
+                    total += 1;
+                }
+            }
+            prop_assert_eq!(SrqRecord::get(&read(&memory, 0, SrqRecord::SIZE)).posted, total);
+            for _ in 0..consume {
+                let Some((entry, _)) = device.next() else {
+                    prop_assert!(posted.is_empty());
+                    break;
+                };
+                let (id, list) = posted.pop_front().expect("the device sees what was not posted");
+                let got = RecvWqe::get(&entry);
+                prop_assert_eq!(got.wr_id, id);
+                prop_assert_eq!(sges(&entry, 16, got.count), list);
+            }
+        }
+    }
+
+    /// Datagrams, binds and masked atomic operations are where the specification says, whatever the entry held before.
+    #[test]
+    fn other_entries_are_in_their_places(seed: u64, flags in 0u8..8, length in 0usize..=60) {
+        let word = |i: u64| seed.wrapping_mul(2 * i + 1).wrapping_add(i);
+        let dirty = |layout: &RingLayout, memory: &[AtomicU64]| {
+            // All but the phase.
+            for i in 0..layout.entries * layout.stride / 8 {
+                let value = if i % (layout.stride / 8) == 0 { !u64::from_le(0x8000) } else { u64::MAX };
+                memory[(layout.offset / 8 + i) as usize].store(value, Relaxed);
+            }
+        };
+
+        let layout = QpLayout::datagram(&CAPS).unwrap();
+        let memory = zeroed(layout.size);
+        let sq = SendQueue::datagram(&memory[..], &layout.sq, CAPS.max_send_sge, CAPS.max_inline).unwrap();
+        dirty(&layout.sq, &memory);
+        let ud = UdWqe {
+            opcode: 3, flags, imm: word(1) as u32, wr_id: word(2), dgid: (word(3) as u128).to_le_bytes(),
+            remote_qpn: 0xff_ffff, remote_qkey: word(4) as u32, flow_label: 5, sgid_index: 6, sl: 7, traffic_class: 8,
+            hop_limit: 9, dmac: [1, 2, 3, 4, 5, 6], pkey_index: 10, ..UdWqe::default()
+        };
+        let data: Vec<u8> = (0..length as u8).collect();
+        let list = [sge(word(5)), sge(word(6))];
+        sq.post(&ud, list).unwrap();
+        let mut batch = sq.batch();
+        batch.push_inline(&ud, [&data[..]]).unwrap();
+        prop_assert_eq!(batch.push_inline(&ud, [&[0; 61][..]]), Err(PostError::InlineTooLong));
+        prop_assert!(batch.commit());
+        let mut device = Reader { memory: &memory, layout: layout.sq, position: 0 };
+        let (entry, _) = device.next().unwrap();
+        prop_assert_eq!(UdWqe::get(&entry), UdWqe { count: 2, flags: flags | PHASE, ..ud });
+        prop_assert_eq!(sges(&entry, 64, 2), list);
+        let (entry, _) = device.next().unwrap();
+        let flags = flags & !send_flag::INLINE;
+        let expected = UdWqe { count: length as u16, flags: flags | send_flag::INLINE | PHASE, ..ud };
+        prop_assert_eq!(UdWqe::get(&entry), expected);
+        prop_assert_eq!(&entry[64..64 + length], &data[..]);
+        prop_assert!(device.next().is_none());
+
+        let layout = QpLayout::with_masked_atomics(&CAPS).unwrap();
+        let memory = zeroed(layout.size);
+        let sq = SendQueue::new(&memory[..], &layout.sq, CAPS.max_send_sge, CAPS.max_inline).unwrap();
+        dirty(&layout.sq, &memory);
+        let bind = BindMw {
+            addr: word(1), mw_rkey: word(2) as u32, length: word(3), access: 6, mr_lkey: word(4) as u32,
+            mr_addr: word(5), new_rkey: word(6) as u32, ..BindMw::default()
+        };
+        let wqe = SendWqe { opcode: 8, flags, wr_id: word(7), imm: 1, ..SendWqe::default() };
+        let masked = SendWqe { opcode: 12, remote_addr: word(8), rkey: 3, operand0: word(9), operand1: 5, ..wqe };
+        let operands = MaskedOperands { mask0: word(10), mask1: word(11) };
+        let mut batch = sq.batch();
+        batch.push_bind(&wqe, &bind).unwrap();
+        batch.push_masked(&masked, &operands, Some(list[0])).unwrap();
+        prop_assert!(batch.commit());
+        let mut device = Reader { memory: &memory, layout: layout.sq, position: 0 };
+        let (entry, _) = device.next().unwrap();
+        let head = SendWqe::get(&entry);
+        prop_assert_eq!((head.opcode, head.flags, head.count, head.wr_id), (8, flags | PHASE, 0, wqe.wr_id));
+        prop_assert_eq!(BindMw::get(&entry[16..]), bind);
+        let (entry, _) = device.next().unwrap();
+        prop_assert_eq!(SendWqe::get(&entry), SendWqe { count: 1, flags: flags | PHASE, ..masked });
+        prop_assert_eq!(sges(&entry, 48, 1), &list[..1]);
+        prop_assert_eq!(MaskedOperands::get(&entry[64..]), operands);
+    }
+
+    /// Completions with an extension, and a queue that changes its size: nothing is lost, doubled or out of order.
+    #[test]
+    fn resized_queues_go_on(extended: bool, steps in prop::collection::vec((0u32..20, 0u32..20, 0u32..3), 1..60)) {
+        let layout_of = |cqe| if extended { CqLayout::extended(cqe) } else { CqLayout::new(cqe) }.unwrap();
+        let cqe_at = |position: u32, layout: &RingLayout, id: u64| Cqe {
+            wr_id: id, qp_num: 5, phase: u8::from((position / layout.entries) % 2 == 0), ..Cqe::default()
+        };
+        let put = |memory: &[AtomicU64], layout: &RingLayout, position: u32, id: u64| {
+            let at = layout.offset + position % layout.entries * layout.stride;
+            if extended {
+                let extension = CqeExtension { timestamp: id + 7, vlan: 3, ..CqeExtension::default() };
+                write(memory, at + 32, &extension.to_bytes());
+            }
+            write(memory, at, &cqe_at(position, layout, id).to_bytes());
+        };
+        let mut layout = layout_of(16);
+        let mut buffers = vec![zeroed(layout.size)];
+        let sizes: Vec<u32> = steps.iter().map(|step| 16 << step.2).collect();
+        for size in &sizes {
+            buffers.push(zeroed(layout_of(*size).size));
+        }
+        let mut memory = &buffers[0];
+        let mut cq = CompletionQueue::new(&memory[..], &layout.ring).unwrap();
+        let (mut produced, mut position) = (0u64, 0u32);
+        let mut pending = VecDeque::new();
+        for (((produce, consume, _), size), new_memory) in steps.iter().zip(&sizes).zip(&buffers[1..]) {
+            for _ in 0..(*produce).min(layout.ring.entries - pending.len() as u32) {
+                put(memory, &layout.ring, position, produced);
+                pending.push_back(produced);
+                (produced, position) = (produced + 1, position.wrapping_add(1));
+            }
+            for _ in 0..*consume {
+                let polled = cq.poll();
+                prop_assert_eq!(polled.map(|cqe| cqe.wr_id), pending.pop_front());
+                if let Some(cqe) = polled {
+                    prop_assert_eq!(cq.extension().timestamp, if extended { cqe.wr_id + 7 } else { 0 });
+                }
+            }
+            cq.arm(ArmMode::Any);
+            if (*size as usize) < pending.len() {
+                continue;
+            }
+            let new_layout = layout_of(*size);
+            let old = CqRecord::get(&read(memory, 0, CqRecord::SIZE));
+            let resized = cq.prepare_resize(&new_memory[..], &new_layout.ring).unwrap();
+            let consumer = CqRecord::get(&read(memory, 0, CqRecord::SIZE)).consumer;
+            prop_assert_eq!(position.wrapping_sub(consumer) as usize, pending.len());
+            let new = CqRecord::get(&read(new_memory, 0, CqRecord::SIZE));
+            prop_assert_eq!((new.consumer, new.arm), (0, old.arm));
+            for (i, id) in pending.iter().enumerate() {
+                put(new_memory, &new_layout.ring, i as u32, *id);
+            }
+            prop_assert!(std::ptr::eq(cq.resized(resized), &memory[..]));
+            (layout, memory, position) = (new_layout, new_memory, pending.len() as u32);
+        }
+    }
+
     /// Completions are returned once, in order, and not those of a forgotten queue pair.
+    // G-QP-002, G-RING-004, G-RING-005.
     #[test]
     fn completions_arrive(steps in prop::collection::vec((0u32..20, 0u32..20, any::<bool>()), 1..100)) {
         let layout = CqLayout::new(13).unwrap();
@@ -250,6 +422,11 @@ proptest! {
             if forget {
                 cq.forget(1);
                 pending.retain(|cqe| cqe.qp_num != 1);
+                if pending.is_empty() {
+                    // Whoever gets nothing need not publish that entries were passed over.
+                    prop_assert_eq!(cq.poll(), None);
+                    prop_assert_eq!(CqRecord::get(&read(&memory, 0, CqRecord::SIZE)).consumer, produced);
+                }
             }
             for _ in 0..consume {
                 prop_assert_eq!(cq.poll(), pending.pop_front());
@@ -259,6 +436,7 @@ proptest! {
     }
 
     /// The bit of every slot is where the specification says, and announced.
+    // G-DB-001.
     #[test]
     fn doorbells_set_their_bits(queue in 0u32..3, slot in 0..SLOTS, sleeping: bool) {
         let blocks = zeroed(3 * BLOCK_SIZE);
@@ -311,6 +489,40 @@ fn bad_layouts_are_refused() {
         1,
         0
     ));
+    let ud = |layout, sge, inline| SendQueue::datagram(&memory[..], &layout, sge, inline).is_ok();
+    assert!(ud(
+        RingLayout {
+            stride: 128,
+            offset: 128,
+            ..ok
+        },
+        4,
+        64
+    ));
+    assert!(ud(ok, 0, 0));
+    assert!(!ud(ok, 1, 0));
+    assert!(!ud(ok, 0, 1));
+    let srq = |layout, sge| SharedRecvQueue::new(&memory[..], &layout, sge).is_ok();
+    assert!(srq(RingLayout { offset: 128, ..ok }, 3));
+    assert!(!srq(RingLayout { offset: 128, ..ok }, 4));
+    assert!(!srq(ok, 1));
+    let short = SendQueue::new(&memory[..], &ok, 1, 0).unwrap();
+    let masked = short
+        .batch()
+        .push_masked(&SendWqe::default(), &MaskedOperands::default(), None);
+    assert_eq!(masked, Err(PostError::TooManySges));
+    let (small, extended) = (CqLayout::new(1).unwrap(), CqLayout::extended(1).unwrap());
+    let cq = CompletionQueue::new(&memory[..], &small.ring).unwrap();
+    assert!(cq.prepare_resize(&memory[..], &extended.ring).is_err());
+    assert!(CompletionQueue::new(
+        &memory[..],
+        &RingLayout {
+            stride: 128,
+            offset: 128,
+            ..ok
+        }
+    )
+    .is_err());
     assert!(Doorbell::new(&memory[..], &memory[..], 0, 0).is_err());
     let blocks = zeroed(BLOCK_SIZE);
     assert!(Doorbell::new(&blocks[..], &memory[..], 0, SLOTS).is_err());
@@ -318,6 +530,7 @@ fn bad_layouts_are_refused() {
     assert!(Doorbell::new(&blocks[..], &memory[..], u32::MAX, 0).is_err());
 }
 
+// G-ARM-001, G-ARM-002.
 #[test]
 fn arming_counts_and_does_not_downgrade() {
     let layout = CqLayout::new(1).unwrap();
@@ -340,6 +553,7 @@ fn arming_counts_and_does_not_downgrade() {
     assert_eq!(arm(), 16 | 2);
 }
 
+// G-MOD-001.
 #[test]
 fn a_reset_queue_starts_over() {
     let layout = QpLayout::new(&CAPS).unwrap();
@@ -350,6 +564,20 @@ fn a_reset_queue_starts_over() {
         sq.post(&SendWqe::default(), []).unwrap();
         rq.post(0, []).unwrap();
     }
+    let (fresh, waiting) = (zeroed(256), zeroed(256));
+    let ring = RingLayout {
+        entries: 2,
+        stride: 64,
+        offset: 128,
+    };
+    let srq = SharedRecvQueue::new(&fresh[..], &ring, 1).unwrap();
+    assert_eq!(srq.post(1, []), Ok(false));
+    // A count that cannot be frees nothing.
+    fresh[0].store((7u64 << 32).to_le(), Relaxed);
+    assert_eq!(srq.room(), 1);
+    waiting[0].store(1u64.to_le(), Relaxed);
+    let srq = SharedRecvQueue::new(&waiting[..], &ring, 1).unwrap();
+    assert_eq!(srq.post(1, []), Ok(true));
     sq.reset();
     rq.reset();
     assert!(memory.iter().all(|word| word.load(Relaxed) == 0));

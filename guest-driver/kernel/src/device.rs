@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! A device from its discovery to its end.
-use crate::sys::alloc::Array;
-use crate::sys::dma::{DmaDevice, DmaPage};
+use crate::kverbs::KernelContext;
+use crate::sys::alloc::{Arc, Array};
+use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage, Words};
 use crate::sys::error::{Errno, Result};
 use crate::sys::net::Pairing;
-use crate::sys::rdma::{CqTarget, IbDevice, QpTarget};
+use crate::sys::rdma::{CqTarget, IbDevice, QpTarget, SrqTarget};
 use crate::sys::sync::{SetOnce, Work};
 use crate::sys::table::Table;
-use crate::sys::virtio::{CommandQueue, EventQueue, VirtioDevice, Virtqueues};
-use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::sys::virtio::{CommandQueue, EventQueue, Notifier, VirtioDevice, Virtqueues};
+use crate::verbs::DM_TOTAL;
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use virtio_rdma_spec::command::{opcode, QueryDeviceResponse, SetStatusPage};
 use virtio_rdma_spec::config::{
     feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE,
@@ -27,6 +29,35 @@ pub(crate) struct NotifyPages {
     pub(crate) offset: u32,
 }
 
+/// The features that device and driver agreed on.
+#[derive(Clone, Copy)]
+pub(crate) struct Features(u64);
+
+impl Features {
+    fn of(virtio: VirtioDevice) -> Self {
+        Self(feature::ALL.iter().fold(0, |bits, (_, bit)| {
+            let has = virtio.has_feature(*bit as u32);
+            bits | u64::from(has).checked_shl(*bit as u32).unwrap_or(0)
+        }))
+    }
+
+    /// `feature`: was this one agreed on?
+    pub(crate) fn has(self, bit: u32) -> bool {
+        self.0.checked_shr(bit).unwrap_or(0) & 1 != 0
+    }
+
+    /// All of them: bit n is feature n.
+    pub(crate) fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// Can the kernel itself use the device? It needs a key for all of its memory, and the communication managers need
+    /// datagrams.
+    pub(crate) fn kernel_verbs(self) -> bool {
+        self.has(feature::PHYSICAL_MR) && self.has(feature::UD)
+    }
+}
+
 /// One RDMA device. The order of the fields is the order in which they are dropped: what may still call in comes first,
 /// the queues come after everything that uses them.
 pub(crate) struct Device {
@@ -38,6 +69,7 @@ pub(crate) struct Device {
     dma: DmaDevice,
     ib: IbDevice,
     config: Config,
+    features: Features,
     notify: NotifyPages,
     limits: SetOnce<QueryDeviceResponse>,
 
@@ -45,12 +77,16 @@ pub(crate) struct Device {
     /// before `stop` ends.
     cqs: Table<CqTarget>,
     qps: Table<QpTarget>,
+    srqs: Table<SrqTarget>,
+    /// What the kernel's own queue pairs ring with; none if the kernel cannot use the device.
+    kernel: SetOnce<Option<KernelContext>>,
+    notifiers: Array<Notifier>,
 
     commands: CommandQueue,
     async_queue: EventQueue<{ AsyncEvent::SIZE }>,
     completion_queues: Array<EventQueue<{ CompletionEvent::SIZE }>>,
     /// One status word per worker. The device writes it until it is reset.
-    status_page: Array<DmaPage>,
+    status_page: Arc<DmaBuffer>,
     _queues: Virtqueues,
 
     link_up: AtomicBool,
@@ -64,6 +100,26 @@ pub(crate) struct Device {
     closing: AtomicBool,
     registered: AtomicBool,
     next_key: AtomicU32,
+    /// Of device memory.
+    dm_budget: Budget,
+}
+
+/// Something of which there is so much for all together.
+pub(crate) struct Budget(AtomicU64);
+
+impl Budget {
+    /// Takes some; false if there is not enough left.
+    pub(crate) fn take(&self, amount: u64) -> bool {
+        let take = |left: u64| left.checked_sub(amount);
+        self.0
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+            .is_ok()
+    }
+
+    /// Gives back what was taken.
+    pub(crate) fn give_back(&self, amount: u64) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
 }
 
 impl Device {
@@ -94,8 +150,8 @@ impl Device {
             return Err(Errno::EINVAL);
         }
         // The driver shows the device addresses for DMA; where the platform translates those, the device must know.
-        let status_page = Array::new(1, |_| DmaPage::new(dma))?;
-        if !has_platform_access(virtio) && !status_page.iter().all(DmaPage::is_physical) {
+        let status_page = Arc::new(DmaBuffer::new(dma, 1)?)?;
+        if !has_platform_access(virtio) && !status_page.pages().iter().all(DmaPage::is_physical) {
             virtio.error(
                 "DMA is translated here, and the device cannot (ACCESS_PLATFORM): feature bit",
                 33,
@@ -110,6 +166,9 @@ impl Device {
             queues.spread(index, i as u16);
             EventQueue::new(&queues, index)
         })?;
+        let notifiers = Array::new(usize::from(doorbells), |i| {
+            queues.notifier(first_doorbell.saturating_add(i as u16))
+        })?;
         Ok(Self {
             pairing: Pairing::new(ib, Device::netdev_changed)?,
             refresh: Work::new(ib, Device::refresh)?,
@@ -118,10 +177,14 @@ impl Device {
             dma,
             ib,
             config,
+            features: Features::of(virtio),
             notify,
             limits: SetOnce::new(QueryDeviceResponse::default()),
             cqs: Table::new()?,
             qps: Table::new()?,
+            srqs: Table::new()?,
+            kernel: SetOnce::new(None),
+            notifiers,
             commands: CommandQueue::new(&queues, CONTROL_QUEUE)?,
             async_queue: EventQueue::new(&queues, EVENT_QUEUE)?,
             completion_queues,
@@ -134,6 +197,7 @@ impl Device {
             closing: AtomicBool::new(false),
             registered: AtomicBool::new(false),
             next_key: AtomicU32::new(0),
+            dm_budget: Budget(AtomicU64::new(DM_TOTAL)),
         })
     }
 
@@ -161,14 +225,18 @@ impl Device {
             return Err(Errno::EINVAL);
         }
         self.limits.set(limits);
-        let addr = self.status_page.first().map_or(0, DmaPage::addr);
+        let addr = self.status_page.pages().first().map_or(0, DmaPage::addr);
         self.simple_command(opcode::SET_STATUS_PAGE, &SetStatusPage { addr })?;
+        if self.features.kernel_verbs() {
+            self.kernel.set(Some(KernelContext::new(self)?));
+        }
 
         self.pairing.pair(&self.config.mac);
         self.port_active
             .store(self.port_is_active(), Ordering::Relaxed);
         let vectors = self.config.num_completion_queues;
-        self.ib.register(self.dma, self.config.node_guid, vectors)?;
+        let guid = self.config.node_guid;
+        self.ib.register(self.dma, guid, vectors, self.features)?;
         self.registered.store(true, Ordering::Release);
         // Also replays what happened to interfaces since `pair`.
         self.pairing.start()?;
@@ -294,7 +362,26 @@ impl Device {
     }
 
     pub(crate) fn status_page(&self) -> &[DmaPage] {
-        &self.status_page
+        self.status_page.pages()
+    }
+
+    /// The status page, to look at.
+    pub(crate) fn status(&self) -> Words {
+        Words(self.status_page.clone())
+    }
+
+    pub(crate) fn features(&self) -> Features {
+        self.features
+    }
+
+    /// The kernel's own context, if the kernel can use the device.
+    pub(crate) fn kernel_context(&self) -> Option<&KernelContext> {
+        self.kernel.get().as_ref()
+    }
+
+    /// What wakes the worker of a doorbell queue, counted from 0.
+    pub(crate) fn notifier(&self, queue: u32) -> Option<Notifier> {
+        self.notifiers.get(queue as usize).copied()
     }
 
     pub(crate) fn cqs(&self) -> &Table<CqTarget> {
@@ -303,6 +390,14 @@ impl Device {
 
     pub(crate) fn qps(&self) -> &Table<QpTarget> {
         &self.qps
+    }
+
+    pub(crate) fn srqs(&self) -> &Table<SrqTarget> {
+        &self.srqs
+    }
+
+    pub(crate) fn dm_budget(&self) -> &Budget {
+        &self.dm_budget
     }
 
     pub(crate) fn commands(&self) -> &CommandQueue {

@@ -48,6 +48,9 @@ impl Device {
             | event_type::COMM_EST
             | event_type::SQ_DRAINED
             | event_type::QP_LAST_WQE_REACHED => self.qps().with(event.number, |qp| qp.event(kind)),
+            event_type::SRQ_ERR | event_type::SRQ_LIMIT_REACHED => {
+                self.srqs().with(event.number, |srq| srq.event(kind));
+            }
             event_type::DEVICE_FATAL => self.fail_later(),
             event_type::PORT_ACTIVE | event_type::PORT_ERR => self.config_changed(),
             _ => self

@@ -13,11 +13,19 @@
 #include <linux/semaphore.h>
 #include <linux/virtio_ids.h>
 #include <linux/virtio_pci.h>
+#include <linux/vmalloc.h>
 #include <linux/workqueue.h>
 #include <linux/xarray.h>
 #ifdef HAVE_RDMA_ITER_H
 #include <rdma/iter.h>
 #endif
+
+#include <net/netlink.h>
+#include <rdma/restrack.h>
+#include <rdma/uverbs_std_types.h>
+#include <uapi/rdma/rdma_netlink.h>
+#define UVERBS_MODULE_NAME vrdma
+#include <rdma/uverbs_named_ioctl.h>
 
 #include "glue.h"
 
@@ -36,6 +44,17 @@ MODULE_DEVICE_TABLE(virtio, vrdma_ids);
 
 static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_RC,
+	VRDMA_FEATURE_UD,
+	VRDMA_FEATURE_UC,
+	VRDMA_FEATURE_SRQ,
+	VRDMA_FEATURE_XRC,
+	VRDMA_FEATURE_ATOMIC,
+	VRDMA_FEATURE_MW,
+	VRDMA_FEATURE_REREG_MR,
+	VRDMA_FEATURE_RESIZE_CQ,
+	VRDMA_FEATURE_CQ_TIMESTAMP,
+	VRDMA_FEATURE_FLUSH,
+	VRDMA_FEATURE_PHYSICAL_MR,
 };
 
 static struct virtio_driver vrdma_driver = {
@@ -108,6 +127,27 @@ void vrdma_page_free(struct device *dev, void *page, dma_addr_t addr)
 bool vrdma_page_is_physical(void *page, dma_addr_t addr)
 {
 	return addr == virt_to_phys(page);
+}
+
+/* Pages of vrdma_page_alloc, one after the other. */
+void *vrdma_pages_map(void *const *pages, size_t count)
+{
+	struct page **list = kvmalloc_array(count, sizeof(*list), GFP_KERNEL);
+	void *mapped;
+	size_t i;
+
+	if (!list)
+		return NULL;
+	for (i = 0; i < count; i++)
+		list[i] = virt_to_page(pages[i]);
+	mapped = vmap(list, count, VM_MAP, PAGE_KERNEL);
+	kvfree(list);
+	return mapped;
+}
+
+void vrdma_pages_unmap(void *mapped)
+{
+	vunmap(mapped);
 }
 
 /* Synchronization. */
@@ -451,6 +491,89 @@ void vrdma_pci_ids(struct virtio_device *vdev, u32 *vendor, u32 *device, u32 *re
 
 /* RDMA core. */
 
+/* What the driver adds to the ioctl interface: how to import contexts and device memory. */
+
+ADD_UVERBS_ATTRIBUTES_SIMPLE(vrdma_query_context, UVERBS_OBJECT_DEVICE, UVERBS_METHOD_QUERY_CONTEXT,
+			     UVERBS_ATTR_PTR_OUT(VRDMA_DRIVER_ATTR, UVERBS_ATTR_MIN_SIZE(8), UA_OPTIONAL));
+
+ADD_UVERBS_ATTRIBUTES_SIMPLE(vrdma_dm_alloc, UVERBS_OBJECT_DM, UVERBS_METHOD_DM_ALLOC,
+			     UVERBS_ATTR_PTR_OUT(VRDMA_DRIVER_ATTR, UVERBS_ATTR_MIN_SIZE(8), UA_OPTIONAL));
+
+static int UVERBS_HANDLER(VRDMA_METHOD_DM_QUERY)(struct uverbs_attr_bundle *attrs)
+{
+	struct ib_dm *dm = uverbs_attr_get_obj(attrs, VRDMA_DRIVER_ATTR);
+	struct vrdma_dm_info info = {};
+
+	if (IS_ERR(dm))
+		return PTR_ERR(dm);
+	vrdma_dm_response(dm, &info);
+	return uverbs_copy_to_struct_or_zero(attrs, VRDMA_DM_QUERY_RESPONSE, &info, sizeof(info));
+}
+
+DECLARE_UVERBS_NAMED_METHOD(VRDMA_METHOD_DM_QUERY,
+			    UVERBS_ATTR_IDR(VRDMA_DRIVER_ATTR, UVERBS_OBJECT_DM, UVERBS_ACCESS_READ, UA_MANDATORY),
+			    UVERBS_ATTR_PTR_OUT(VRDMA_DM_QUERY_RESPONSE, UVERBS_ATTR_MIN_SIZE(8), UA_MANDATORY));
+
+ADD_UVERBS_METHODS(vrdma_dm, UVERBS_OBJECT_DM, &UVERBS_METHOD(VRDMA_METHOD_DM_QUERY));
+
+static const struct uapi_definition vrdma_uapi[] = {
+	UAPI_DEF_CHAIN_OBJ_TREE(UVERBS_OBJECT_DEVICE, &vrdma_query_context),
+	UAPI_DEF_CHAIN_OBJ_TREE(UVERBS_OBJECT_DM, &vrdma_dm_alloc),
+	UAPI_DEF_CHAIN_OBJ_TREE(UVERBS_OBJECT_DM, &vrdma_dm),
+	{},
+};
+
+/* Cut to what user space has room for; what it has more of is cleared. */
+int vrdma_attr_write(struct uverbs_attr_bundle *attrs, const void *from, size_t length)
+{
+	if (!uverbs_attr_is_valid(attrs, VRDMA_DRIVER_ATTR))
+		return 0;
+	return uverbs_copy_to_struct_or_zero(attrs, VRDMA_DRIVER_ATTR, from, length);
+}
+
+int vrdma_details_put(struct sk_buff *msg, const struct vrdma_detail *details, size_t count)
+{
+	struct nlattr *table = nla_nest_start(msg, RDMA_NLDEV_ATTR_DRIVER);
+	size_t i;
+
+	if (!table)
+		return -EMSGSIZE;
+	for (i = 0; i < count; i++) {
+		if (rdma_nl_put_driver_u32(msg, details[i].name, details[i].value)) {
+			nla_nest_cancel(msg, table);
+			return -EMSGSIZE;
+		}
+	}
+	nla_nest_end(msg, table);
+	return 0;
+}
+
+/* In the order in which the Rust side gives their values. */
+static const struct rdma_stat_desc vrdma_counters[] = {
+	{ .name = "tx_bytes" },
+	{ .name = "tx_messages" },
+	{ .name = "rx_bytes" },
+	{ .name = "rx_messages" },
+	{ .name = "rnr_naks" },
+	{ .name = "retries" },
+	{ .name = "errors" },
+};
+
+struct rdma_hw_stats *vrdma_counters_alloc(void)
+{
+	return rdma_alloc_hw_stats_struct(vrdma_counters, ARRAY_SIZE(vrdma_counters),
+					  RDMA_HW_STATS_DEFAULT_LIFESPAN);
+}
+
+int vrdma_counters_set(struct rdma_hw_stats *stats, const u64 *values, size_t count)
+{
+	size_t i;
+
+	for (i = 0; i < count && i < stats->num_counters; i++)
+		stats->value[i] = values[i];
+	return i;
+}
+
 struct ib_device *vrdma_ib_alloc(size_t size, struct device *parent)
 {
 	struct ib_device *ib;
@@ -460,8 +583,10 @@ struct ib_device *vrdma_ib_alloc(size_t size, struct device *parent)
 #else
 	ib = _ib_alloc_device(size);
 #endif
-	if (ib)
+	if (ib) {
 		ib->dev.parent = parent;
+		ib->driver_def = vrdma_uapi;
+	}
 	return ib;
 }
 

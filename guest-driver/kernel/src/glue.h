@@ -19,17 +19,45 @@
 #include <rdma/ib_umem.h>
 #include <rdma/ib_verbs.h>
 #include <rdma/uverbs_ioctl.h>
+#include <rdma/ib_user_ioctl_cmds.h>
 
 /* Checked against the specification's numbers where these are used. */
 enum vrdma_numbers {
 	VRDMA_DEVICE_ID = 42,
 	VRDMA_FEATURE_RC = 0,
+	VRDMA_FEATURE_UD = 1,
+	VRDMA_FEATURE_UC = 2,
+	VRDMA_FEATURE_SRQ = 3,
+	VRDMA_FEATURE_XRC = 4,
+	VRDMA_FEATURE_ATOMIC = 5,
+	VRDMA_FEATURE_MW = 6,
+	VRDMA_FEATURE_REREG_MR = 7,
+	VRDMA_FEATURE_RESIZE_CQ = 8,
+	VRDMA_FEATURE_CQ_TIMESTAMP = 9,
+	VRDMA_FEATURE_FLUSH = 10,
+	VRDMA_FEATURE_PHYSICAL_MR = 11,
 	VRDMA_EVENT_QUEUE = 1,
 	VRDMA_FIRST_COMPLETION_QUEUE = 2,
 	VRDMA_MAX_QUEUES = 64,
 	VRDMA_PAGE_SIZE = PAGE_SIZE,
 	VRDMA_CORE_CAPS = RDMA_CORE_PORT_IBA_ROCE_UDP_ENCAP,
 	VRDMA_MAD_SIZE = IB_MGMT_MAD_SIZE,
+	VRDMA_CQ_TIMESTAMPS = IB_UVERBS_CQ_FLAGS_TIMESTAMP_COMPLETION,
+	/* Of the driver's own in the ioctl interface. */
+	VRDMA_DRIVER_ATTR = 1 << UVERBS_ID_NS_SHIFT,
+	VRDMA_METHOD_DM_QUERY = 1 << UVERBS_ID_NS_SHIFT,
+	VRDMA_DM_QUERY_RESPONSE,
+};
+
+/* How a process maps device memory. */
+struct vrdma_dm_info {
+	u8 bytes[16];
+};
+
+/* Something that `rdma resource show` tells of an object. */
+struct vrdma_detail {
+	const char *name;
+	u32 value;
 };
 
 /* Entry points, in Rust. */
@@ -37,6 +65,7 @@ int vrdma_probe(struct virtio_device *vdev);
 void vrdma_remove(struct virtio_device *vdev);
 void vrdma_config_changed(struct virtio_device *vdev);
 void vrdma_vq_callback(struct virtqueue *vq);
+void vrdma_dm_response(struct ib_dm *dm, struct vrdma_dm_info *to);
 
 struct module *vrdma_this_module(void);
 __noreturn void vrdma_panic(void);
@@ -49,6 +78,8 @@ void *vrdma_kvzalloc(size_t count, size_t size);
 void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr);
 void vrdma_page_free(struct device *dev, void *page, dma_addr_t addr);
 bool vrdma_page_is_physical(void *page, dma_addr_t addr);
+void *vrdma_pages_map(void *const *pages, size_t count);
+void vrdma_pages_unmap(void *mapped);
 
 /* Synchronization: each object is allocated, so that it never moves. */
 spinlock_t *vrdma_spinlock_new(void);
@@ -103,6 +134,10 @@ struct ib_ucontext *vrdma_udata_context(struct ib_udata *udata);
 struct ib_udata *vrdma_attrs_udata(struct uverbs_attr_bundle *attrs);
 int vrdma_udata_read(struct ib_udata *udata, void *to, size_t length);
 int vrdma_udata_write(struct ib_udata *udata, const void *from, size_t length);
+int vrdma_attr_write(struct uverbs_attr_bundle *attrs, const void *from, size_t length);
+int vrdma_details_put(struct sk_buff *msg, const struct vrdma_detail *details, size_t count);
+struct rdma_hw_stats *vrdma_counters_alloc(void);
+int vrdma_counters_set(struct rdma_hw_stats *stats, const u64 *values, size_t count);
 struct ib_umem *vrdma_umem_get(struct ib_device *ib, u64 addr, size_t length, int access);
 struct ib_umem *vrdma_umem_get_cq(struct ib_device *ib, struct uverbs_attr_bundle *attrs, u64 addr, size_t length,
 				  int access);

@@ -4,7 +4,8 @@
 //! The driver is the control path: it finds the device ([`device`]), talks to it through the control queue
 //! ([`command`]), answers the verbs of the RDMA core ([`verbs`]), gives the device lists of the pages that user space
 //! registered ([`pages`]), keeps the port in step with its network interface ([`port`]) and delivers events
-//! ([`events`]). The data path is not here: applications share rings and doorbells with the device.
+//! ([`events`]). The data path of applications is not here: they share rings and doorbells with the device. That of users
+//! in the kernel is ([`kverbs`]).
 //!
 //! Everything unsafe lives in [`sys`]; the other modules forbid it. What the layouts and numbers are, the crate
 //! `virtio_rdma_spec` says; what module and provider tell each other, `virtio_rdma_driver_core::abi`.
@@ -15,6 +16,7 @@
 mod command;
 mod device;
 mod events;
+mod kverbs;
 mod pages;
 mod port;
 mod sys;

@@ -84,6 +84,14 @@ impl PageTree {
         })
     }
 
+    /// The list of no pages, for what has none.
+    pub(crate) fn empty() -> Self {
+        Self {
+            list: PageList::default(),
+            _tables: Array::empty(),
+        }
+    }
+
     /// The list of 4 KiB pages of our own.
     pub(crate) fn of_pages(dma: DmaDevice, pages: &[DmaPage]) -> Result<Self> {
         let shift = PAGE_SIZE.trailing_zeros() as u8;

@@ -405,6 +405,7 @@ fn system_calls(summary: &str) -> Result<u64> {
     Ok(calls.parse()?)
 }
 
+// D-DB-006, G-DB-001.
 fn polling_is_free(ground: &mut Ground) -> Result<()> {
     // The same run with few and with many messages: the difference is what messages cost.
     let (few, more) = (2000_u64, 42_000);
@@ -481,6 +482,7 @@ fn frozen(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
+// D-STOP-003.
 fn stopped(ground: &mut Ground) -> Result<()> {
     let messages = 3000;
     let pair = ground.pair(2, 1);
@@ -604,6 +606,7 @@ fn reload(ground: &mut Ground) -> Result<()> {
 }
 
 /// vm2 goes away under traffic: vm1 is served on, and vm2 is taken back.
+// D-RST-001, D-RST-004.
 fn lose_guest(ground: &mut Ground, reset: bool) -> Result<()> {
     let before = counts(&ground.bed)?;
     let pairs = [ground.pair(2, 1), ground.pair(1, 1)];

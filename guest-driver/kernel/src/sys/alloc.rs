@@ -4,6 +4,7 @@ use super::bindings;
 use super::error::{Errno, Result};
 use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
+use core::sync::atomic::{fence, AtomicUsize, Ordering};
 
 /// One value in memory of its own (kmalloc: physically contiguous).
 pub(crate) struct Box<T>(NonNull<T>);
@@ -80,14 +81,19 @@ unsafe impl<T: Send> Send for Array<T> {}
 unsafe impl<T: Sync> Sync for Array<T> {}
 
 impl<T> Array<T> {
+    /// No values.
+    pub(crate) fn empty() -> Self {
+        Self {
+            start: NonNull::dangling(),
+            length: 0,
+        }
+    }
+
     /// `length` values made by `make`; stops at the first error.
     pub(crate) fn new(length: usize, mut make: impl FnMut(usize) -> Result<T>) -> Result<Self> {
         const { assert!(align_of::<T>() <= 8 && size_of::<T>() > 0) };
         if length == 0 {
-            return Ok(Self {
-                start: NonNull::dangling(),
-                length,
-            });
+            return Ok(Self::empty());
         }
         // SAFETY: no preconditions; the result is null or memory for that many values (the product is checked in there).
         let memory = unsafe { bindings::vrdma_kvzalloc(length, size_of::<T>()) };
@@ -128,6 +134,63 @@ impl<T> Drop for Array<T> {
         unsafe {
             core::ptr::drop_in_place::<[T]>(&mut **self);
             bindings::kvfree(self.start.as_ptr().cast());
+        }
+    }
+}
+
+/// One value that several own; the last of them drops it.
+pub(crate) struct Arc<T>(NonNull<Counted<T>>);
+
+struct Counted<T> {
+    owners: AtomicUsize,
+    value: T,
+}
+
+// SAFETY: owners share the value, and any of them may drop it.
+unsafe impl<T: Send + Sync> Send for Arc<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send + Sync> Sync for Arc<T> {}
+
+impl<T> Arc<T> {
+    pub(crate) fn new(value: T) -> Result<Self> {
+        let counted = Box::new(Counted {
+            owners: AtomicUsize::new(1),
+            value,
+        })?;
+        NonNull::new(counted.into_raw())
+            .map(Self)
+            .ok_or(Errno::ENOMEM)
+    }
+}
+
+impl<T> Clone for Arc<T> {
+    fn clone(&self) -> Self {
+        // SAFETY: valid as long as self is. Owners take memory, so the count cannot overflow.
+        unsafe { self.0.as_ref() }
+            .owners
+            .fetch_add(1, Ordering::Relaxed);
+        Self(self.0)
+    }
+}
+
+impl<T> Deref for Arc<T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        // SAFETY: valid as long as self is.
+        unsafe { &(*self.0.as_ptr()).value }
+    }
+}
+
+impl<T> Drop for Arc<T> {
+    fn drop(&mut self) {
+        // SAFETY: valid: this owner is counted.
+        let before = unsafe { self.0.as_ref() }
+            .owners
+            .fetch_sub(1, Ordering::Release);
+        if before == 1 {
+            fence(Ordering::Acquire);
+            // SAFETY: made by Box::into_raw, and nobody owns it any longer.
+            drop(unsafe { Box::from_raw(self.0) });
         }
     }
 }

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Pages that the device reads or writes.
+use super::alloc::{Arc, Array};
 use super::bindings;
 use super::error::{Errno, Result};
 use core::ffi::c_void;
+use core::ops::Deref;
 use core::ptr::NonNull;
+use virtio_rdma_driver_core::sync::AtomicU64;
 use virtio_rdma_spec::PAGE_SIZE;
 
 /// The (PCI) device whose DMA addresses the RDMA device understands.
@@ -76,5 +79,72 @@ impl Drop for DmaPage {
         unsafe {
             bindings::vrdma_page_free(self.device.0.as_ptr(), self.memory.as_ptr(), self.addr)
         }
+    }
+}
+
+/// Pages of our own that follow each other in the kernel's address space: rings, doorbell memory.
+pub(crate) struct DmaBuffer {
+    memory: NonNull<AtomicU64>,
+    words: usize,
+    /// Freed after the mapping.
+    pages: Array<DmaPage>,
+}
+
+// SAFETY: owned; its words are atomics.
+unsafe impl Send for DmaBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for DmaBuffer {}
+
+impl DmaBuffer {
+    /// This many zeroed pages. May sleep.
+    pub(crate) fn new(device: DmaDevice, pages: usize) -> Result<Self> {
+        let pages = Array::new(pages, |_| DmaPage::new(device))?;
+        let memory = match &*pages {
+            [page] => page.memory(),
+            pages => {
+                let list = Array::new(pages.len(), |i| {
+                    pages.get(i).map(DmaPage::memory).ok_or(Errno::EINVAL)
+                })?;
+                // SAFETY: a list of as many pages, which live longer than the mapping (drop).
+                unsafe { bindings::vrdma_pages_map(list.as_ptr(), list.len()) }
+            }
+        };
+        Ok(Self {
+            memory: NonNull::new(memory.cast()).ok_or(Errno::ENOMEM)?,
+            words: pages.len().saturating_mul(PAGE_SIZE as usize / 8),
+            pages,
+        })
+    }
+
+    /// The pages, in order.
+    pub(crate) fn pages(&self) -> &[DmaPage] {
+        &self.pages
+    }
+
+    /// The memory; others (the device, processes) access it, too.
+    pub(crate) fn words(&self) -> &[AtomicU64] {
+        // SAFETY: that is how long the mapping is, and it stays until drop. Page aligned, and only accessed by atomic
+        // instructions, on this side and, as the specification has it, on the device's.
+        unsafe { core::slice::from_raw_parts(self.memory.as_ptr(), self.words) }
+    }
+}
+
+impl Drop for DmaBuffer {
+    fn drop(&mut self) {
+        if self.pages.len() > 1 {
+            // SAFETY: made by vrdma_pages_map; used no more.
+            unsafe { bindings::vrdma_pages_unmap(self.memory.as_ptr().cast()) }
+        }
+    }
+}
+
+/// A [`DmaBuffer`] as the driver core wants memory: words.
+#[derive(Clone)]
+pub(crate) struct Words(pub(crate) Arc<DmaBuffer>);
+
+impl Deref for Words {
+    type Target = [AtomicU64];
+    fn deref(&self) -> &[AtomicU64] {
+        self.0.words()
     }
 }

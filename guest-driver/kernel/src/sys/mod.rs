@@ -7,10 +7,12 @@
 //! - A [`Device`](crate::device::Device) is written into the memory of its `ib_device` before interrupts, work items or
 //!   verbs can reach it, and dropped after all of them ended ([`driver`]).
 //! - The driver's data of a verbs object sits behind the core's structure, is written when its creation succeeded and
-//!   dropped when its destruction did ([`ops`]); the core does not call in between.
+//!   dropped when its destruction did ([`ops`]); the core does not call in between. Posting and polling ([`data`])
+//!   go by these, too.
 #![allow(unsafe_code)]
 
 pub(crate) mod alloc;
+mod data;
 pub(crate) mod dma;
 mod driver;
 pub(crate) mod error;
@@ -29,13 +31,30 @@ mod bindings {
 
 // The numbers that the C side needs as constants are those of the specification.
 const _: () = {
-    use virtio_rdma_spec::{config, DEVICE_ID, PAGE_SIZE};
+    use virtio_rdma_driver_core::abi;
+    use virtio_rdma_spec::config::{self, feature};
+    use virtio_rdma_spec::{DEVICE_ID, PAGE_SIZE};
     assert!(bindings::VRDMA_DEVICE_ID == DEVICE_ID);
-    assert!(bindings::VRDMA_FEATURE_RC == config::feature::RC);
+    assert!(bindings::VRDMA_FEATURE_RC == feature::RC);
+    assert!(bindings::VRDMA_FEATURE_UD == feature::UD);
+    assert!(bindings::VRDMA_FEATURE_UC == feature::UC);
+    assert!(bindings::VRDMA_FEATURE_SRQ == feature::SRQ);
+    assert!(bindings::VRDMA_FEATURE_XRC == feature::XRC);
+    assert!(bindings::VRDMA_FEATURE_ATOMIC == feature::ATOMIC);
+    assert!(bindings::VRDMA_FEATURE_MW == feature::MW);
+    assert!(bindings::VRDMA_FEATURE_REREG_MR == feature::REREG_MR);
+    assert!(bindings::VRDMA_FEATURE_RESIZE_CQ == feature::RESIZE_CQ);
+    assert!(bindings::VRDMA_FEATURE_CQ_TIMESTAMP == feature::CQ_TIMESTAMP);
+    assert!(bindings::VRDMA_FEATURE_FLUSH == feature::FLUSH);
+    assert!(bindings::VRDMA_FEATURE_PHYSICAL_MR == feature::PHYSICAL_MR);
     assert!(bindings::VRDMA_EVENT_QUEUE == config::EVENT_QUEUE as u32);
     assert!(bindings::VRDMA_FIRST_COMPLETION_QUEUE == config::FIRST_COMPLETION_QUEUE as u32);
     assert!(bindings::VRDMA_MAX_QUEUES == config::MAX_QUEUES as u32);
     assert!(bindings::VRDMA_PAGE_SIZE as u64 == PAGE_SIZE);
+    assert!(bindings::VRDMA_DRIVER_ATTR == abi::DRIVER_ATTR as u32);
+    assert!(bindings::VRDMA_METHOD_DM_QUERY == abi::DM_QUERY_METHOD as u32);
+    assert!(bindings::VRDMA_DM_QUERY_RESPONSE == abi::DM_QUERY_RESPONSE_ATTR as u32);
+    assert!(size_of::<bindings::vrdma_dm_info>() == abi::DmResponse::SIZE);
 };
 
 #[panic_handler]

@@ -3,19 +3,24 @@
 //!
 //! Every function here is called by the core, with arguments that it checked and keeps alive for the call; that is
 //! the safety requirement of all of them. Objects of the core start with its structure, and ours go on with the data
-//! that [`verbs`] keeps ([`Object`]). The core allocates them (except memory regions) with the sizes in [`table`].
+//! that [`verbs`] keeps ([`Object`]). The core allocates them (except memory regions and device memory) with the sizes in
+//! [`table`].
+mod addresses;
+mod device;
+mod memory;
+mod queues;
+
 use super::alloc::Box;
-use super::bindings::{self, *};
-use super::error::{code, Errno, Result};
-use super::rdma::{self, CqBuffer, CqTarget, DeviceObject, IbDevice, QpTarget, Udata, UserContext};
-use crate::device::Device;
+use super::bindings::*;
+use super::data;
+use super::error::{Errno, Result};
+use super::rdma::{self, DeviceObject, IbDevice};
+use crate::device::{Device, Features};
 use crate::verbs;
-use core::ffi::{c_char, c_int, c_void};
 use core::mem::MaybeUninit;
 use core::ptr::NonNull;
 use virtio_rdma_driver_core::abi;
-use virtio_rdma_spec::command::{gid_type, AddressVector, QpAttr};
-use virtio_rdma_spec::verbs::qp_attr;
+use virtio_rdma_spec::config::feature;
 
 /// A structure of the core with what the driver keeps behind it.
 #[repr(C)]
@@ -55,6 +60,11 @@ base! {
     ib_cq => verbs::Cq,
     ib_qp => verbs::Qp,
     ib_mr => verbs::Mr,
+    ib_ah => verbs::Ah,
+    ib_mw => verbs::Mw,
+    ib_srq => verbs::Srq,
+    ib_xrcd => verbs::Xrcd,
+    ib_dm => verbs::Dm,
 }
 
 impl<B: Base> Object<B> {
@@ -64,11 +74,39 @@ impl<B: Base> Object<B> {
         // SAFETY: the caller says that the data was written.
         unsafe { (*base.as_ptr().cast::<Self>()).data.assume_init_ref() }
     }
+
+    /// An object whose memory is ours to allocate; without any, the data is given back. The core fills in its structure.
+    fn allocate(data: B::Data) -> core::result::Result<Box<Self>, B::Data> {
+        // SAFETY: the structures of the core are plain data for which zero is a value.
+        let base = unsafe { core::mem::zeroed() };
+        let object = Box::new(Self {
+            base,
+            data: MaybeUninit::uninit(),
+        });
+        match object {
+            Ok(mut object) => {
+                object.data.write(data);
+                Ok(object)
+            }
+            Err(_) => Err(data),
+        }
+    }
+
+    /// Frees an object of [`Self::allocate`] whose data was dropped.
+    ///
+    /// # Safety
+    /// It must be used no more.
+    unsafe fn free(base: *mut B) {
+        if let Some(object) = NonNull::new(base.cast::<Self>()) {
+            // SAFETY: the caller's; the data is not dropped again.
+            drop(unsafe { Box::from_raw(object) });
+        }
+    }
 }
 
 /// # Safety
 /// `ib` must be a device of this driver, in place.
-unsafe fn device<'a>(ib: *mut ib_device) -> Result<&'a Device> {
+pub(super) unsafe fn device<'a>(ib: *mut ib_device) -> Result<&'a Device> {
     let ib = NonNull::new(ib.cast::<DeviceObject>()).ok_or(Errno::ENODEV)?;
     // SAFETY: the caller's.
     Ok(unsafe { IbDevice(ib).device() })
@@ -108,8 +146,8 @@ unsafe fn destroy<B: Base>(
     Ok(())
 }
 
-/// The operations, as the core wants them; it copies the table.
-pub(super) fn table() -> ib_device_ops {
+/// The operations for these features, as the core wants them; it copies the table.
+pub(super) fn table(features: Features) -> ib_device_ops {
     // SAFETY: a table of optional functions and numbers, for which zero is none.
     let mut ops: ib_device_ops = unsafe { core::mem::zeroed() };
     // SAFETY: no preconditions.
@@ -120,485 +158,136 @@ pub(super) fn table() -> ib_device_ops {
     #[cfg(has_robust_udata)]
     ops.set_uverbs_robust_udata(1);
 
-    ops.query_device = Some(query_device);
-    ops.query_port = Some(query_port);
-    ops.get_port_immutable = Some(get_port_immutable);
-    ops.get_link_layer = Some(get_link_layer);
-    ops.get_dev_fw_str = Some(get_dev_fw_str);
-    ops.query_pkey = Some(query_pkey);
-    ops.add_gid = Some(add_gid);
-    ops.del_gid = Some(del_gid);
+    ops.query_device = Some(device::query_device);
+    ops.query_port = Some(device::query_port);
+    ops.get_port_immutable = Some(device::get_port_immutable);
+    ops.get_link_layer = Some(device::get_link_layer);
+    ops.get_dev_fw_str = Some(device::get_dev_fw_str);
+    ops.query_pkey = Some(device::query_pkey);
+    ops.add_gid = Some(device::add_gid);
+    ops.del_gid = Some(device::del_gid);
     #[cfg(has_report_port_event)]
     {
-        ops.report_port_event = Some(report_port_event);
+        ops.report_port_event = Some(device::report_port_event);
     }
+    ops.alloc_hw_port_stats = Some(device::alloc_hw_port_stats);
+    ops.get_hw_stats = Some(device::get_hw_stats);
 
-    ops.alloc_ucontext = Some(alloc_ucontext);
-    ops.dealloc_ucontext = Some(dealloc_ucontext);
-    ops.disassociate_ucontext = Some(disassociate_ucontext);
+    ops.alloc_ucontext = Some(device::alloc_ucontext);
+    ops.query_ucontext = Some(device::query_ucontext);
+    ops.dealloc_ucontext = Some(device::dealloc_ucontext);
+    ops.disassociate_ucontext = Some(device::disassociate_ucontext);
     ops.mmap = Some(rdma::map);
     ops.mmap_free = Some(rdma::free_mapping);
     ops.size_ib_ucontext = size_of::<Object<ib_ucontext>>();
 
-    ops.alloc_pd = Some(alloc_pd);
-    ops.dealloc_pd = Some(dealloc_pd);
+    ops.alloc_pd = Some(memory::alloc_pd);
+    ops.dealloc_pd = Some(memory::dealloc_pd);
     ops.size_ib_pd = size_of::<Object<ib_pd>>();
 
-    ops.create_cq = Some(create_cq);
+    ops.create_cq = Some(queues::create_cq);
     #[cfg(has_create_user_cq)]
     {
-        ops.create_user_cq = Some(create_cq);
+        ops.create_user_cq = Some(queues::create_cq);
     }
-    ops.destroy_cq = Some(destroy_cq);
+    ops.modify_cq = Some(queues::modify_cq);
+    ops.destroy_cq = Some(queues::destroy_cq);
+    ops.fill_res_cq_entry = Some(queues::fill_res_cq_entry);
     ops.size_ib_cq = size_of::<Object<ib_cq>>();
 
-    ops.create_qp = Some(create_qp);
-    ops.modify_qp = Some(modify_qp);
-    ops.query_qp = Some(query_qp);
-    ops.destroy_qp = Some(destroy_qp);
+    ops.create_qp = Some(queues::create_qp);
+    ops.modify_qp = Some(queues::modify_qp);
+    ops.query_qp = Some(queues::query_qp);
+    ops.destroy_qp = Some(queues::destroy_qp);
+    ops.fill_res_qp_entry = Some(queues::fill_res_qp_entry);
     ops.size_ib_qp = size_of::<Object<ib_qp>>();
 
-    ops.reg_user_mr = Some(reg_user_mr);
-    ops.dereg_mr = Some(dereg_mr);
+    ops.reg_user_mr = Some(memory::reg_user_mr);
+    ops.dereg_mr = Some(memory::dereg_mr);
+    ops.fill_res_mr_entry = Some(memory::fill_res_mr_entry);
+    ops.alloc_dm = Some(memory::alloc_dm);
+    ops.dealloc_dm = Some(memory::dealloc_dm);
+    ops.reg_dm_mr = Some(memory::reg_dm_mr);
+    add_features(&mut ops, features);
     ops
 }
 
-unsafe extern "C" fn query_device(
-    ib: *mut ib_device,
-    attr: *mut ib_device_attr,
-    udata: *mut ib_udata,
-) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        device(ib).and_then(|device| verbs::query_device(device, &mut *attr, Udata::new(udata)))
-    })
-}
-
-unsafe extern "C" fn query_port(ib: *mut ib_device, port: u32, attr: *mut ib_port_attr) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        device(ib).and_then(|device| {
-            let attr = &mut *attr;
-            attr.set_ip_gids(1);
-            verbs::query_port(device, port, attr)
-        })
-    })
-}
-
-unsafe extern "C" fn get_port_immutable(
-    ib: *mut ib_device,
-    _port: u32,
-    immutable: *mut ib_port_immutable,
-) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        device(ib).map(|device| {
-            let immutable = &mut *immutable;
-            let limits = device.limits();
-            immutable.core_cap_flags = VRDMA_CORE_CAPS;
-            immutable.max_mad_size = VRDMA_MAD_SIZE;
-            immutable.gid_tbl_len = limits.gid_table_len as c_int;
-            immutable.pkey_tbl_len = limits.pkey_table_len as c_int;
-        })
-    })
-}
-
-unsafe extern "C" fn get_link_layer(_ib: *mut ib_device, _port: u32) -> rdma_link_layer {
-    IB_LINK_LAYER_ETHERNET
-}
-
-/// Writes "major.minor.patch".
-unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text: *mut c_char) {
-    // SAFETY: see the module; the core gives room for 32 characters, and three numbers of 16 bits need 18.
-    let Ok(device) = (unsafe { device(ib) }) else {
-        return;
-    };
-    let version = device.limits().fw_ver;
-    let mut at = text;
-    let mut put = |character: u8| {
-        // SAFETY: as above.
-        unsafe {
-            at.write(character as c_char);
-            at = at.add(1);
+/// Operations that the device need not have.
+fn add_features(ops: &mut ib_device_ops, features: Features) {
+    if features.has(feature::UD) {
+        ops.create_ah = Some(addresses::create_ah);
+        ops.create_user_ah = Some(addresses::create_ah);
+        ops.query_ah = Some(addresses::query_ah);
+        ops.destroy_ah = Some(addresses::destroy_ah);
+        ops.size_ib_ah = size_of::<Object<ib_ah>>();
+        ops.attach_mcast = Some(addresses::attach_mcast);
+        ops.detach_mcast = Some(addresses::detach_mcast);
+    }
+    if features.has(feature::SRQ) {
+        ops.create_srq = Some(queues::create_srq);
+        ops.modify_srq = Some(queues::modify_srq);
+        ops.query_srq = Some(queues::query_srq);
+        ops.destroy_srq = Some(queues::destroy_srq);
+        ops.fill_res_srq_entry = Some(queues::fill_res_srq_entry);
+        ops.size_ib_srq = size_of::<Object<ib_srq>>();
+    }
+    if features.has(feature::XRC) {
+        ops.alloc_xrcd = Some(queues::alloc_xrcd);
+        ops.dealloc_xrcd = Some(queues::dealloc_xrcd);
+        ops.size_ib_xrcd = size_of::<Object<ib_xrcd>>();
+    }
+    if features.has(feature::MW) {
+        ops.alloc_mw = Some(memory::alloc_mw);
+        ops.dealloc_mw = Some(memory::dealloc_mw);
+        ops.size_ib_mw = size_of::<Object<ib_mw>>();
+    }
+    if features.has(feature::REREG_MR) {
+        ops.rereg_user_mr = Some(memory::rereg_user_mr);
+    }
+    if features.has(feature::RESIZE_CQ) {
+        #[cfg(has_resize_user_cq)]
+        {
+            ops.resize_user_cq = Some(queues::resize_cq);
         }
-    };
-    let numbers = [
-        (version >> 32) as u16,
-        (version >> 16) as u16,
-        version as u16,
-    ];
-    for (number, end) in numbers.into_iter().zip([b'.', b'.', 0]) {
-        let mut started = false;
-        for unit in [10_000u16, 1000, 100, 10, 1] {
-            let digit = number.checked_div(unit).unwrap_or(0) % 10;
-            started |= digit != 0 || unit == 1;
-            if started {
-                put(b'0'.wrapping_add(digit as u8));
-            }
+        #[cfg(not(has_resize_user_cq))]
+        {
+            ops.resize_cq = Some(queues::resize_cq);
         }
-        put(end);
     }
-}
-
-unsafe extern "C" fn query_pkey(
-    ib: *mut ib_device,
-    _port: u32,
-    index: u16,
-    pkey: *mut u16,
-) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        device(ib).and_then(|device| {
-            if u32::from(index) >= device.limits().pkey_table_len {
-                return Err(Errno::EINVAL);
-            }
-            *pkey = 0xffff;
-            Ok(())
-        })
-    })
-}
-
-unsafe extern "C" fn add_gid(attr: *const ib_gid_attr, _context: *mut *mut c_void) -> c_int {
-    // SAFETY: see the module; the GID is plain bytes.
-    code(unsafe {
-        let attr = &*attr;
-        device(attr.device).and_then(|device| {
-            let (mut vlan, mut mac) = (0xffff, [0; 6]);
-            Errno::check(rdma_read_gid_l2_fields(attr, &mut vlan, mac.as_mut_ptr()))?;
-            let kind = match attr.gid_type {
-                IB_GID_TYPE_ROCE_UDP_ENCAP => gid_type::ROCE_V2,
-                IB_GID_TYPE_ROCE => gid_type::ROCE_V1,
-                _ => return Err(Errno::EINVAL),
-            };
-            verbs::add_gid(device, attr.index, attr.gid.raw, kind, vlan, mac)
-        })
-    })
-}
-
-unsafe extern "C" fn del_gid(attr: *const ib_gid_attr, _context: *mut *mut c_void) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        let attr = &*attr;
-        device(attr.device).and_then(|device| verbs::del_gid(device, attr.index))
-    })
-}
-
-#[cfg(has_report_port_event)]
-unsafe extern "C" fn report_port_event(
-    ib: *mut ib_device,
-    _ndev: *mut net_device,
-    _event: core::ffi::c_ulong,
-) {
-    // SAFETY: see the module.
-    if let Ok(device) = unsafe { device(ib) } {
-        device.netdev_changed();
-    }
-}
-
-unsafe extern "C" fn alloc_ucontext(context: *mut ib_ucontext, udata: *mut ib_udata) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        create(context, |device, context| {
-            verbs::alloc_context(device, UserContext(context), Udata::new(udata))
-        })
-    })
-}
-
-unsafe extern "C" fn dealloc_ucontext(context: *mut ib_ucontext) {
-    // SAFETY: see the module. `dealloc_context` does not fail.
-    let _ = unsafe {
-        destroy(context, |device, context| {
-            verbs::dealloc_context(device, context);
-            Ok(())
-        })
-    };
-}
-
-/// The core takes away the mappings of device memory; nothing else is to be done.
-unsafe extern "C" fn disassociate_ucontext(_context: *mut ib_ucontext) {}
-
-unsafe extern "C" fn alloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe { create(pd, |device, _| verbs::alloc_pd(device, Udata::new(udata))) })
-}
-
-unsafe extern "C" fn dealloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        Udata::new(udata)
-            .none()
-            .and_then(|()| destroy(pd, verbs::dealloc_pd))
-    })
-}
-
-unsafe extern "C" fn create_cq(
-    cq: *mut ib_cq,
-    attr: *const ib_cq_init_attr,
-    attrs: *mut uverbs_attr_bundle,
-) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        create(cq, |device, target| {
-            let attr = &*attr;
-            let wanted = verbs::CqInit {
-                entries: attr.cqe,
-                comp_vector: attr.comp_vector,
-                flags: attr.flags,
-                buffer: CqBuffer(attrs),
-            };
-            let udata = Udata::new(vrdma_attrs_udata(attrs));
-            let data = verbs::create_cq(device, CqTarget(target), &wanted, udata)?;
-            (*cq).cqe = c_int::try_from(data.entries()).unwrap_or(c_int::MAX);
-            Ok(data)
-        })
-    })
-}
-
-unsafe extern "C" fn destroy_cq(cq: *mut ib_cq, udata: *mut ib_udata) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        Udata::new(udata)
-            .none()
-            .and_then(|()| destroy(cq, verbs::destroy_cq))
-    })
-}
-
-unsafe extern "C" fn create_qp(
-    qp: *mut ib_qp,
-    attr: *mut ib_qp_init_attr,
-    udata: *mut ib_udata,
-) -> c_int {
-    // SAFETY: see the module; the queues that the attributes name were created, and the core holds them.
-    code(unsafe {
-        create(qp, |device, target| {
-            let attr = &*attr;
-            let pd = NonNull::new((*qp).pd).ok_or(Errno::EINVAL)?;
-            let send_cq = NonNull::new(attr.send_cq).ok_or(Errno::EINVAL)?;
-            let recv_cq = NonNull::new(attr.recv_cq).ok_or(Errno::EINVAL)?;
-            let wanted = verbs::QpInit {
-                qp_type: u8::try_from(attr.qp_type).map_err(|_| Errno::EOPNOTSUPP)?,
-                create_flags: attr.create_flags,
-                signal_all: attr.sq_sig_type == IB_SIGNAL_ALL_WR,
-                has_srq: !attr.srq.is_null(),
-                max_send_wr: attr.cap.max_send_wr,
-                max_recv_wr: attr.cap.max_recv_wr,
-                max_send_sge: attr.cap.max_send_sge,
-                max_recv_sge: attr.cap.max_recv_sge,
-                max_inline: attr.cap.max_inline_data,
-                pd: Object::data(pd),
-                send_cq: Object::data(send_cq),
-                recv_cq: Object::data(recv_cq),
-            };
-            let data = verbs::create_qp(device, QpTarget(target), &wanted, Udata::new(udata))?;
-            (*qp).qp_num = data.number();
-            Ok(data)
-        })
-    })
-}
-
-unsafe extern "C" fn modify_qp(
-    qp: *mut ib_qp,
-    attr: *mut ib_qp_attr,
-    mask: c_int,
-    udata: *mut ib_udata,
-) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        let qp = NonNull::new(qp).ok_or(Errno::EINVAL);
-        qp.and_then(|qp| {
-            let device = device((*qp.as_ptr()).device)?;
-            Udata::new(udata).none()?;
-            let attr = qp_attr_to_device(&*attr, mask as u32)?;
-            verbs::modify_qp(device, Object::data(qp), mask as u32, attr)
-        })
-    })
-}
-
-unsafe extern "C" fn query_qp(
-    qp: *mut ib_qp,
-    attr: *mut ib_qp_attr,
-    _mask: c_int,
-    init: *mut ib_qp_init_attr,
-) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        let object = NonNull::new(qp).ok_or(Errno::EINVAL);
-        object.and_then(|object| {
-            let (attr, init, qp) = (&mut *attr, &mut *init, &*qp);
-            let data: &verbs::Qp = Object::data(object);
-            qp_attr_from_device(attr, &verbs::query_qp(device(qp.device)?, data)?);
-            let caps = data.caps();
-            attr.cap.max_send_wr = caps.max_send_wr;
-            attr.cap.max_recv_wr = caps.max_recv_wr;
-            attr.cap.max_send_sge = caps.max_send_sge;
-            attr.cap.max_recv_sge = caps.max_recv_sge;
-            attr.cap.max_inline_data = caps.max_inline;
-            init.cap = attr.cap;
-            init.event_handler = qp.event_handler;
-            init.qp_context = qp.qp_context;
-            init.send_cq = qp.send_cq;
-            init.recv_cq = qp.recv_cq;
-            init.srq = qp.srq;
-            init.qp_type = qp.qp_type;
-            init.sq_sig_type = if caps.signal_all {
-                IB_SIGNAL_ALL_WR
-            } else {
-                IB_SIGNAL_REQ_WR
-            };
-            Ok(())
-        })
-    })
-}
-
-unsafe extern "C" fn destroy_qp(qp: *mut ib_qp, udata: *mut ib_udata) -> c_int {
-    // SAFETY: see the module.
-    code(unsafe {
-        Udata::new(udata)
-            .none()
-            .and_then(|()| destroy(qp, verbs::destroy_qp))
-    })
-}
-
-/// A pointer to the new region, or an error as the kernel encodes it in pointers.
-unsafe extern "C" fn reg_user_mr(
-    pd: *mut ib_pd,
-    start: u64,
-    length: u64,
-    virt: u64,
-    access: c_int,
-    #[cfg(has_dmah)] dmah: *mut ib_dmah,
-    udata: *mut ib_udata,
-) -> *mut ib_mr {
-    #[cfg(has_dmah)]
-    if !dmah.is_null() {
-        return Errno::EOPNOTSUPP.code() as isize as *mut ib_mr;
-    }
-    // SAFETY: see the module; the core fills the structure in after this returns.
-    let made = unsafe {
-        let pd = NonNull::new(pd).ok_or(Errno::EINVAL);
-        pd.and_then(|pd| {
-            let device = device((*pd.as_ptr()).device)?;
-            Udata::new(udata).none()?;
-            let data = verbs::reg_mr(device, Object::data(pd), start, length, virt, access as u32)?;
-            let mut base: ib_mr = core::mem::zeroed();
-            (base.lkey, base.rkey) = data.keys();
-            (base.iova, base.length) = (virt, length);
-            Object::<ib_mr>::new_mr(device, base, data)
-        })
-    };
-    match made {
-        Ok(object) => object.into_raw().cast(),
-        Err(error) => error.code() as isize as *mut ib_mr,
-    }
-}
-
-impl Object<ib_mr> {
-    /// The memory of a region is ours to allocate; without any, the region has to go again.
-    fn new_mr(device: &Device, base: ib_mr, data: verbs::Mr) -> Result<Box<Self>> {
-        let mut object = match Box::new(Self {
-            base,
-            data: MaybeUninit::uninit(),
-        }) {
-            Ok(object) => object,
-            Err(error) => {
-                verbs::discard_mr(device, &data);
-                return Err(error);
-            }
-        };
-        object.data.write(data);
-        Ok(object)
-    }
-}
-
-unsafe extern "C" fn dereg_mr(mr: *mut ib_mr, udata: *mut ib_udata) -> c_int {
-    // SAFETY: see the module; the object was made by reg_user_mr.
-    code(unsafe {
-        Udata::new(udata).none().and_then(|()| {
-            destroy(mr, verbs::dereg_mr)?;
-            if let Some(object) = NonNull::new(mr.cast::<Object<ib_mr>>()) {
-                drop(Box::from_raw(object));
-            }
-            Ok(())
-        })
-    })
-}
-
-/// The attributes of a queue pair, from the core's to the device's.
-fn qp_attr_to_device(attr: &ib_qp_attr, mask: u32) -> Result<QpAttr> {
-    let mut to = QpAttr {
-        qp_state: attr.qp_state as u8,
-        cur_qp_state: attr.cur_qp_state as u8,
-        path_mtu: attr.path_mtu as u8,
-        port_num: attr.port_num as u8,
-        access_flags: attr.qp_access_flags as u32,
-        qkey: attr.qkey,
-        rq_psn: attr.rq_psn,
-        sq_psn: attr.sq_psn,
-        dest_qp_num: attr.dest_qp_num,
-        pkey_index: attr.pkey_index,
-        max_rd_atomic: attr.max_rd_atomic,
-        max_dest_rd_atomic: attr.max_dest_rd_atomic,
-        min_rnr_timer: attr.min_rnr_timer,
-        timeout: attr.timeout,
-        retry_cnt: attr.retry_cnt,
-        rnr_retry: attr.rnr_retry,
-        en_sqd_async_notify: attr.en_sqd_async_notify,
-        ..Default::default()
-    };
-    if mask & qp_attr::AV != 0 {
-        let ah = &attr.ah_attr;
-        if ah.type_ != RDMA_AH_ATTR_TYPE_ROCE || u32::from(ah.ah_flags) & IB_AH_GRH == 0 {
-            return Err(Errno::EINVAL);
+    // The core knows from the presence of all of these that the kernel can use the device.
+    if features.kernel_verbs() {
+        ops.get_dma_mr = Some(memory::get_dma_mr);
+        ops.post_send = Some(data::post_send);
+        ops.post_recv = Some(data::post_recv);
+        ops.poll_cq = Some(data::poll_cq);
+        ops.req_notify_cq = Some(data::req_notify_cq);
+        if features.has(feature::SRQ) {
+            ops.post_srq_recv = Some(data::post_srq_recv);
         }
-        // SAFETY: for this type the core filled in `roce`; a GID is plain bytes.
-        let (dgid, dmac) = unsafe { (ah.grh.dgid.raw, ah.__bindgen_anon_1.roce.dmac) };
-        to.av = AddressVector {
-            dgid,
-            sgid_index: u16::from(ah.grh.sgid_index),
-            hop_limit: ah.grh.hop_limit,
-            traffic_class: ah.grh.traffic_class,
-            flow_label: ah.grh.flow_label & 0xf_ffff,
-            dmac,
-            sl: ah.sl,
-            port_num: ah.port_num as u8,
-            static_rate: ah.static_rate,
-            reserved: [0; 7],
-        };
     }
-    Ok(to)
 }
 
-/// The attributes of a queue pair, from the device's to the core's.
-fn qp_attr_from_device(to: &mut ib_qp_attr, attr: &QpAttr) {
-    to.qp_state = ib_qp_state::from(attr.qp_state);
-    to.cur_qp_state = ib_qp_state::from(attr.qp_state);
-    to.path_mtu = ib_mtu::from(attr.path_mtu);
-    to.port_num = u32::from(attr.port_num);
-    to.qp_access_flags = attr.access_flags as c_int;
-    to.qkey = attr.qkey;
-    to.rq_psn = attr.rq_psn;
-    to.sq_psn = attr.sq_psn;
-    to.dest_qp_num = attr.dest_qp_num;
-    to.pkey_index = attr.pkey_index;
-    to.max_rd_atomic = attr.max_rd_atomic;
-    to.max_dest_rd_atomic = attr.max_dest_rd_atomic;
-    to.min_rnr_timer = attr.min_rnr_timer;
-    to.timeout = attr.timeout;
-    to.retry_cnt = attr.retry_cnt;
-    to.rnr_retry = attr.rnr_retry;
-    to.en_sqd_async_notify = attr.en_sqd_async_notify;
-    to.sq_draining = attr.sq_draining;
+/// Answers in the driver's own attribute of an ioctl method, if it is there.
+///
+/// # Safety
+/// The attributes must be those of the call under way.
+unsafe fn write_attr(attrs: *mut uverbs_attr_bundle, bytes: &[u8]) -> Result<()> {
+    // SAFETY: the caller's.
+    Errno::check(unsafe { vrdma_attr_write(attrs, bytes.as_ptr().cast(), bytes.len()) })
+}
 
-    let ah = &mut to.ah_attr;
-    ah.type_ = RDMA_AH_ATTR_TYPE_ROCE;
-    ah.ah_flags = IB_AH_GRH as u8;
-    ah.sl = attr.av.sl;
-    ah.static_rate = attr.av.static_rate;
-    ah.port_num = u32::from(attr.av.port_num);
-    ah.grh.dgid = bindings::ib_gid { raw: attr.av.dgid };
-    ah.grh.sgid_index = attr.av.sgid_index as u8;
-    ah.grh.hop_limit = attr.av.hop_limit;
-    ah.grh.traffic_class = attr.av.traffic_class;
-    ah.grh.flow_label = attr.av.flow_label;
-    ah.__bindgen_anon_1.roce = roce_ah_attr { dmac: attr.av.dmac };
+/// What `rdma resource show` tells of an object besides what the core knows.
+///
+/// # Safety
+/// `msg` must be the message under construction.
+unsafe fn fill<const N: usize>(msg: *mut sk_buff, entries: [vrdma_detail; N]) -> i32 {
+    // SAFETY: the caller's; that many entries.
+    unsafe { vrdma_details_put(msg, entries.as_ptr(), N) }
+}
+
+fn detail(name: &'static core::ffi::CStr, value: u32) -> vrdma_detail {
+    vrdma_detail {
+        name: name.as_ptr(),
+        value,
+    }
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! What the RDMA core offers to drivers: the device, user memory, driver data of commands, mappings, events.
-use super::alloc::{Array, Box};
+use super::alloc::{Arc, Array, Box};
 use super::bindings;
 use super::dma::{DmaDevice, DmaPage};
 use super::error::{Errno, Result};
 use super::ops::{self, Object};
-use crate::device::Device;
+use crate::device::{Device, Features};
+use crate::kverbs::{KernelCq, KernelQp};
 use crate::verbs;
 use core::ffi::{c_int, c_void};
 use core::ptr::NonNull;
@@ -20,6 +21,12 @@ pub(crate) mod device_cap {
     pub(crate) const SYS_IMAGE_GUID: u64 = bindings::IB_DEVICE_SYS_IMAGE_GUID as u64;
     pub(crate) const PORT_ACTIVE_EVENT: u64 = bindings::IB_DEVICE_PORT_ACTIVE_EVENT as u64;
     pub(crate) const CURR_QP_STATE_MOD: u64 = bindings::IB_DEVICE_CURR_QP_STATE_MOD as u64;
+    pub(crate) const BAD_QKEY_CNTR: u64 = bindings::IB_DEVICE_BAD_QKEY_CNTR as u64;
+    pub(crate) const XRC: u64 = bindings::IB_DEVICE_XRC as u64;
+    pub(crate) const MEM_WINDOW: u64 = bindings::IB_DEVICE_MEM_WINDOW as u64;
+    pub(crate) const MEM_WINDOW_TYPE_2B: u64 = bindings::IB_DEVICE_MEM_WINDOW_TYPE_2B as u64;
+    pub(crate) const ATOMIC_WRITE: u64 = bindings::IB_DEVICE_ATOMIC_WRITE as u64;
+    pub(crate) const FLUSH_GLOBAL: u64 = bindings::IB_DEVICE_FLUSH_GLOBAL as u64;
 }
 
 /// Capability flag of the port: the communication manager works on it.
@@ -28,6 +35,11 @@ pub(crate) const PORT_CM_SUP: u32 = bindings::IB_PORT_CM_SUP;
 pub(crate) const ACCESS_OPTIONAL: u32 = bindings::IB_ACCESS_OPTIONAL;
 /// No atomic operations.
 pub(crate) const ATOMIC_NONE: bindings::ib_atomic_cap = bindings::IB_ATOMIC_NONE;
+
+/// Atomic operations are atomic for everybody who accesses the memory.
+pub(crate) const ATOMIC_GLOB: bindings::ib_atomic_cap = bindings::IB_ATOMIC_GLOB;
+/// Flag of a completion queue: completions have time stamps.
+pub(crate) const CQ_TIMESTAMPS: u32 = bindings::VRDMA_CQ_TIMESTAMPS;
 
 /// The `ib_device` with our [`Device`] behind it.
 #[repr(C)]
@@ -58,13 +70,19 @@ impl IbDevice {
     }
 
     /// Makes the device known: one port, with this GUID and as many completion vectors.
-    pub(crate) fn register(self, dma: DmaDevice, node_guid: u64, comp_vectors: u16) -> Result<()> {
+    pub(crate) fn register(
+        self,
+        dma: DmaDevice,
+        node_guid: u64,
+        comp_vectors: u16,
+        features: Features,
+    ) -> Result<()> {
         let ib = self.as_ptr();
         // SAFETY: allocated and not registered yet, so nobody else looks at it.
         unsafe {
             (*ib).node_guid = node_guid.to_be();
             (*ib).num_comp_vectors = c_int::from(comp_vectors);
-            bindings::ib_set_device_ops(ib, &ops::table());
+            bindings::ib_set_device_ops(ib, &ops::table(features));
             Errno::check(bindings::ib_register_device(
                 ib,
                 c"vrdma%d".as_ptr(),
@@ -98,9 +116,16 @@ impl IbDevice {
 }
 
 /// The completion queue that events are for.
-pub(crate) struct CqTarget(pub(super) NonNull<bindings::ib_cq>);
-/// The queue pair that events are for.
-pub(crate) struct QpTarget(pub(super) NonNull<bindings::ib_qp>);
+pub(crate) struct CqTarget {
+    cq: NonNull<bindings::ib_cq>,
+    kernel: Option<Arc<KernelCq>>,
+}
+
+/// The queue pair that events and completions are for.
+pub(crate) struct QpTarget {
+    qp: NonNull<bindings::ib_qp>,
+    kernel: Option<Arc<KernelQp>>,
+}
 
 // SAFETY: the core's structures may be used from any thread, as long as the registration keeps them from going.
 unsafe impl Send for CqTarget {}
@@ -112,9 +137,21 @@ unsafe impl Send for QpTarget {}
 unsafe impl Sync for QpTarget {}
 
 impl CqTarget {
+    pub(super) fn new(cq: NonNull<bindings::ib_cq>) -> Self {
+        Self { cq, kernel: None }
+    }
+
+    /// With the data path of a queue of the kernel.
+    pub(crate) fn served_by(self, kernel: Option<Arc<KernelCq>>) -> Self {
+        Self { kernel, ..self }
+    }
+
     /// Tells its user that there is a completion. Any context.
     pub(crate) fn complete(&self) {
-        let cq = self.0.as_ptr();
+        if let Some(kernel) = &self.kernel {
+            kernel.event_received();
+        }
+        let cq = self.cq.as_ptr();
         // SAFETY: the registration in the table keeps the queue alive; the handler is set by its user at creation.
         unsafe {
             if let Some(handler) = (*cq).comp_handler {
@@ -125,7 +162,7 @@ impl CqTarget {
 
     /// Tells its user of an asynchronous event. Process context.
     pub(crate) fn event(&self, event_type: u16) {
-        let cq = self.0.as_ptr();
+        let cq = self.cq.as_ptr();
         // SAFETY: as above.
         unsafe {
             let mut event = bindings::ib_event {
@@ -140,10 +177,58 @@ impl CqTarget {
     }
 }
 
-impl QpTarget {
+/// The shared receive queue that events are for.
+pub(crate) struct SrqTarget(NonNull<bindings::ib_srq>);
+
+// SAFETY: as for queue pairs.
+unsafe impl Send for SrqTarget {}
+// SAFETY: as above.
+unsafe impl Sync for SrqTarget {}
+
+impl SrqTarget {
+    pub(super) fn new(srq: NonNull<bindings::ib_srq>) -> Self {
+        Self(srq)
+    }
+
     /// Tells its user of an asynchronous event. Process context.
     pub(crate) fn event(&self, event_type: u16) {
-        let qp = self.0.as_ptr();
+        let srq = self.0.as_ptr();
+        // SAFETY: the registration in the table keeps the queue alive.
+        unsafe {
+            let mut event = bindings::ib_event {
+                device: (*srq).device,
+                element: bindings::ib_event__bindgen_ty_1 { srq },
+                event: bindings::ib_event_type::from(event_type),
+            };
+            if let Some(handler) = (*srq).event_handler {
+                handler(&mut event, (*srq).srq_context);
+            }
+        }
+    }
+}
+
+impl QpTarget {
+    pub(super) fn new(qp: NonNull<bindings::ib_qp>) -> Self {
+        Self { qp, kernel: None }
+    }
+
+    /// With the data path of a queue pair of the kernel.
+    pub(crate) fn served_by(self, kernel: Option<Arc<KernelQp>>) -> Self {
+        Self { kernel, ..self }
+    }
+
+    /// The data path, if it is a queue pair of the kernel.
+    pub(crate) fn kernel(&self) -> Option<&KernelQp> {
+        self.kernel.as_deref()
+    }
+
+    pub(super) fn as_ptr(&self) -> *mut bindings::ib_qp {
+        self.qp.as_ptr()
+    }
+
+    /// Tells its user of an asynchronous event. Process context.
+    pub(crate) fn event(&self, event_type: u16) {
+        let qp = self.qp.as_ptr();
         // SAFETY: the registration in the table keeps the queue pair alive.
         unsafe {
             let mut event = bindings::ib_event {
@@ -310,6 +395,8 @@ enum Mapped {
     Pages {
         pages: Array<*mut c_void>,
         read_only: bool,
+        /// Keeps them, where the context does not.
+        _owner: Option<Arc<Array<DmaPage>>>,
     },
     /// Device memory.
     Io { addr: u64, length: usize },
@@ -333,6 +420,20 @@ unsafe impl Sync for MmapEntry {}
 impl MmapEntry {
     /// Pages of memory; they must live as long as the context.
     pub(crate) fn pages(context: UserContext, pages: &[DmaPage], read_only: bool) -> Result<Self> {
+        Self::of_pages(context, pages, read_only, None)
+    }
+
+    /// Pages of memory that may go before the context does; read and write.
+    pub(crate) fn shared_pages(context: UserContext, pages: &Arc<Array<DmaPage>>) -> Result<Self> {
+        Self::of_pages(context, pages, false, Some(pages.clone()))
+    }
+
+    fn of_pages(
+        context: UserContext,
+        pages: &[DmaPage],
+        read_only: bool,
+        owner: Option<Arc<Array<DmaPage>>>,
+    ) -> Result<Self> {
         let list = Array::new(pages.len(), |i| {
             pages.get(i).map(DmaPage::memory).ok_or(Errno::EINVAL)
         })?;
@@ -340,6 +441,7 @@ impl MmapEntry {
         let mapped = Mapped::Pages {
             pages: list,
             read_only,
+            _owner: owner,
         };
         Self::new(context, mapped, length)
     }
@@ -401,9 +503,9 @@ pub(super) unsafe extern "C" fn map(
             return Errno::EINVAL.code();
         };
         let code = match &object.as_ref().mapped {
-            Mapped::Pages { pages, read_only } => {
-                bindings::vrdma_mmap_pages(vma, pages.as_ptr(), pages.len(), *read_only)
-            }
+            Mapped::Pages {
+                pages, read_only, ..
+            } => bindings::vrdma_mmap_pages(vma, pages.as_ptr(), pages.len(), *read_only),
             Mapped::Io { addr, length } => {
                 bindings::vrdma_mmap_io(context, vma, *addr, *length, entry)
             }

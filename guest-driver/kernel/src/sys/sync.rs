@@ -78,6 +78,30 @@ impl Mutex {
     }
 }
 
+/// A value behind a mutex.
+pub(crate) struct Locked<T> {
+    lock: Mutex,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the value is only touched with the lock held.
+unsafe impl<T: Send> Sync for Locked<T> {}
+
+impl<T> Locked<T> {
+    pub(crate) fn new(value: T) -> Result<Self> {
+        Ok(Self {
+            lock: Mutex::new()?,
+            value: UnsafeCell::new(value),
+        })
+    }
+
+    /// Runs `inside` on the value with the mutex held. May sleep.
+    pub(crate) fn with<R>(&self, inside: impl FnOnce(&mut T) -> R) -> R {
+        // SAFETY: the lock is held, and not again by whoever holds it.
+        self.lock.with(|| inside(unsafe { &mut *self.value.get() }))
+    }
+}
+
 impl Completion {
     /// Completes it: one waiter goes on.
     pub(crate) fn complete(&self) {

@@ -180,6 +180,11 @@ impl Virtqueues {
         queue.and_then(NonNull::new).ok_or(Errno::EINVAL)
     }
 
+    /// What notifies the device of work in a doorbell queue. Valid as long as the queues are.
+    pub(crate) fn notifier(&self, index: u16) -> Result<Notifier> {
+        self.get(index).map(Notifier)
+    }
+
     /// Lets a queue interrupt the n-th CPU.
     pub(crate) fn spread(&self, index: u16, n: u16) {
         if let Ok(queue) = self.get(index) {
@@ -193,6 +198,23 @@ impl Drop for Virtqueues {
     fn drop(&mut self) {
         // SAFETY: found by vrdma_find_vqs, used no longer.
         unsafe { bindings::vrdma_del_vqs(self.device.0.as_ptr()) }
+    }
+}
+
+/// Wakes the worker of a doorbell queue.
+#[derive(Clone, Copy)]
+pub(crate) struct Notifier(NonNull<bindings::virtqueue>);
+
+// SAFETY: a handle; notifying needs no lock.
+unsafe impl Send for Notifier {}
+// SAFETY: as above.
+unsafe impl Sync for Notifier {}
+
+impl Notifier {
+    /// Any context.
+    pub(crate) fn notify(self) {
+        // SAFETY: the queues outlive all that can notify (the order of fields in Device).
+        unsafe { bindings::virtqueue_notify(self.0.as_ptr()) };
     }
 }
 

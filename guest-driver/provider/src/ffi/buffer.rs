@@ -4,18 +4,22 @@
 use core::ffi::{c_int, c_void};
 use core::ops::Deref;
 use core::{ptr, slice};
+use std::sync::Arc;
 
 use virtio_rdma_driver_core::sync::AtomicU64;
+use virtio_rdma_spec::PAGE_SIZE;
 
 use super::{sys, Errno};
 
-/// A mapping, unmapped when dropped.
+/// A mapping, or memory of the application's for a queue; given back when dropped.
 #[derive(Debug)]
 pub struct Mapping {
     address: *mut c_void,
     length: usize,
     /// Kept out of children: the device goes on using the pages, and a copy on write must not move them away from us.
     not_forked: bool,
+    /// Where it came from, if the application's allocator gave it.
+    lender: Option<(Arc<Allocator>, u64)>,
 }
 
 // SAFETY: an address and a length; who uses the memory does it with atomics or single stores.
@@ -26,17 +30,34 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Zeroed memory for a queue, `length` bytes, whole pages.
     pub fn anonymous(length: usize) -> Result<Self, Errno> {
-        let mut mapping = Self::new(
+        Self::new(
             length,
             libc::PROT_READ | libc::PROT_WRITE,
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
             -1,
             0,
-        )?;
+        )?
+        .without_fork()
+    }
+
+    /// The same, from the allocator of a parent domain, if there is one.
+    pub fn queue(
+        length: usize,
+        allocator: Option<&Arc<Allocator>>,
+        resource: Resource,
+    ) -> Result<Self, Errno> {
+        match allocator.map(|allocator| Allocator::lend(allocator, length, resource)) {
+            Some(Lent::Memory(mapping)) => mapping.without_fork(),
+            Some(Lent::Nothing) => Err(Errno(libc::ENOMEM)),
+            Some(Lent::UseDefault) | None => Self::anonymous(length),
+        }
+    }
+
+    fn without_fork(mut self) -> Result<Self, Errno> {
         // SAFETY: the range is the mapping.
-        Errno::check(unsafe { sys::ibv_dontfork_range(mapping.address, length) })?;
-        mapping.not_forked = true;
-        Ok(mapping)
+        Errno::check(unsafe { sys::ibv_dontfork_range(self.address, self.length) })?;
+        self.not_forked = true;
+        Ok(self)
     }
 
     /// Memory of the device, at an offset of the command file.
@@ -52,7 +73,7 @@ impl Mapping {
         fd: c_int,
         offset: libc::off_t,
     ) -> Result<Self, Errno> {
-        // SAFETY: a new mapping at an address of the kernel's choice harms nothing.
+        // SAFETY: a new mapping, at an address that the kernel chooses.
         let address = unsafe { libc::mmap(ptr::null_mut(), length, protection, flags, fd, offset) };
         if address == libc::MAP_FAILED {
             return Err(Errno::last());
@@ -61,6 +82,7 @@ impl Mapping {
             address,
             length,
             not_forked: false,
+            lender: None,
         })
     }
 
@@ -75,13 +97,81 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range is the mapping, and whoever used it borrowed it or kept it alive.
+        // SAFETY: the range is the mapping, and whoever used it borrowed it or kept it alive. It goes back to where it came
+        // from.
         unsafe {
             if self.not_forked {
                 sys::ibv_dofork_range(self.address, self.length);
             }
-            libc::munmap(self.address, self.length);
+            match &self.lender {
+                None => {
+                    libc::munmap(self.address, self.length);
+                }
+                Some((allocator, resource)) => {
+                    (allocator.free)(allocator.pd, allocator.context, self.address, *resource);
+                }
+            }
         }
+    }
+}
+
+/// What memory is for: the resource types that the allocators of an application are told.
+#[derive(Debug, Clone, Copy)]
+#[repr(u64)]
+pub enum Resource {
+    Qp = 1,
+    Cq = 2,
+    Srq = 3,
+}
+
+type Alloc = unsafe extern "C" fn(*mut sys::ibv_pd, *mut c_void, usize, usize, u64) -> *mut c_void;
+type Free = unsafe extern "C" fn(*mut sys::ibv_pd, *mut c_void, *mut c_void, u64);
+
+/// The allocator of a parent domain: functions of the application.
+#[derive(Debug)]
+pub struct Allocator {
+    pub pd: *mut sys::ibv_pd,
+    pub context: *mut c_void,
+    pub alloc: Alloc,
+    pub free: Free,
+}
+
+// SAFETY: the application gave the functions for use by whatever thread creates or destroys something in the domain.
+unsafe impl Send for Allocator {}
+// SAFETY: as before.
+unsafe impl Sync for Allocator {}
+
+enum Lent {
+    Memory(Mapping),
+    UseDefault,
+    Nothing,
+}
+
+impl Allocator {
+    fn lend(allocator: &Arc<Self>, length: usize, resource: Resource) -> Lent {
+        const USE_DEFAULT: usize = usize::MAX;
+        let (page, resource) = (PAGE_SIZE as usize, resource as u64);
+        // SAFETY: as the application promised when it created the domain, which is alive: queues keep it.
+        let address =
+            unsafe { (allocator.alloc)(allocator.pd, allocator.context, length, page, resource) };
+        if address.is_null() {
+            return Lent::Nothing;
+        }
+        if address.addr() == USE_DEFAULT {
+            return Lent::UseDefault;
+        }
+        let mapping = Mapping {
+            address,
+            length,
+            not_forked: false,
+            lender: Some((Arc::clone(allocator), resource)),
+        };
+        if address.addr() % page != 0 {
+            return Lent::Nothing;
+        }
+        // SAFETY: the application gave us memory of that length.
+        unsafe { address.write_bytes(0, length) };
+        Lent::Memory(mapping)
     }
 }
 

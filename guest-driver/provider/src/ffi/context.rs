@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Contexts, and what needs no queue: device and port attributes, protection domains, memory regions.
+//! Contexts, and device and port attributes.
 
 use core::ffi::{c_int, c_void};
 use core::mem::offset_of;
 use core::ptr;
 use std::sync::Arc;
 
-use virtio_rdma_driver_core::abi::{AllocContextResponse, AllocPdResponse};
+use virtio_rdma_driver_core::abi::{self, AllocContextResponse, QueryDeviceResponse};
 use virtio_rdma_driver_core::Doorbell;
 use virtio_rdma_spec::config::MAX_QUEUES;
 use virtio_rdma_spec::doorbell::BLOCK_SIZE;
 use virtio_rdma_spec::PAGE_SIZE;
 
 use super::buffer::{Mapping, Notify, Words};
-use super::{cq, object, put_text, qp, status, sys, zeroed, Errno, Table, With, EINVAL};
+use super::ioctl::Attrs;
+use super::{
+    ah, cq, mr, object, pd, put_text, qp, srq, status, sys, zeroed, Errno, Table, With, EINVAL,
+    EOPNOTSUPP,
+};
 
 /// A context: the part that libibverbs knows, and ours.
 #[repr(C)]
@@ -38,6 +42,8 @@ pub struct Limits {
     pub max_qp_wr: u32,
     pub max_sge: u32,
     pub max_cqe: u32,
+    pub max_srq_wr: u32,
+    pub max_srq_sge: u32,
 }
 
 impl Shared {
@@ -68,7 +74,19 @@ impl Shared {
             max_qp_wr: self.response.max_qp_wr,
             max_sge: self.response.max_sge,
             max_cqe: self.response.max_cqe,
+            max_srq_wr: self.response.max_srq_wr,
+            max_srq_sge: self.response.max_srq_sge,
         }
+    }
+
+    /// Whether the device has a feature (`config::feature`).
+    pub fn has(&self, feature: u32) -> bool {
+        self.response.features & 1 << feature != 0
+    }
+
+    /// The local key of the null region.
+    pub fn null_lkey(&self) -> Option<u32> {
+        (self.response.null_lkey != 0).then_some(self.response.null_lkey)
     }
 
     /// The doorbell of a slot of a doorbell queue, and how to wake its worker.
@@ -111,26 +129,61 @@ fn container(context: *mut sys::ibv_context) -> *mut Context {
 }
 
 static OPS: Table<sys::verbs_context_ops> = Table(sys::verbs_context_ops {
-    alloc_pd: Some(alloc_pd),
+    alloc_dm: Some(mr::alloc_dm),
+    alloc_mw: Some(mr::alloc_mw),
+    alloc_null_mr: Some(mr::alloc_null_mr),
+    alloc_parent_domain: Some(pd::alloc_parent_domain),
+    alloc_pd: Some(pd::alloc_pd),
+    alloc_td: Some(pd::alloc_td),
+    attach_mcast: Some(sys::ibv_cmd_attach_mcast),
+    bind_mw: Some(qp::bind_mw),
+    close_xrcd: Some(pd::close_xrcd),
     cq_event: Some(cq::cq_event),
+    create_ah: Some(ah::create_ah),
     create_cq: Some(cq::create_cq),
     create_cq_ex: Some(cq::create_cq_ex),
     create_qp: Some(qp::create_qp),
     create_qp_ex: Some(qp::create_qp_ex),
-    dealloc_pd: Some(dealloc_pd),
-    dereg_mr: Some(dereg_mr),
+    create_srq: Some(srq::create_srq),
+    create_srq_ex: Some(srq::create_srq_ex),
+    dealloc_mw: Some(mr::dealloc_mw),
+    dealloc_pd: Some(pd::dealloc_pd),
+    dealloc_td: Some(pd::dealloc_td),
+    dereg_mr: Some(mr::dereg_mr),
+    destroy_ah: Some(ah::destroy_ah),
     destroy_cq: Some(cq::destroy_cq),
     destroy_qp: Some(qp::destroy_qp),
+    destroy_srq: Some(srq::destroy_srq),
+    detach_mcast: Some(sys::ibv_cmd_detach_mcast),
     free_context: Some(free_context),
+    free_dm: Some(mr::free_dm),
+    get_srq_num: Some(srq::get_srq_num),
+    import_dm: Some(mr::import_dm),
+    import_mr: Some(mr::import_mr),
+    import_pd: Some(pd::import_pd),
+    modify_cq: Some(cq::modify_cq),
     modify_qp: Some(qp::modify_qp),
+    modify_srq: Some(srq::modify_srq),
+    open_qp: Some(qp::open_qp),
+    open_xrcd: Some(pd::open_xrcd),
     poll_cq: Some(cq::poll_cq),
     post_recv: Some(qp::post_recv),
     post_send: Some(qp::post_send),
+    post_srq_recv: Some(srq::post_srq_recv),
     query_device_ex: Some(query_device_ex),
     query_port: Some(query_port),
     query_qp: Some(qp::query_qp),
-    reg_mr: Some(reg_mr),
+    query_qp_data_in_order: Some(qp::query_qp_data_in_order),
+    query_rt_values: Some(query_rt_values),
+    query_srq: Some(srq::query_srq),
+    reg_dm_mr: Some(mr::reg_dm_mr),
+    reg_mr: Some(mr::reg_mr),
     req_notify_cq: Some(cq::req_notify_cq),
+    rereg_mr: Some(mr::rereg_mr),
+    resize_cq: Some(cq::resize_cq),
+    unimport_dm: Some(mr::unimport_dm),
+    unimport_mr: Some(mr::unimport_mr),
+    unimport_pd: Some(pd::unimport_pd),
     ..zeroed()
 });
 
@@ -139,6 +192,27 @@ pub unsafe extern "C" fn alloc_context(
     fd: c_int,
     _private: *mut c_void,
 ) -> *mut sys::verbs_context {
+    // SAFETY: as libibverbs calls us.
+    object(unsafe { set_up(device, fd, get_context) })
+}
+
+pub unsafe extern "C" fn import_context(
+    device: *mut sys::ibv_device,
+    fd: c_int,
+) -> *mut sys::verbs_context {
+    // SAFETY: as libibverbs calls us.
+    object(unsafe { set_up(device, fd, query_context) })
+}
+
+/// Makes a context of a command file; `ask` has the kernel tell what belongs to it.
+///
+/// # Safety
+/// The device is ours.
+unsafe fn set_up(
+    device: *mut sys::ibv_device,
+    fd: c_int,
+    ask: unsafe fn(*mut sys::verbs_context) -> Result<AllocContextResponse, Errno>,
+) -> Result<*mut sys::verbs_context, Errno> {
     // libibverbs wants the offset of its part in ours as a pointer; the memory comes from calloc.
     let offset = ptr::without_provenance_mut(offset_of!(Context, base));
     // SAFETY: as declared: the size and the offset are those of `Context`.
@@ -153,33 +227,41 @@ pub unsafe extern "C" fn alloc_context(
     }
     .cast();
     if context.is_null() {
-        return ptr::null_mut();
+        return Err(Errno::last());
     }
     // SAFETY: just allocated and initialized.
-    let result = unsafe { set_up(context, fd) };
-    // SAFETY: as before.
     let base = unsafe { &raw mut (*context).base };
-    if result.is_err() {
-        // SAFETY: undoes what _verbs_init_and_alloc_context did; `shared` was not written.
-        unsafe {
-            sys::verbs_uninit_context(base);
-            libc::free(context.cast());
+    // SAFETY: as before.
+    match unsafe { ask(base) }.and_then(|response| Shared::map(fd, response)) {
+        Ok(shared) => {
+            // SAFETY: writing our part leaves nothing undropped.
+            unsafe {
+                (&raw mut (*context).shared).write(Arc::new(shared));
+                sys::verbs_set_ops(base, &raw const OPS.0);
+            }
+            Ok(base)
+        }
+        Err(error) => {
+            // SAFETY: undoes what _verbs_init_and_alloc_context did; `shared` was not written.
+            unsafe {
+                sys::verbs_uninit_context(base);
+                libc::free(context.cast());
+            }
+            Err(error)
         }
     }
-    object(result.map(|()| base))
 }
 
 /// # Safety
-/// The part of libibverbs is initialized, ours is not.
-unsafe fn set_up(context: *mut Context, fd: c_int) -> Result<(), Errno> {
+/// The part of libibverbs is initialized.
+unsafe fn get_context(base: *mut sys::verbs_context) -> Result<AllocContextResponse, Errno> {
     let mut cmd: sys::ibv_get_context = zeroed();
     let mut response =
         With::<sys::ib_uverbs_get_context_resp, _>::new([0; AllocContextResponse::SIZE]);
-    // SAFETY: command and response are of these sizes; writing our part leaves nothing undropped.
+    let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
+    let resp = (&raw mut response).cast();
+    // SAFETY: command and response are of these sizes.
     unsafe {
-        let base = &raw mut (*context).base;
-        let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
-        let resp = (&raw mut response).cast();
         #[cfg(pabi = "34")]
         let rc = sys::ibv_cmd_get_context(base, &mut cmd, cmd_size, resp, response_size);
         #[cfg(pabi = "65")]
@@ -192,11 +274,22 @@ unsafe fn set_up(context: *mut Context, fd: c_int) -> Result<(), Errno> {
             response_size,
         );
         Errno::check(rc)?;
-        let shared = Shared::map(fd, AllocContextResponse::from_bytes(&response.driver))?;
-        (&raw mut (*context).shared).write(Arc::new(shared));
-        sys::verbs_set_ops(base, &raw const OPS.0);
     }
-    Ok(())
+    Ok(AllocContextResponse::from_bytes(&response.driver))
+}
+
+/// # Safety
+/// The part of libibverbs is initialized.
+unsafe fn query_context(base: *mut sys::verbs_context) -> Result<AllocContextResponse, Errno> {
+    let mut response = [0; AllocContextResponse::SIZE];
+    let mut attrs = Attrs::<1>::new(
+        sys::UVERBS_OBJECT_DEVICE as u16,
+        sys::UVERBS_METHOD_QUERY_CONTEXT as u16,
+    );
+    attrs.output(0, abi::DRIVER_ATTR, &mut response);
+    // SAFETY: the attributes are complete, and the response is still there.
+    Errno::check(unsafe { sys::ibv_cmd_query_context(&raw mut (*base).context, attrs.link()) })?;
+    Ok(AllocContextResponse::from_bytes(&response))
 }
 
 unsafe extern "C" fn free_context(context: *mut sys::ibv_context) {
@@ -253,74 +346,43 @@ unsafe extern "C" fn query_port(
     unsafe { sys::ibv_cmd_query_port(context, port, attr, &mut cmd, size) }
 }
 
-unsafe extern "C" fn alloc_pd(context: *mut sys::ibv_context) -> *mut sys::ibv_pd {
-    let mut cmd: sys::ibv_alloc_pd = zeroed();
-    let mut response = With::<sys::ib_uverbs_alloc_pd_resp, _>::new([0; AllocPdResponse::SIZE]);
-    let mut pd = Box::new(zeroed());
-    let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
-    // SAFETY: objects are ours and alive; command and response are of these sizes.
-    let rc = unsafe {
-        sys::ibv_cmd_alloc_pd(
-            context,
-            &mut *pd,
-            &mut cmd,
-            cmd_size,
-            (&raw mut response).cast(),
-            response_size,
-        )
-    };
-    object(Errno::check(rc).map(|()| Box::into_raw(pd)))
-}
-
-unsafe extern "C" fn dealloc_pd(pd: *mut sys::ibv_pd) -> c_int {
-    // SAFETY: objects are ours and alive; made by alloc_pd.
-    unsafe {
-        let rc = sys::ibv_cmd_dealloc_pd(pd);
-        if rc == 0 {
-            drop(Box::from_raw(pd));
+/// The device's clock, in nanoseconds as in completion time stamps.
+unsafe extern "C" fn query_rt_values(
+    context: *mut sys::ibv_context,
+    values: *mut sys::ibv_values_ex,
+) -> c_int {
+    let clock = || {
+        // SAFETY: the application's values.
+        if unsafe { (*values).comp_mask } & !sys::IBV_VALUES_MASK_RAW_CLOCK != 0 {
+            return Err(EINVAL);
         }
-        rc
-    }
-}
-
-unsafe extern "C" fn reg_mr(
-    pd: *mut sys::ibv_pd,
-    addr: *mut c_void,
-    length: usize,
-    hca_va: u64,
-    access: c_int,
-) -> *mut sys::ibv_mr {
-    let mut cmd: sys::ibv_reg_mr = zeroed();
-    let mut response: sys::ib_uverbs_reg_mr_resp = zeroed();
-    let mut mr: Box<sys::verbs_mr> = Box::new(zeroed());
-    let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
-    // SAFETY: objects are ours and alive; command and response are of these sizes.
-    let rc = unsafe {
-        sys::ibv_cmd_reg_mr(
-            pd,
-            addr,
-            length,
-            hca_va,
-            access,
-            &mut *mr,
-            &mut cmd,
-            cmd_size,
-            &mut response,
-            response_size,
-        )
-    };
-    // The part of libibverbs is the first.
-    const _: () = assert!(offset_of!(sys::verbs_mr, ibv_mr) == 0);
-    object(Errno::check(rc).map(|()| Box::into_raw(mr).cast()))
-}
-
-unsafe extern "C" fn dereg_mr(mr: *mut sys::verbs_mr) -> c_int {
-    // SAFETY: objects are ours and alive; made by reg_mr.
-    unsafe {
-        let rc = sys::ibv_cmd_dereg_mr(mr);
-        if rc == 0 {
-            drop(Box::from_raw(mr));
+        let mut attr: sys::ibv_device_attr_ex = zeroed();
+        let mut response =
+            With::<sys::ib_uverbs_ex_query_device_resp, _>::new([0; QueryDeviceResponse::SIZE]);
+        let mut size = size_of_val(&response);
+        // SAFETY: objects are ours and alive; attributes and response are of these sizes.
+        Errno::check(unsafe {
+            sys::ibv_cmd_query_device_any(
+                context,
+                ptr::null(),
+                &mut attr,
+                size_of_val(&attr),
+                (&raw mut response).cast(),
+                &mut size,
+            )
+        })?;
+        match QueryDeviceResponse::from_bytes(&response.driver).clock {
+            0 => Err(EOPNOTSUPP),
+            clock => Ok(clock),
         }
-        status(Errno::check(rc))
-    }
+    };
+    status(clock().map(|clock| {
+        // SAFETY: the application's values.
+        let values = unsafe { &mut *values };
+        values.comp_mask &= sys::IBV_VALUES_MASK_RAW_CLOCK;
+        values.raw_clock = sys::timespec {
+            tv_sec: 0,
+            tv_nsec: clock as _,
+        };
+    }))
 }

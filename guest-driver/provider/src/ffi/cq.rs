@@ -4,19 +4,23 @@
 use core::ffi::{c_int, c_uint};
 use core::hash::{BuildHasherDefault, Hasher};
 use core::mem::{self, ManuallyDrop};
+use core::ptr;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use virtio_rdma_driver_core::abi::{CreateCqRequest, CreateCqResponse};
+use virtio_rdma_driver_core::abi::{
+    CreateCqRequest, CreateCqResponse, ResizeCqRequest, ResizeCqResponse,
+};
 use virtio_rdma_driver_core::buffer::CqLayout;
 use virtio_rdma_driver_core::{ArmMode, CompletionQueue};
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{wc_flag, wc_opcode, wc_status};
 
-use super::buffer::{Mapping, Words};
+use super::buffer::{Allocator, Mapping, Resource, Words};
 use super::lock::{SpinGuard, SpinLock};
 use super::qp::Queues;
-use super::{context, object, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
+use super::{context, object, pd, status, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
 
 // The numbers of the specification are those of verbs: completions need no translation.
 const _: () = {
@@ -41,7 +45,8 @@ const _: () = {
 struct Cq {
     base: sys::verbs_cq,
     state: SpinLock<State>,
-    buffer: Mapping,
+    /// Of the parent domain, if there is one: for another buffer.
+    allocator: Option<Arc<Allocator>>,
 }
 
 /// What the lock of a completion queue protects.
@@ -52,8 +57,15 @@ pub struct State {
     qps: HashMap<u32, Arc<Queues>, BuildHasherDefault<QpnHasher>>,
     /// The one that was looked for last.
     last: Option<(u32, Arc<Queues>)>,
-    /// The completion that extended polling is at.
+    /// XRC shared receive queues that complete here, for queue pairs that are anybody's.
+    xrc_srqs: u32,
+    /// Completions have time stamps.
+    stamped: bool,
+    /// The completion that extended polling is at, and its time stamp.
     current: Cqe,
+    timestamp: u64,
+    // The memory of the queue, so after it.
+    buffer: Mapping,
 }
 
 impl State {
@@ -62,11 +74,13 @@ impl State {
     fn poll(&mut self) -> Option<Cqe> {
         loop {
             let mut cqe = self.queue.poll()?;
-            // What belongs to no queue pair (any longer) is not for the application.
-            let Some(queues) = self.find(cqe.qp_num) else {
-                continue;
-            };
-            queues.complete(&cqe);
+            let of_srq = self.xrc_srqs > 0 && cqe.opcode & wc_opcode::RECV != 0;
+            match self.find(cqe.qp_num) {
+                Some(queues) => queues.complete(&cqe),
+                None if of_srq => {}
+                // What belongs to no queue pair (any longer) is not for the application.
+                None => continue,
+            }
             if cqe.status > wc_status::GENERAL_ERR {
                 cqe.status = wc_status::GENERAL_ERR;
             }
@@ -147,6 +161,33 @@ pub unsafe fn detach(cq: *mut sys::ibv_cq, qpn: u32) {
     }
 }
 
+/// Makes receive completions of any queue pair acceptable.
+///
+/// # Safety
+/// The completion queue is ours and alive.
+pub unsafe fn attach_xrc_srq(cq: *mut sys::ibv_cq) {
+    // SAFETY: as the caller says.
+    unsafe { state(cq) }.lock().xrc_srqs += 1;
+}
+
+/// Undoes [`attach_xrc_srq`].
+///
+/// # Safety
+/// The completion queue is ours and alive.
+pub unsafe fn detach_xrc_srq(cq: *mut sys::ibv_cq) {
+    // SAFETY: as the caller says.
+    unsafe { state(cq) }.lock().xrc_srqs -= 1;
+}
+
+fn layout(cqe: u32, stamped: bool) -> Result<CqLayout, Errno> {
+    let layout = if stamped {
+        CqLayout::extended(cqe)
+    } else {
+        CqLayout::new(cqe)
+    };
+    layout.ok_or(EINVAL)
+}
+
 /// Creates a completion queue for `cqe` entries; `command` has the kernel create it.
 ///
 /// # Safety
@@ -154,6 +195,8 @@ pub unsafe fn detach(cq: *mut sys::ibv_cq, qpn: u32) {
 unsafe fn create(
     context: *mut sys::ibv_context,
     cqe: u32,
+    stamped: bool,
+    allocator: Option<Arc<Allocator>>,
     command: impl FnOnce(&mut sys::verbs_cq, [u8; CreateCqRequest::SIZE]) -> c_int,
 ) -> Result<*mut Cq, Errno> {
     // SAFETY: as the caller says.
@@ -161,29 +204,33 @@ unsafe fn create(
     if cqe > limits.max_cqe {
         return Err(EINVAL);
     }
-    let layout = CqLayout::new(cqe).ok_or(EINVAL)?;
-    let buffer = Mapping::anonymous(layout.size)?;
-    // SAFETY: writable memory, which `Cq` keeps as long as the queue.
-    let words = unsafe { Words::new(&buffer) };
-    let state = State {
-        queue: CompletionQueue::new(words, &layout.ring)?,
-        qps: HashMap::default(),
-        last: None,
-        current: Cqe::default(),
-    };
-    let mut cq = Box::new(Cq {
-        base: zeroed(),
-        state: SpinLock::new(state),
-        buffer,
-    });
+    let layout = layout(cqe, stamped)?;
+    let buffer = Mapping::queue(layout.size, allocator.as_ref(), Resource::Cq)?;
     let request = CreateCqRequest {
-        buffer: cq.buffer.address() as u64,
-        length: cq.buffer.length() as u64,
+        buffer: buffer.address() as u64,
+        length: buffer.length() as u64,
         entries: layout.ring.entries,
         ring_offset: layout.ring.offset,
         stride: layout.ring.stride,
         flags: 0,
     };
+    // SAFETY: writable memory, which `State` keeps as long as the queue.
+    let words = unsafe { Words::new(&buffer) };
+    let state = State {
+        queue: CompletionQueue::new(words, &layout.ring)?,
+        qps: HashMap::default(),
+        last: None,
+        xrc_srqs: 0,
+        stamped,
+        current: Cqe::default(),
+        timestamp: 0,
+        buffer,
+    };
+    let mut cq = Box::new(Cq {
+        base: zeroed(),
+        state: SpinLock::new(state),
+        allocator,
+    });
     Errno::check(command(&mut cq.base, request.to_bytes()))?;
     Ok(Box::into_raw(cq))
 }
@@ -215,7 +262,7 @@ pub unsafe extern "C" fn create_cq(
         }
     };
     // SAFETY: objects are ours and alive. A negative number of entries becomes one above all limits.
-    object(unsafe { create(context, cqe as u32, command) }).cast()
+    object(unsafe { create(context, cqe as u32, false, None, command) }).cast()
 }
 
 pub unsafe extern "C" fn create_cq_ex(
@@ -237,13 +284,30 @@ unsafe fn try_create_cq_ex(
     } else {
         0
     };
+    const MASK: u32 = sys::IBV_CQ_INIT_ATTR_MASK_FLAGS | sys::IBV_CQ_INIT_ATTR_MASK_PD;
+    const STAMPED: u64 = sys::IBV_WC_EX_WITH_COMPLETION_TIMESTAMP as u64;
+    let stamped = attr.wc_flags & STAMPED != 0;
+    // SAFETY: as the caller says.
+    let supported = if unsafe { context::shared(context) }.has(feature::CQ_TIMESTAMP) {
+        u64::from(sys::IBV_WC_STANDARD_FLAGS) | STAMPED
+    } else {
+        u64::from(sys::IBV_WC_STANDARD_FLAGS)
+    };
     // SINGLE_THREADED is a permission that we need not use.
-    if attr.comp_mask & !sys::IBV_CQ_INIT_ATTR_MASK_FLAGS != 0
+    if attr.comp_mask & !MASK != 0
         || flags & !sys::IBV_CREATE_CQ_ATTR_SINGLE_THREADED != 0
-        || attr.wc_flags & !u64::from(sys::IBV_WC_STANDARD_FLAGS) != 0
+        || attr.wc_flags & !supported != 0
     {
         return Err(EOPNOTSUPP);
     }
+    let allocator = if attr.comp_mask & sys::IBV_CQ_INIT_ATTR_MASK_PD == 0 {
+        None
+    } else if attr.parent_domain.is_null() {
+        return Err(EINVAL);
+    } else {
+        // SAFETY: objects are ours and alive.
+        unsafe { pd::allocator(attr.parent_domain) }
+    };
     let command = |base: &mut sys::verbs_cq, request| {
         let mut cmd = With::<sys::ibv_create_cq_ex, _>::new(request);
         let mut response =
@@ -254,6 +318,8 @@ unsafe fn try_create_cq_ex(
             sys::ibv_cmd_create_cq_ex(
                 context,
                 attr,
+                #[cfg(pabi = "65")]
+                ptr::null_mut(),
                 base,
                 (&raw mut cmd).cast(),
                 cmd_size,
@@ -264,7 +330,7 @@ unsafe fn try_create_cq_ex(
         }
     };
     // SAFETY: as the caller says.
-    let cq = unsafe { create(context, attr.cqe, command) }?;
+    let cq = unsafe { create(context, attr.cqe, stamped, allocator, command) }?;
     // SAFETY: just created.
     let ex = unsafe { &mut (*cq).base.__bindgen_anon_1.cq_ex };
     ex.start_poll = Some(start_poll);
@@ -280,6 +346,9 @@ unsafe fn try_create_cq_ex(
     ex.read_slid = Some(read_slid);
     ex.read_sl = Some(read_sl);
     ex.read_dlid_path_bits = Some(read_dlid_path_bits);
+    if stamped {
+        ex.read_completion_ts = Some(read_completion_ts);
+    }
     Ok(cq)
 }
 
@@ -292,6 +361,68 @@ pub unsafe extern "C" fn destroy_cq(cq: *mut sys::ibv_cq) -> c_int {
         }
         rc
     }
+}
+
+pub unsafe extern "C" fn resize_cq(cq: *mut sys::ibv_cq, cqe: c_int) -> c_int {
+    // SAFETY: objects are ours and alive.
+    status(unsafe { try_resize_cq(cq, cqe) })
+}
+
+/// # Safety
+/// The queue is ours and alive.
+unsafe fn try_resize_cq(cq: *mut sys::ibv_cq, cqe: c_int) -> Result<(), Errno> {
+    // SAFETY: as the caller says.
+    let (limits, allocator) = unsafe {
+        let limits = context::shared((*cq).context).limits();
+        (limits, (*cq.cast::<Cq>()).allocator.as_ref())
+    };
+    let entries = u32::try_from(cqe).map_err(|_| EINVAL)?;
+    if entries > limits.max_cqe {
+        return Err(EINVAL);
+    }
+    // Nobody polls from now on, until the device has moved the completions.
+    // SAFETY: as the caller says.
+    let mut lock = unsafe { state(cq) }.lock();
+    let state = &mut *lock;
+    let layout = layout(entries, state.stamped)?;
+    let buffer = Mapping::queue(layout.size, allocator, Resource::Cq)?;
+    // SAFETY: writable memory, which `State` keeps as long as the queue.
+    let words = unsafe { Words::new(&buffer) };
+    let resized = state.queue.prepare_resize(words, &layout.ring)?;
+    let request = ResizeCqRequest {
+        buffer: buffer.address() as u64,
+        length: buffer.length() as u64,
+        entries: layout.ring.entries,
+        ring_offset: layout.ring.offset,
+    };
+    let mut cmd = With::<sys::ibv_resize_cq, _>::new(request.to_bytes());
+    let mut response = With::<sys::ib_uverbs_resize_cq_resp, _>::new([0; ResizeCqResponse::SIZE]);
+    let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
+    // SAFETY: objects are ours and alive; command and response are of these sizes.
+    Errno::check(unsafe {
+        sys::ibv_cmd_resize_cq(
+            cq,
+            cqe,
+            (&raw mut cmd).cast(),
+            cmd_size,
+            (&raw mut response).cast(),
+            response_size,
+        )
+    })?;
+    state.queue.resized(resized);
+    state.buffer = buffer;
+    Ok(())
+}
+
+/// Moderation: the kernel module keeps it.
+pub unsafe extern "C" fn modify_cq(
+    cq: *mut sys::ibv_cq,
+    attr: *mut sys::ibv_modify_cq_attr,
+) -> c_int {
+    let mut cmd: sys::ibv_modify_cq = zeroed();
+    let size = size_of_val(&cmd);
+    // SAFETY: objects are ours and alive, and so are the attributes.
+    unsafe { sys::ibv_cmd_modify_cq(cq, attr, ptr::from_mut(&mut cmd), size) }
 }
 
 pub unsafe extern "C" fn req_notify_cq(cq: *mut sys::ibv_cq, solicited_only: c_int) -> c_int {
@@ -383,6 +514,9 @@ unsafe fn step(cq: *mut sys::ibv_cq_ex, state: &mut State) -> bool {
         (*cq).status = cqe.status.into();
         (*cq).wr_id = cqe.wr_id;
     }
+    if state.stamped {
+        state.timestamp = state.queue.extension().timestamp;
+    }
     state.current = cqe;
     true
 }
@@ -429,6 +563,11 @@ unsafe extern "C" fn end_poll(cq: *mut sys::ibv_cq_ex) {
 unsafe fn current(cq: *mut sys::ibv_cq_ex) -> Cqe {
     // SAFETY: as the caller says.
     unsafe { polling(cq) }.current
+}
+
+unsafe extern "C" fn read_completion_ts(cq: *mut sys::ibv_cq_ex) -> u64 {
+    // SAFETY: objects are ours and alive; called between start_poll and end_poll.
+    unsafe { polling(cq) }.timestamp
 }
 
 macro_rules! readers {

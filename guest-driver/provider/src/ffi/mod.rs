@@ -4,11 +4,16 @@
 //! libibverbs calls every operation with objects that it got from the operation that created them and that are not destroyed
 //! yet; that is the invariant most SAFETY comments here appeal to ("objects are ours and alive").
 
+mod ah;
 mod buffer;
 mod context;
 mod cq;
+mod ioctl;
 mod lock;
+mod mr;
+mod pd;
 mod qp;
+mod srq;
 mod wr;
 
 use core::ffi::{c_char, c_int, CStr};
@@ -68,30 +73,57 @@ macro_rules! c_data {
     )*};
 }
 c_data!(
+    ib_uverbs_alloc_mw_resp,
     ib_uverbs_alloc_pd_resp,
+    ib_uverbs_attr,
+    ib_uverbs_create_ah_resp,
     ib_uverbs_create_cq_resp,
     ib_uverbs_create_qp_resp,
+    ib_uverbs_create_srq_resp,
     ib_uverbs_ex_create_cq_resp,
+    ib_uverbs_ex_create_qp_resp,
     ib_uverbs_ex_query_device_resp,
     ib_uverbs_get_context_resp,
+    ib_uverbs_open_xrcd_resp,
     ib_uverbs_reg_mr_resp,
+    ib_uverbs_rereg_mr_resp,
+    ib_uverbs_resize_cq_resp,
+    ibv_ah,
+    ibv_alloc_mw,
     ibv_alloc_pd,
+    ibv_command_buffer,
     ibv_create_cq,
     ibv_create_cq_ex,
     ibv_create_qp,
+    ibv_create_qp_ex,
+    ibv_create_srq,
+    ibv_create_xsrq,
+    ibv_device_attr_ex,
     ibv_get_context,
+    ibv_modify_cq,
     ibv_modify_qp,
+    ibv_modify_srq,
+    ibv_mw,
+    ibv_open_qp,
+    ibv_open_xrcd,
     ibv_pd,
     ibv_query_port,
     ibv_query_qp,
+    ibv_query_srq,
     ibv_reg_mr,
+    ibv_rereg_mr,
+    ibv_resize_cq,
+    ibv_td,
     verbs_context_ops,
     verbs_cq,
     verbs_device,
     verbs_device_ops,
+    verbs_dm,
     verbs_match_ent,
     verbs_mr,
     verbs_qp,
+    verbs_srq,
+    verbs_xrcd,
 );
 
 /// A structure of libibverbs and behind it the driver's own data, as commands and responses have it.
@@ -139,6 +171,7 @@ static DEVICE_OPS: Table<sys::verbs_device_ops> = Table(sys::verbs_device_ops {
     alloc_device: Some(alloc_device),
     uninit_device: Some(uninit_device),
     alloc_context: Some(context::alloc_context),
+    import_context: Some(context::import_context),
     ..zeroed()
 });
 

@@ -3,19 +3,22 @@
 
 use core::cell::UnsafeCell;
 use core::ffi::c_int;
-use core::slice;
 use core::sync::atomic::{AtomicU32, Ordering};
+use core::{ptr, slice};
 use std::sync::Arc;
 
 use virtio_rdma_driver_core::abi::{CreateQpRequest, CreateQpResponse};
 use virtio_rdma_driver_core::buffer::{QpCaps, QpLayout};
-use virtio_rdma_driver_core::{Doorbell, RecvQueue, SendBatch, SendQueue};
-use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge};
-use virtio_rdma_spec::verbs::{send_flag, wc_opcode, wr_opcode};
+use virtio_rdma_driver_core::{Doorbell, RecvQueue, SendBatch, SendEntry, SendQueue};
+use virtio_rdma_spec::config::feature;
+use virtio_rdma_spec::ring::{BindMw, Cqe, SendWqe, Sge, UdWqe};
+use virtio_rdma_spec::verbs::{access, send_flag, wc_opcode, wr_opcode};
 
-use super::buffer::{Mapping, Notify, Words};
+use super::buffer::{Mapping, Notify, Resource, Words};
 use super::lock::SpinLock;
-use super::{context, cq, object, status, sys, wr, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
+use super::{
+    ah, context, cq, object, pd, status, sys, wr, zeroed, Errno, With, EINVAL, EOPNOTSUPP,
+};
 
 // The numbers of the specification are those of verbs: work requests need no translation.
 const _: () = {
@@ -26,6 +29,13 @@ const _: () = {
     assert!(wr_opcode::RDMA_READ as u32 == sys::IBV_WR_RDMA_READ);
     assert!(wr_opcode::ATOMIC_CMP_AND_SWP as u32 == sys::IBV_WR_ATOMIC_CMP_AND_SWP);
     assert!(wr_opcode::ATOMIC_FETCH_AND_ADD as u32 == sys::IBV_WR_ATOMIC_FETCH_AND_ADD);
+    assert!(wr_opcode::LOCAL_INV as u32 == sys::IBV_WR_LOCAL_INV);
+    assert!(wr_opcode::BIND_MW as u32 == sys::IBV_WR_BIND_MW);
+    assert!(wr_opcode::SEND_WITH_INV as u32 == sys::IBV_WR_SEND_WITH_INV);
+    assert!(wr_opcode::FLUSH as u32 == sys::IBV_WR_FLUSH);
+    assert!(wr_opcode::ATOMIC_WRITE as u32 == sys::IBV_WR_ATOMIC_WRITE);
+    assert!(access::REMOTE_WRITE == sys::IBV_ACCESS_REMOTE_WRITE);
+    assert!(access::ZERO_BASED == sys::IBV_ACCESS_ZERO_BASED);
     assert!(send_flag::FENCE as u32 == sys::IBV_SEND_FENCE);
     assert!(send_flag::SIGNALED as u32 == sys::IBV_SEND_SIGNALED);
     assert!(send_flag::SOLICITED as u32 == sys::IBV_SEND_SOLICITED);
@@ -37,8 +47,64 @@ const _: () = {
 pub struct Qp {
     base: sys::verbs_qp,
     queues: Arc<Queues>,
+    /// Where it completes; null where it does not.
+    cqs: [*mut sys::ibv_cq; 2],
     /// What `ibv_wr_*` is at; belongs to who holds the lock of the send queue.
     pub wr: UnsafeCell<wr::State>,
+}
+
+/// What the entries of a send queue are like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// RC, UC: the queue pair knows where messages go.
+    Connected,
+    /// UD: each work request has an address.
+    Datagram,
+    /// XRC: each work request names a shared receive queue.
+    Xrc,
+}
+
+/// The opcodes that a type of queue pair has, on a device with these features.
+fn opcodes(qp_type: sys::ibv_qp_type, shared: &context::Shared) -> u32 {
+    const fn bits(opcodes: &[u8]) -> u32 {
+        let (mut bits, mut i) = (0, 0);
+        while i < opcodes.len() {
+            bits |= 1 << opcodes[i];
+            i += 1;
+        }
+        bits
+    }
+    const SEND: u32 = bits(&[wr_opcode::SEND, wr_opcode::SEND_WITH_IMM]);
+    const WRITE: u32 = bits(&[wr_opcode::RDMA_WRITE, wr_opcode::RDMA_WRITE_WITH_IMM]);
+    const READ: u32 = bits(&[wr_opcode::RDMA_READ]);
+    const WINDOWS: u32 = bits(&[
+        wr_opcode::LOCAL_INV,
+        wr_opcode::BIND_MW,
+        wr_opcode::SEND_WITH_INV,
+    ]);
+    const ATOMIC: u32 = bits(&[
+        wr_opcode::ATOMIC_CMP_AND_SWP,
+        wr_opcode::ATOMIC_FETCH_AND_ADD,
+        wr_opcode::ATOMIC_WRITE,
+    ]);
+    const FLUSH: u32 = bits(&[wr_opcode::FLUSH]);
+    let mut known = SEND | WRITE | READ;
+    for (feature, opcodes) in [
+        (feature::MW, WINDOWS),
+        (feature::ATOMIC, ATOMIC),
+        (feature::FLUSH, FLUSH),
+    ] {
+        if shared.has(feature) {
+            known |= opcodes;
+        }
+    }
+    known
+        & match qp_type {
+            sys::IBV_QPT_RC | sys::IBV_QPT_XRC_SEND => u32::MAX,
+            sys::IBV_QPT_UC => SEND | WRITE | WINDOWS,
+            sys::IBV_QPT_UD => SEND,
+            _ => 0,
+        }
 }
 
 /// The queues of a queue pair, shared with the completion queues, which free their entries.
@@ -50,12 +116,15 @@ pub struct Queues {
     rq_lock: SpinLock<()>,
     /// The state that the application moved the queue pair to.
     state: AtomicU32,
-    doorbell: Doorbell<Words>,
-    notify: Notify,
+    /// None for an XRC target.
+    doorbell: Option<(Doorbell<Words>, Notify)>,
+    kind: Kind,
+    /// Opcodes of send work requests that may be posted: bits.
+    opcodes: u32,
     /// The number that completions name.
     qpn: u32,
     // The memory of all that, so after it.
-    _buffer: Mapping,
+    _buffer: Option<Mapping>,
     _context: Arc<context::Shared>,
 }
 
@@ -75,8 +144,10 @@ impl Queues {
     /// Tells the device that there is new work.
     #[inline(always)]
     pub fn ring(&self) {
-        if self.doorbell.ring() {
-            self.notify.wake();
+        if let Some((doorbell, notify)) = &self.doorbell {
+            if doorbell.ring() {
+                notify.wake();
+            }
         }
     }
 
@@ -87,6 +158,16 @@ impl Queues {
             sys::IBV_QPS_RESET | sys::IBV_QPS_INIT | sys::IBV_QPS_RTR => Err(EINVAL),
             _ => self.sq.as_ref().ok_or(EINVAL),
         }
+    }
+
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Whether work requests with this opcode may be posted.
+    #[inline(always)]
+    fn allows(&self, opcode: u32) -> bool {
+        self.opcodes.checked_shr(opcode).unwrap_or(0) & 1 != 0
     }
 
     #[inline(always)]
@@ -123,13 +204,47 @@ pub unsafe fn queues<'a>(qp: *mut sys::ibv_qp) -> &'a Arc<Queues> {
 /// What creating a queue pair needs of its attributes, which come in two forms.
 struct Request {
     context: *mut sys::ibv_context,
+    pd: *mut sys::ibv_pd,
     send_cq: *mut sys::ibv_cq,
     recv_cq: *mut sys::ibv_cq,
+    has_srq: bool,
+    qp_type: sys::ibv_qp_type,
     caps: sys::ibv_qp_cap,
+    send_ops: u64,
 }
 
-type Command = With<sys::ibv_create_qp, { CreateQpRequest::SIZE }>;
-type Response = With<sys::ib_uverbs_create_qp_resp, { CreateQpResponse::SIZE }>;
+impl Request {
+    /// The capabilities of the queues that the queue pair itself has.
+    fn caps(&self) -> QpCaps {
+        let send = self.qp_type != sys::IBV_QPT_XRC_RECV;
+        let recv = !self.has_srq && send && self.qp_type != sys::IBV_QPT_XRC_SEND;
+        let (send, recv) = (u32::from(send), u32::from(recv));
+        QpCaps {
+            max_send_wr: self.caps.max_send_wr * send,
+            max_recv_wr: self.caps.max_recv_wr * recv,
+            max_send_sge: self.caps.max_send_sge * send,
+            max_recv_sge: self.caps.max_recv_sge * recv,
+            max_inline: self.caps.max_inline_data * send,
+        }
+    }
+
+    /// Where it completes.
+    fn cqs(&self) -> Result<[*mut sys::ibv_cq; 2], Errno> {
+        let cqs = match self.qp_type {
+            sys::IBV_QPT_XRC_RECV => return Ok([ptr::null_mut(); 2]),
+            sys::IBV_QPT_XRC_SEND => [self.send_cq, ptr::null_mut()],
+            _ if self.recv_cq.is_null() => return Err(EINVAL),
+            _ => [self.send_cq, self.recv_cq],
+        };
+        if self.send_cq.is_null() {
+            return Err(EINVAL);
+        }
+        Ok(cqs)
+    }
+}
+
+type Driver = [u8; CreateQpRequest::SIZE];
+type Created = [u8; CreateQpResponse::SIZE];
 
 /// Creates a queue pair; `command` has the kernel create it.
 ///
@@ -137,50 +252,65 @@ type Response = With<sys::ib_uverbs_create_qp_resp, { CreateQpResponse::SIZE }>;
 /// The objects of the request are ours and alive.
 unsafe fn create(
     request: &Request,
-    command: impl FnOnce(&mut sys::verbs_qp, &mut Command, &mut Response) -> c_int,
+    command: impl FnOnce(&mut sys::verbs_qp, Driver) -> Result<Created, Errno>,
 ) -> Result<*mut Qp, Errno> {
     // SAFETY: as the caller says.
-    let shared = unsafe { context::shared(request.context) };
-    let limits = shared.limits();
-    let caps = QpCaps {
-        max_send_wr: request.caps.max_send_wr,
-        max_recv_wr: request.caps.max_recv_wr,
-        max_send_sge: request.caps.max_send_sge,
-        max_recv_sge: request.caps.max_recv_sge,
-        max_inline: request.caps.max_inline_data,
+    let (shared, allocator) =
+        unsafe { (context::shared(request.context), pd::allocator(request.pd)) };
+    let kind = match request.qp_type {
+        sys::IBV_QPT_RC | sys::IBV_QPT_UC => Kind::Connected,
+        sys::IBV_QPT_UD => Kind::Datagram,
+        sys::IBV_QPT_XRC_SEND | sys::IBV_QPT_XRC_RECV => Kind::Xrc,
+        _ => return Err(EOPNOTSUPP),
     };
+    let opcodes = opcodes(request.qp_type, &shared);
+    if !wr::supports(request.send_ops, opcodes) {
+        return Err(EOPNOTSUPP);
+    }
+    let cqs = request.cqs()?;
+    let (caps, limits) = (request.caps(), shared.limits());
     if caps.max_send_wr > limits.max_qp_wr
         || caps.max_recv_wr > limits.max_qp_wr
         || caps.max_send_sge > limits.max_sge
         || caps.max_recv_sge > limits.max_sge
         || caps.max_inline > limits.max_inline
-        || request.send_cq.is_null()
-        || request.recv_cq.is_null()
     {
         return Err(EINVAL);
     }
-    let layout = QpLayout::new(&caps).ok_or(EINVAL)?;
-    let buffer = Mapping::anonymous(layout.size)?;
-    // SAFETY: writable memory, which `Queues` keeps as long as the queues.
-    let words = unsafe { Words::new(&buffer) };
-    let sq = (layout.sq.entries > 0)
-        .then(|| SendQueue::new(words, &layout.sq, caps.max_send_sge, caps.max_inline));
-    let rq = (layout.rq.entries > 0).then(|| RecvQueue::new(words, &layout.rq, caps.max_recv_sge));
-    let (sq, rq) = (sq.transpose()?, rq.transpose()?);
-
-    let driver = CreateQpRequest {
-        buffer: buffer.address() as u64,
-        length: buffer.length() as u64,
-        sq_entries: layout.sq.entries,
-        sq_stride: layout.sq.stride,
-        sq_offset: layout.sq.offset,
-        rq_entries: layout.rq.entries,
-        rq_stride: layout.rq.stride,
-        rq_offset: layout.rq.offset,
-        reserved: 0,
-    };
-    let mut cmd = With::new(driver.to_bytes());
-    let mut response = With::new([0; CreateQpResponse::SIZE]);
+    let layout = match kind {
+        Kind::Datagram => QpLayout::datagram(&caps),
+        Kind::Connected | Kind::Xrc => QpLayout::new(&caps),
+    }
+    .ok_or(EINVAL)?;
+    let mut driver = CreateQpRequest::default();
+    let (mut sq, mut rq, mut buffer) = (None, None, None);
+    if request.qp_type != sys::IBV_QPT_XRC_RECV {
+        let memory = Mapping::queue(layout.size, allocator.as_ref(), Resource::Qp)?;
+        // SAFETY: writable memory, which `Queues` keeps as long as the queues.
+        let words = unsafe { Words::new(&memory) };
+        if layout.sq.entries > 0 {
+            let (sge, inline) = (caps.max_send_sge, caps.max_inline);
+            sq = Some(match kind {
+                Kind::Datagram => SendQueue::datagram(words, &layout.sq, sge, inline),
+                Kind::Connected | Kind::Xrc => SendQueue::new(words, &layout.sq, sge, inline),
+            }?);
+        }
+        if layout.rq.entries > 0 {
+            rq = Some(RecvQueue::new(words, &layout.rq, caps.max_recv_sge)?);
+        }
+        driver = CreateQpRequest {
+            buffer: memory.address() as u64,
+            length: memory.length() as u64,
+            sq_entries: layout.sq.entries,
+            sq_stride: layout.sq.stride,
+            sq_offset: layout.sq.offset,
+            rq_entries: layout.rq.entries,
+            rq_stride: layout.rq.stride,
+            rq_offset: layout.rq.offset,
+            reserved: 0,
+        };
+        buffer = Some(memory);
+    }
     // libibverbs initializes a mutex and a condition in it: it stays where it is.
     let mut base: Box<core::mem::MaybeUninit<Qp>> = Box::new_uninit();
     let qp = base.as_mut_ptr();
@@ -190,18 +320,19 @@ unsafe fn create(
         field.write(zeroed());
         &mut *field
     };
-    Errno::check(command(base_field, &mut cmd, &mut response))?;
-    let created = CreateQpResponse::from_bytes(&response.driver);
-    // SAFETY: `Queues` keeps the context.
-    let doorbell = unsafe { shared.doorbell(created.doorbell_queue, created.slot) };
-    let (doorbell, notify) = match doorbell {
-        Ok(doorbell) => doorbell,
-        Err(error) => {
-            // SAFETY: just created; nobody knows it yet.
-            unsafe { sys::ibv_cmd_destroy_qp(qp.cast()) };
-            return Err(error);
+    let created = CreateQpResponse::from_bytes(&command(base_field, driver.to_bytes())?);
+    let mut doorbell = None;
+    if buffer.is_some() {
+        // SAFETY: `Queues` keeps the context.
+        match unsafe { shared.doorbell(created.doorbell_queue, created.slot) } {
+            Ok(found) => doorbell = Some(found),
+            Err(error) => {
+                // SAFETY: just created; nobody knows it yet.
+                unsafe { sys::ibv_cmd_destroy_qp(qp.cast()) };
+                return Err(error);
+            }
         }
-    };
+    }
     let queues = Arc::new(Queues {
         sq,
         sq_lock: SpinLock::default(),
@@ -209,16 +340,19 @@ unsafe fn create(
         rq_lock: SpinLock::default(),
         state: AtomicU32::new(sys::IBV_QPS_RESET),
         doorbell,
-        notify,
+        kind,
+        opcodes,
         qpn: created.qpn,
         _buffer: buffer,
         _context: shared,
     });
-    // SAFETY: the completion queues are ours and alive. With the two fields written the value is complete.
+    // SAFETY: the completion queues are ours and alive. With the three fields written the value is complete.
     unsafe {
-        cq::attach(request.send_cq, created.qpn, &queues);
-        cq::attach(request.recv_cq, created.qpn, &queues);
+        for cq in cqs.into_iter().filter(|cq| !cq.is_null()) {
+            cq::attach(cq, created.qpn, &queues);
+        }
         (&raw mut (*qp).queues).write(queues);
+        (&raw mut (*qp).cqs).write(cqs);
         (&raw mut (*qp).wr).write(UnsafeCell::default());
         Ok(Box::into_raw(base.assume_init()))
     }
@@ -228,28 +362,33 @@ pub unsafe extern "C" fn create_qp(
     pd: *mut sys::ibv_pd,
     attr: *mut sys::ibv_qp_init_attr,
 ) -> *mut sys::ibv_qp {
-    // SAFETY: objects are ours and alive, and so are the attributes.
+    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of these sizes.
     unsafe {
-        if !(*attr).srq.is_null() {
-            return object(Err(EOPNOTSUPP));
-        }
         let request = Request {
             context: (*pd).context,
+            pd,
             send_cq: (*attr).send_cq,
             recv_cq: (*attr).recv_cq,
+            has_srq: !(*attr).srq.is_null(),
+            qp_type: (*attr).qp_type,
             caps: (*attr).cap,
+            send_ops: 0,
         };
-        let command = |base: &mut sys::verbs_qp, cmd: &mut Command, response: &mut Response| {
-            let (cmd_size, response_size) = (size_of_val(cmd), size_of_val(response));
-            sys::ibv_cmd_create_qp(
+        let command = |base: &mut sys::verbs_qp, driver| {
+            let mut cmd = With::<sys::ibv_create_qp, _>::new(driver);
+            let mut response =
+                With::<sys::ib_uverbs_create_qp_resp, _>::new([0; CreateQpResponse::SIZE]);
+            let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
+            Errno::check(sys::ibv_cmd_create_qp(
                 pd,
-                (&raw mut *base).cast(),
+                ptr::from_mut(base).cast(),
                 attr,
-                (&raw mut *cmd).cast(),
+                (&raw mut cmd).cast(),
                 cmd_size,
-                (&raw mut *response).cast(),
+                (&raw mut response).cast(),
                 response_size,
-            )
+            ))?;
+            Ok(response.driver)
         };
         object(create(&request, command)).cast()
     }
@@ -259,33 +398,53 @@ pub unsafe extern "C" fn create_qp_ex(
     context: *mut sys::ibv_context,
     attr: *mut sys::ibv_qp_init_attr_ex,
 ) -> *mut sys::ibv_qp {
-    // SAFETY: objects are ours and alive, and so are the attributes.
+    const MASK: u32 = sys::IBV_QP_INIT_ATTR_PD
+        | sys::IBV_QP_INIT_ATTR_XRCD
+        | sys::IBV_QP_INIT_ATTR_CREATE_FLAGS
+        | sys::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    const FLAGS: u32 = sys::IBV_QP_CREATE_BLOCK_SELF_MCAST_LB;
+    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of these sizes.
     unsafe {
-        let supported = sys::IBV_QP_INIT_ATTR_PD | sys::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
-        let with_ops = (*attr).comp_mask & sys::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS != 0;
-        if (*attr).comp_mask & !supported != 0
-            || !(*attr).srq.is_null()
-            || (with_ops && !wr::supports((*attr).send_ops_flags))
-        {
+        let mask = (*attr).comp_mask;
+        let with_ops = mask & sys::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS != 0;
+        let bad_flags =
+            mask & sys::IBV_QP_INIT_ATTR_CREATE_FLAGS != 0 && (*attr).create_flags & !FLAGS != 0;
+        if mask & !MASK != 0 || bad_flags {
             return object(Err(EOPNOTSUPP));
         }
+        if with_ops && (*attr).send_ops_flags & u64::from(sys::IBV_QP_EX_WITH_ATOMIC_WRITE) != 0 {
+            // The data of the operation are in the entry.
+            let inline = &mut (*attr).cap.max_inline_data;
+            *inline = (*inline).max(wr::ATOMIC_WRITE_SIZE);
+        }
+        let has_pd = mask & sys::IBV_QP_INIT_ATTR_PD != 0;
         let request = Request {
             context,
+            pd: if has_pd { (*attr).pd } else { ptr::null_mut() },
             send_cq: (*attr).send_cq,
             recv_cq: (*attr).recv_cq,
+            has_srq: !(*attr).srq.is_null(),
+            qp_type: (*attr).qp_type,
             caps: (*attr).cap,
+            send_ops: if with_ops { (*attr).send_ops_flags } else { 0 },
         };
-        let command = |base: &mut sys::verbs_qp, cmd: &mut Command, response: &mut Response| {
-            let (cmd_size, response_size) = (size_of_val(cmd), size_of_val(response));
-            sys::ibv_cmd_create_qp_ex(
+        let command = |base: &mut sys::verbs_qp, driver| {
+            let mut cmd = With::<sys::ibv_create_qp_ex, _>::new(driver);
+            let mut response =
+                With::<sys::ib_uverbs_ex_create_qp_resp, _>::new([0; CreateQpResponse::SIZE]);
+            let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
+            Errno::check(sys::ibv_cmd_create_qp_ex2(
                 context,
                 base,
                 attr,
-                (&raw mut *cmd).cast(),
+                (&raw mut cmd).cast(),
                 cmd_size,
-                (&raw mut *response).cast(),
+                (&raw mut response).cast(),
                 response_size,
-            )
+                #[cfg(pabi = "65")]
+                ptr::null_mut(),
+            ))?;
+            Ok(response.driver)
         };
         let qp = object(create(&request, command));
         if !qp.is_null() && with_ops {
@@ -296,14 +455,60 @@ pub unsafe extern "C" fn create_qp_ex(
     }
 }
 
+/// Opens an XRC target that another process may have created.
+pub unsafe extern "C" fn open_qp(
+    context: *mut sys::ibv_context,
+    attr: *mut sys::ibv_qp_open_attr,
+) -> *mut sys::ibv_qp {
+    let mut cmd: sys::ibv_open_qp = zeroed();
+    let mut response: sys::ib_uverbs_create_qp_resp = zeroed();
+    let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
+    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of these sizes.
+    unsafe {
+        if (*attr).qp_type != sys::IBV_QPT_XRC_RECV {
+            return object(Err(EINVAL));
+        }
+        let mut qp = Box::new(Qp {
+            base: zeroed(),
+            queues: Arc::new(Queues {
+                sq: None,
+                sq_lock: SpinLock::default(),
+                rq: None,
+                rq_lock: SpinLock::default(),
+                state: AtomicU32::new(sys::IBV_QPS_RESET),
+                doorbell: None,
+                kind: Kind::Xrc,
+                opcodes: 0,
+                qpn: (*attr).qp_num,
+                _buffer: None,
+                _context: context::shared(context),
+            }),
+            cqs: [ptr::null_mut(); 2],
+            wr: UnsafeCell::default(),
+        });
+        let rc = sys::ibv_cmd_open_qp(
+            context,
+            &mut qp.base,
+            size_of::<sys::verbs_qp>() as c_int,
+            attr,
+            &mut cmd,
+            cmd_size,
+            &mut response,
+            response_size,
+        );
+        object(Errno::check(rc).map(|()| Box::into_raw(qp))).cast()
+    }
+}
+
 pub unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
     // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
     unsafe {
-        let (send_cq, recv_cq, qpn) = ((*qp).send_cq, (*qp).recv_cq, queues(qp).qpn);
+        let (cqs, qpn) = ((*qp.cast::<Qp>()).cqs, queues(qp).qpn);
         let rc = sys::ibv_cmd_destroy_qp(qp);
         if rc == 0 {
-            cq::detach(send_cq, qpn);
-            cq::detach(recv_cq, qpn);
+            for cq in cqs.into_iter().filter(|cq| !cq.is_null()) {
+                cq::detach(cq, qpn);
+            }
             drop(Box::from_raw(qp.cast::<Qp>()));
         }
         rc
@@ -327,8 +532,11 @@ pub unsafe extern "C" fn modify_qp(
         let state = (*attr).qp_state;
         if state == sys::IBV_QPS_RESET {
             queues.state.store(state, Ordering::Relaxed);
-            cq::forget((*qp).send_cq, queues.qpn);
-            cq::forget((*qp).recv_cq, queues.qpn);
+            for cq in (*qp.cast::<Qp>()).cqs {
+                if !cq.is_null() {
+                    cq::forget(cq, queues.qpn);
+                }
+            }
             queues.reset();
         }
         queues.state.store(state, Ordering::Relaxed);
@@ -348,7 +556,74 @@ pub unsafe extern "C" fn query_qp(
     unsafe { sys::ibv_cmd_query_qp(qp, attr, attr_mask, init_attr, &mut cmd, size) }
 }
 
-fn sge(sge: &sys::ibv_sge) -> Sge {
+/// The last bytes of a message arrive last, and nothing arrives after its completion.
+pub unsafe extern "C" fn query_qp_data_in_order(
+    qp: *mut sys::ibv_qp,
+    op: sys::ibv_wr_opcode,
+    _flags: u32,
+) -> c_int {
+    // SAFETY: objects are ours and alive.
+    let known = unsafe { queues(qp) }.allows(op);
+    // With RETURN_CAPS a mask is asked for, without it 0 or 1: this is both.
+    const _: () = assert!(sys::IBV_QUERY_QP_DATA_IN_ORDER_WHOLE_MSG == 1);
+    c_int::from(known)
+}
+
+/// What binds a window by a key: the entry, as far as it is about windows.
+///
+/// # Safety
+/// Window and region are ours and alive; the region may be null.
+pub unsafe fn bind(mw: *mut sys::ibv_mw, new_rkey: u32, info: &sys::ibv_mw_bind_info) -> BindMw {
+    let zero_based = info.mw_access_flags & sys::IBV_ACCESS_ZERO_BASED != 0;
+    // SAFETY: as the caller says.
+    let (mw_rkey, mr) = unsafe { ((*mw).rkey, info.mr.as_ref()) };
+    BindMw {
+        addr: if zero_based { 0 } else { info.addr },
+        mw_rkey,
+        length: info.length,
+        access: info.mw_access_flags,
+        mr_lkey: mr.map_or(0, |mr| mr.lkey),
+        mr_addr: info.addr,
+        new_rkey,
+        ..BindMw::default()
+    }
+}
+
+/// Binds a window of type 1: posts the work request, and gives the window its new key.
+pub unsafe extern "C" fn bind_mw(
+    qp: *mut sys::ibv_qp,
+    mw: *mut sys::ibv_mw,
+    request: *mut sys::ibv_mw_bind,
+) -> c_int {
+    // SAFETY: objects are ours and alive, and so is the request.
+    let (queues, request) = unsafe { (queues(qp), &*request) };
+    let post = || {
+        if !queues.allows(sys::IBV_WR_BIND_MW) {
+            return Err(EOPNOTSUPP);
+        }
+        let sq = queues.sendable()?;
+        let wqe = SendWqe {
+            opcode: wr_opcode::BIND_MW,
+            flags: request.send_flags as u8 & (send_flag::FENCE | send_flag::SIGNALED),
+            wr_id: request.wr_id,
+            ..SendWqe::default()
+        };
+        let _lock = queues.sq_lock.lock();
+        let mut batch = sq.batch();
+        // SAFETY: objects are ours and alive.
+        unsafe {
+            let rkey = (*mw).rkey;
+            let new_rkey = rkey & !0xff | rkey.wrapping_add(1) & 0xff;
+            batch.push_bind(&wqe, &bind(mw, new_rkey, &request.bind_info))?;
+            batch.commit();
+            (*mw).rkey = new_rkey;
+        }
+        Ok(())
+    };
+    status(post().map(|()| queues.ring()))
+}
+
+pub fn sge(sge: &sys::ibv_sge) -> Sge {
     Sge {
         addr: sge.addr,
         length: sge.length,
@@ -361,7 +636,7 @@ fn sge(sge: &sys::ibv_sge) -> Sge {
 /// # Safety
 /// The list has so many entries, unless the number is negative.
 #[inline(always)]
-unsafe fn list<'a, T>(first: *mut T, count: c_int) -> Result<&'a [T], Errno> {
+pub unsafe fn list<'a, T>(first: *mut T, count: c_int) -> Result<&'a [T], Errno> {
     match usize::try_from(count) {
         Ok(0) => Ok(&[]),
         // SAFETY: as the caller says.
@@ -387,11 +662,14 @@ unsafe fn send_wqe(wr: &sys::ibv_send_wr) -> Result<SendWqe, Errno> {
     // SAFETY: the fields that the opcode demands, all of them integers.
     unsafe {
         match wr.opcode {
-            sys::IBV_WR_SEND => {}
+            sys::IBV_WR_SEND | sys::IBV_WR_BIND_MW => {}
             sys::IBV_WR_SEND_WITH_IMM => {
                 wqe.imm = imm(wr.__bindgen_anon_1.imm_data);
             }
-            sys::IBV_WR_RDMA_WRITE | sys::IBV_WR_RDMA_READ => {
+            sys::IBV_WR_SEND_WITH_INV | sys::IBV_WR_LOCAL_INV => {
+                wqe.imm = wr.__bindgen_anon_1.invalidate_rkey;
+            }
+            sys::IBV_WR_RDMA_WRITE | sys::IBV_WR_RDMA_READ | sys::IBV_WR_ATOMIC_WRITE => {
                 wqe.remote_addr = wr.wr.rdma.remote_addr;
                 wqe.rkey = wr.wr.rdma.rkey;
             }
@@ -423,8 +701,10 @@ pub fn takes_inline(opcode: u8) -> bool {
         opcode,
         wr_opcode::SEND
             | wr_opcode::SEND_WITH_IMM
+            | wr_opcode::SEND_WITH_INV
             | wr_opcode::RDMA_WRITE
             | wr_opcode::RDMA_WRITE_WITH_IMM
+            | wr_opcode::ATOMIC_WRITE
     )
 }
 
@@ -441,24 +721,91 @@ pub unsafe fn bytes<'a>(addr: *const u8, length: usize) -> &'a [u8] {
     unsafe { slice::from_raw_parts(addr, length) }
 }
 
+/// The entry for a datagram, without its data.
+///
 /// # Safety
-/// The work request is initialized as its opcode and flags demand.
+/// The work request is initialized as its opcode demands, and its address handle is ours and alive.
 #[inline(always)]
-unsafe fn push_send(batch: &mut SendBatch<'_, Words>, wr: &sys::ibv_send_wr) -> Result<(), Errno> {
+unsafe fn ud_wqe(wr: &sys::ibv_send_wr) -> Result<UdWqe, Errno> {
     // SAFETY: as the caller says.
-    let (wqe, sges) = unsafe { (send_wqe(wr)?, list(wr.sg_list, wr.num_sge)?) };
-    if wqe.flags & send_flag::INLINE == 0 {
-        batch.push(&wqe, sges.iter().map(sge))?;
-    } else if takes_inline(wqe.opcode) {
+    unsafe {
+        let wqe = send_wqe(wr)?;
+        let to = wr.wr.ud;
+        if to.ah.is_null() {
+            return Err(EINVAL);
+        }
+        Ok(UdWqe {
+            opcode: wqe.opcode,
+            flags: wqe.flags,
+            imm: wqe.imm,
+            wr_id: wqe.wr_id,
+            remote_qpn: to.remote_qpn,
+            remote_qkey: to.remote_qkey,
+            ..ah::address(to.ah)
+        })
+    }
+}
+
+/// Adds an entry with the data of a work request.
+///
+/// # Safety
+/// The work request is initialized as its flags demand.
+#[inline(always)]
+unsafe fn push_data<E: SendEntry>(
+    batch: &mut SendBatch<'_, Words>,
+    wqe: &E,
+    opcode: u8,
+    wr: &sys::ibv_send_wr,
+) -> Result<(), Errno> {
+    // SAFETY: as the caller says.
+    let sges = unsafe { list(wr.sg_list, wr.num_sge)? };
+    if wqe.flags() & send_flag::INLINE == 0 {
+        batch.push(wqe, sges.iter().map(sge))?;
+    } else if takes_inline(opcode) {
         let parts = sges
             .iter()
             // SAFETY: inline data are where the entries say.
             .map(|sge| unsafe { bytes(sge.addr as *const u8, sge.length as usize) });
-        batch.push_inline(&wqe, parts)?;
+        batch.push_inline(wqe, parts)?;
     } else {
         return Err(EINVAL);
     }
     Ok(())
+}
+
+/// # Safety
+/// The work request is initialized as its opcode and flags demand.
+#[inline(always)]
+unsafe fn push_send(
+    queues: &Queues,
+    batch: &mut SendBatch<'_, Words>,
+    wr: &sys::ibv_send_wr,
+) -> Result<(), Errno> {
+    if !queues.allows(wr.opcode) {
+        return Err(EINVAL);
+    }
+    // SAFETY: as the caller says.
+    unsafe {
+        if queues.kind == Kind::Datagram {
+            let wqe = ud_wqe(wr)?;
+            return push_data(batch, &wqe, wqe.opcode, wr);
+        }
+        let mut wqe = send_wqe(wr)?;
+        if queues.kind == Kind::Xrc {
+            wqe.srqn = wr.qp_type.xrc.remote_srqn;
+        }
+        match wr.opcode {
+            sys::IBV_WR_BIND_MW => {
+                let window = wr.__bindgen_anon_2.bind_mw;
+                if window.mw.is_null() {
+                    return Err(EINVAL);
+                }
+                Ok(batch.push_bind(&wqe, &bind(window.mw, window.rkey, &window.bind_info))?)
+            }
+            sys::IBV_WR_LOCAL_INV => Ok(batch.push(&wqe, [])?),
+            _ => push_data(batch, &wqe, wqe.opcode, wr),
+        }
+    }
 }
 
 pub unsafe extern "C" fn post_send(
@@ -476,7 +823,7 @@ pub unsafe extern "C" fn post_send(
             // SAFETY: a list of work requests that ends with null.
             while let Some(request) = unsafe { wr.as_ref() } {
                 // SAFETY: the application initialized it.
-                result = unsafe { push_send(&mut batch, request) };
+                result = unsafe { push_send(queues, &mut batch, request) };
                 if result.is_err() {
                     break;
                 }

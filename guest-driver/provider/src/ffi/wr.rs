@@ -5,24 +5,49 @@ use core::ffi::{c_int, c_void};
 use core::mem;
 
 use virtio_rdma_driver_core::SendBatch;
-use virtio_rdma_spec::ring::{SendWqe, Sge};
+use virtio_rdma_spec::ring::{BindMw, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{send_flag, wr_opcode};
 
 use super::buffer::Words;
 use super::lock::SpinGuard;
-use super::qp::{bytes, imm, queues, takes_inline, Qp, Queues};
-use super::{status, sys, Errno, EINVAL};
+use super::qp::{self, bytes, imm, queues, takes_inline, Kind, Qp, Queues};
+use super::{ah, status, sys, Errno, EINVAL};
 
-/// Operations that there are; their flags are `1 <<` opcode of the work request.
-const SUPPORTED: u32 = sys::IBV_QP_EX_WITH_RDMA_WRITE
-    | sys::IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
-    | sys::IBV_QP_EX_WITH_SEND
-    | sys::IBV_QP_EX_WITH_SEND_WITH_IMM
-    | sys::IBV_QP_EX_WITH_RDMA_READ;
+/// Bytes of an ATOMIC_WRITE.
+pub const ATOMIC_WRITE_SIZE: u32 = 8;
 
-/// Whether all of these operations are supported.
-pub fn supports(send_ops_flags: u64) -> bool {
-    send_ops_flags & !u64::from(SUPPORTED) == 0
+/// Operations as creating a queue pair names them, and their opcodes.
+const OPERATIONS: [(u32, u8); 12] = [
+    (sys::IBV_QP_EX_WITH_RDMA_WRITE, wr_opcode::RDMA_WRITE),
+    (
+        sys::IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM,
+        wr_opcode::RDMA_WRITE_WITH_IMM,
+    ),
+    (sys::IBV_QP_EX_WITH_SEND, wr_opcode::SEND),
+    (sys::IBV_QP_EX_WITH_SEND_WITH_IMM, wr_opcode::SEND_WITH_IMM),
+    (sys::IBV_QP_EX_WITH_RDMA_READ, wr_opcode::RDMA_READ),
+    (
+        sys::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP,
+        wr_opcode::ATOMIC_CMP_AND_SWP,
+    ),
+    (
+        sys::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD,
+        wr_opcode::ATOMIC_FETCH_AND_ADD,
+    ),
+    (sys::IBV_QP_EX_WITH_LOCAL_INV, wr_opcode::LOCAL_INV),
+    (sys::IBV_QP_EX_WITH_BIND_MW, wr_opcode::BIND_MW),
+    (sys::IBV_QP_EX_WITH_SEND_WITH_INV, wr_opcode::SEND_WITH_INV),
+    (sys::IBV_QP_EX_WITH_FLUSH, wr_opcode::FLUSH),
+    (sys::IBV_QP_EX_WITH_ATOMIC_WRITE, wr_opcode::ATOMIC_WRITE),
+];
+
+/// Whether a queue pair with these opcodes has all of these operations.
+pub fn supports(send_ops_flags: u64, opcodes: u32) -> bool {
+    let known = OPERATIONS
+        .iter()
+        .filter(|(_, opcode)| opcodes & 1 << opcode != 0)
+        .fold(0, |known, (flag, _)| known | u64::from(*flag));
+    send_ops_flags & !known == 0
 }
 
 /// Between start and end. Belongs to who holds the lock of the send queue.
@@ -30,9 +55,34 @@ pub fn supports(send_ops_flags: u64) -> bool {
 pub struct State {
     /// Null only between batches, or if there is no posting in this state of the queue pair.
     batch: Option<SendBatch<'static, Words>>,
-    /// The operation whose data is to come.
-    pending: Option<SendWqe>,
+    /// The operation that is not complete yet.
+    pending: Option<Pending>,
     result: Result<(), Errno>,
+}
+
+/// An operation whose data or address is to come.
+#[derive(Debug)]
+struct Pending {
+    wqe: Wqe,
+    /// No address is missing.
+    addressed: bool,
+    /// Data that came before the address.
+    data: Option<Data>,
+}
+
+#[derive(Debug)]
+enum Wqe {
+    Connected(SendWqe),
+    Datagram(UdWqe),
+    Bind(SendWqe, BindMw),
+    /// With its data.
+    AtomicWrite(SendWqe, [u8; ATOMIC_WRITE_SIZE as usize]),
+}
+
+#[derive(Debug)]
+enum Data {
+    Sges(Vec<Sge>),
+    Inline(Vec<u8>),
 }
 
 impl Default for State {
@@ -45,50 +95,130 @@ impl Default for State {
     }
 }
 
+/// Adds an operation with scatter/gather entries.
+fn push_sges(
+    batch: &mut SendBatch<'static, Words>,
+    wqe: &Wqe,
+    sges: impl IntoIterator<Item = Sge>,
+) -> Result<(), Errno> {
+    Ok(match wqe {
+        Wqe::Connected(wqe) => batch.push(wqe, sges),
+        Wqe::Datagram(wqe) => batch.push(wqe, sges),
+        // These bring all they need.
+        Wqe::Bind(wqe, bind) => batch.push_bind(wqe, bind),
+        Wqe::AtomicWrite(wqe, data) => batch.push_inline(wqe, [&data[..]]),
+    }?)
+}
+
+/// Adds an operation with inline data.
+fn push_inline<'d>(
+    batch: &mut SendBatch<'static, Words>,
+    wqe: &Wqe,
+    parts: impl IntoIterator<Item = &'d [u8]>,
+) -> Result<(), Errno> {
+    match wqe {
+        Wqe::Connected(wqe) if takes_inline(wqe.opcode) => Ok(batch.push_inline(wqe, parts)?),
+        Wqe::Datagram(wqe) => Ok(batch.push_inline(wqe, parts)?),
+        _ => Err(EINVAL),
+    }
+}
+
 impl State {
-    /// Adds the pending operation, with data that `push` brings. The first error stays.
-    fn push(
-        &mut self,
-        push: impl FnOnce(&mut SendBatch<'static, Words>, &SendWqe) -> Result<(), Errno>,
-    ) {
-        if let (Some(batch), Some(wqe)) = (&mut self.batch, self.pending.take()) {
-            if self.result.is_ok() {
-                self.result = push(batch, &wqe);
+    /// Notes the first error.
+    fn note(&mut self, result: Result<(), Errno>) {
+        if self.result.is_ok() {
+            self.result = result;
+        }
+    }
+
+    #[inline(always)]
+    fn sges(&mut self, sges: impl IntoIterator<Item = Sge>) {
+        match (&mut self.batch, &mut self.pending) {
+            (Some(batch), Some(pending)) if pending.addressed => {
+                let result = push_sges(batch, &pending.wqe, sges);
+                self.pending = None;
+                self.note(result);
+            }
+            (_, Some(pending)) => pending.data = Some(Data::Sges(sges.into_iter().collect())),
+            _ => {}
+        }
+    }
+
+    #[inline(always)]
+    fn inline<'d>(&mut self, parts: impl IntoIterator<Item = &'d [u8]>) {
+        match (&mut self.batch, &mut self.pending) {
+            (Some(batch), Some(pending)) if pending.addressed => {
+                let result = push_inline(batch, &pending.wqe, parts);
+                self.pending = None;
+                self.note(result);
+            }
+            (_, Some(pending)) => {
+                pending.data = Some(Data::Inline(parts.into_iter().flatten().copied().collect()));
+            }
+            _ => {}
+        }
+    }
+
+    /// Sets the address of the operation, and adds it if its data are there already.
+    #[inline(always)]
+    fn address(&mut self, set: impl FnOnce(&mut Wqe)) {
+        let Some(pending) = &mut self.pending else {
+            return;
+        };
+        set(&mut pending.wqe);
+        pending.addressed = true;
+        match pending.data.take() {
+            None => {}
+            Some(Data::Sges(sges)) => self.sges(sges),
+            Some(Data::Inline(data)) => self.inline([&data[..]]),
+        }
+    }
+
+    /// Completes the operation that got no data: it has none.
+    #[inline(always)]
+    fn finish(&mut self) {
+        if let Some(pending) = &self.pending {
+            if pending.addressed {
+                self.sges([]);
+            } else {
+                self.pending = None;
+                self.note(Err(EINVAL));
             }
         }
     }
 
-    fn push_sges(&mut self, sges: impl IntoIterator<Item = Sge>) {
-        self.push(|batch, wqe| Ok(batch.push(wqe, sges)?));
-    }
-
-    fn push_inline<'d>(&mut self, parts: impl IntoIterator<Item = &'d [u8]>) {
-        self.push(|batch, wqe| {
-            if !takes_inline(wqe.opcode) {
-                return Err(EINVAL);
-            }
-            Ok(batch.push_inline(wqe, parts)?)
+    /// Begins an operation.
+    #[inline(always)]
+    fn begin(&mut self, wqe: Wqe, addressed: bool) {
+        self.finish();
+        self.pending = Some(Pending {
+            wqe,
+            addressed,
+            data: None,
         });
-    }
-
-    /// Begins an operation. One before it that got no data has none.
-    fn begin(&mut self, wqe: SendWqe) {
-        self.push_sges([]);
-        self.pending = Some(wqe);
     }
 }
 
 /// Sets the operations of a queue pair.
 pub fn set_ops(qp: &mut sys::ibv_qp_ex) {
+    qp.wr_atomic_cmp_swp = Some(wr_atomic_cmp_swp);
+    qp.wr_atomic_fetch_add = Some(wr_atomic_fetch_add);
+    qp.wr_atomic_write = Some(wr_atomic_write);
+    qp.wr_bind_mw = Some(wr_bind_mw);
+    qp.wr_flush = Some(wr_flush);
+    qp.wr_local_inv = Some(wr_local_inv);
     qp.wr_rdma_read = Some(wr_rdma_read);
     qp.wr_rdma_write = Some(wr_rdma_write);
     qp.wr_rdma_write_imm = Some(wr_rdma_write_imm);
     qp.wr_send = Some(wr_send);
     qp.wr_send_imm = Some(wr_send_imm);
+    qp.wr_send_inv = Some(wr_send_inv);
     qp.wr_set_inline_data = Some(wr_set_inline_data);
     qp.wr_set_inline_data_list = Some(wr_set_inline_data_list);
     qp.wr_set_sge = Some(wr_set_sge);
     qp.wr_set_sge_list = Some(wr_set_sge_list);
+    qp.wr_set_ud_addr = Some(wr_set_ud_addr);
+    qp.wr_set_xrc_srqn = Some(wr_set_xrc_srqn);
     qp.wr_start = Some(wr_start);
     qp.wr_complete = Some(wr_complete);
     qp.wr_abort = Some(wr_abort);
@@ -134,7 +264,7 @@ unsafe fn end<'a>(
 ) {
     // SAFETY: as the caller says; wr_start forgot the guard.
     let (lock, state) = unsafe { (ours(qp).sq_lock.resume(), state(qp)) };
-    state.push_sges([]);
+    state.finish();
     let batch = state.batch.take();
     (lock, state.result.map(|()| batch))
 }
@@ -160,32 +290,63 @@ unsafe extern "C" fn wr_abort(qp: *mut sys::ibv_qp_ex) {
     drop(lock);
 }
 
-/// Begins an operation with the id and the flags that the application set.
+/// The start of an operation, with the id and the flags that the application set.
 ///
 /// # Safety
-/// The queue pair is ours and alive, and this thread is between start and end.
-unsafe fn begin(qp: *mut sys::ibv_qp_ex, wqe: SendWqe) {
+/// The queue pair is ours and alive.
+#[inline(always)]
+unsafe fn head(qp: *mut sys::ibv_qp_ex, opcode: u8) -> SendWqe {
     const FLAGS: u8 = send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED;
     // SAFETY: as the caller says; the two fields are the application's.
     unsafe {
-        state(qp).begin(SendWqe {
+        SendWqe {
+            opcode,
             wr_id: (*qp).wr_id,
             flags: (*qp).wr_flags as u8 & FLAGS,
-            ..wqe
-        });
+            ..SendWqe::default()
+        }
+    }
+}
+
+/// Begins an operation.
+///
+/// # Safety
+/// The queue pair is ours and alive, and this thread is between start and end.
+#[inline(always)]
+unsafe fn begin(qp: *mut sys::ibv_qp_ex, wqe: SendWqe) {
+    // SAFETY: as the caller says.
+    let (kind, state) = unsafe { (ours(qp).kind(), state(qp)) };
+    match kind {
+        Kind::Connected => state.begin(Wqe::Connected(wqe), true),
+        Kind::Xrc => {
+            // What stays here has no destination.
+            let local = wqe.opcode == wr_opcode::LOCAL_INV;
+            state.begin(Wqe::Connected(wqe), local);
+        }
+        Kind::Datagram => {
+            let wqe = UdWqe {
+                opcode: wqe.opcode,
+                flags: wqe.flags,
+                imm: wqe.imm,
+                wr_id: wqe.wr_id,
+                ..UdWqe::default()
+            };
+            state.begin(Wqe::Datagram(wqe), false);
+        }
     }
 }
 
 macro_rules! operations {
     ($($name:ident($($arg:ident: $t:ty),*) => $opcode:ident { $($field:ident: $value:expr),* };)*) => {$(
         unsafe extern "C" fn $name(qp: *mut sys::ibv_qp_ex $(, $arg: $t)*) {
-            let wqe = SendWqe {
-                opcode: wr_opcode::$opcode,
-                $($field: $value,)*
-                ..SendWqe::default()
-            };
             // SAFETY: objects are ours and alive; between start and end.
-            unsafe { begin(qp, wqe) }
+            unsafe {
+                let wqe = SendWqe {
+                    $($field: $value,)*
+                    ..head(qp, wr_opcode::$opcode)
+                };
+                begin(qp, wqe);
+            }
         }
     )*};
 }
@@ -195,11 +356,86 @@ operations! {
     wr_rdma_write(key: u32, addr: u64) => RDMA_WRITE { rkey: key, remote_addr: addr };
     wr_rdma_write_imm(key: u32, addr: u64, data: u32) => RDMA_WRITE_WITH_IMM { rkey: key, remote_addr: addr, imm: imm(data) };
     wr_rdma_read(key: u32, addr: u64) => RDMA_READ { rkey: key, remote_addr: addr };
+    wr_send_inv(key: u32) => SEND_WITH_INV { imm: key };
+    wr_local_inv(key: u32) => LOCAL_INV { imm: key };
+    wr_atomic_cmp_swp(key: u32, addr: u64, compare: u64, swap: u64) =>
+        ATOMIC_CMP_AND_SWP { rkey: key, remote_addr: addr, operand0: compare, operand1: swap };
+    wr_atomic_fetch_add(key: u32, addr: u64, add: u64) =>
+        ATOMIC_FETCH_AND_ADD { rkey: key, remote_addr: addr, operand0: add };
+    wr_flush(key: u32, addr: u64, length: usize, placement: u8, level: u8) =>
+        FLUSH { rkey: key, remote_addr: addr, operand0: length as u64,
+            operand1: u64::from(placement) | u64::from(level) << 8 };
+}
+
+unsafe extern "C" fn wr_atomic_write(
+    qp: *mut sys::ibv_qp_ex,
+    rkey: u32,
+    remote_addr: u64,
+    data: *const c_void,
+) {
+    // SAFETY: objects are ours and alive; between start and end. The data are the application's.
+    unsafe {
+        let wqe = SendWqe {
+            rkey,
+            remote_addr,
+            ..head(qp, wr_opcode::ATOMIC_WRITE)
+        };
+        let data = data
+            .cast::<[u8; ATOMIC_WRITE_SIZE as usize]>()
+            .read_unaligned();
+        let addressed = ours(qp).kind() == Kind::Connected;
+        state(qp).begin(Wqe::AtomicWrite(wqe, data), addressed);
+    }
+}
+
+unsafe extern "C" fn wr_bind_mw(
+    qp: *mut sys::ibv_qp_ex,
+    mw: *mut sys::ibv_mw,
+    rkey: u32,
+    info: *const sys::ibv_mw_bind_info,
+) {
+    // SAFETY: objects are ours and alive; between start and end.
+    unsafe {
+        let wqe = Wqe::Bind(head(qp, wr_opcode::BIND_MW), qp::bind(mw, rkey, &*info));
+        state(qp).begin(wqe, true);
+    }
+}
+
+unsafe extern "C" fn wr_set_ud_addr(
+    qp: *mut sys::ibv_qp_ex,
+    ah: *mut sys::ibv_ah,
+    remote_qpn: u32,
+    remote_qkey: u32,
+) {
+    // SAFETY: objects are ours and alive; between start and end.
+    let (address, state) = unsafe { (ah::address(ah), state(qp)) };
+    state.address(|wqe| {
+        if let Wqe::Datagram(wqe) = wqe {
+            *wqe = UdWqe {
+                opcode: wqe.opcode,
+                flags: wqe.flags,
+                imm: wqe.imm,
+                wr_id: wqe.wr_id,
+                remote_qpn,
+                remote_qkey,
+                ..address
+            };
+        }
+    });
+}
+
+unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut sys::ibv_qp_ex, srqn: u32) {
+    // SAFETY: objects are ours and alive; between start and end.
+    unsafe { state(qp) }.address(|wqe| {
+        if let Wqe::Connected(wqe) | Wqe::AtomicWrite(wqe, _) = wqe {
+            wqe.srqn = srqn;
+        }
+    });
 }
 
 unsafe extern "C" fn wr_set_sge(qp: *mut sys::ibv_qp_ex, lkey: u32, addr: u64, length: u32) {
     // SAFETY: objects are ours and alive; between start and end.
-    unsafe { state(qp) }.push_sges([Sge { addr, length, lkey }]);
+    unsafe { state(qp) }.sges([Sge { addr, length, lkey }]);
 }
 
 unsafe extern "C" fn wr_set_sge_list(
@@ -217,12 +453,12 @@ unsafe extern "C" fn wr_set_sge_list(
         }
     });
     // SAFETY: objects are ours and alive; between start and end.
-    unsafe { state(qp) }.push_sges(sges);
+    unsafe { state(qp) }.sges(sges);
 }
 
 unsafe extern "C" fn wr_set_inline_data(qp: *mut sys::ibv_qp_ex, addr: *mut c_void, length: usize) {
     // SAFETY: objects are ours and alive; between start and end. The data are the application's.
-    unsafe { state(qp).push_inline([bytes(addr.cast(), length)]) };
+    unsafe { state(qp).inline([bytes(addr.cast(), length)]) };
 }
 
 unsafe extern "C" fn wr_set_inline_data_list(
@@ -238,5 +474,5 @@ unsafe extern "C" fn wr_set_inline_data_list(
         }
     });
     // SAFETY: objects are ours and alive; between start and end.
-    unsafe { state(qp) }.push_inline(parts);
+    unsafe { state(qp) }.inline(parts);
 }

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Commands about memory regions and windows.
+use std::sync::atomic::AtomicU32;
+use std::sync::Arc;
+
+use virtio_rdma_spec::command::{
+    mw_type, rereg_flag, AllocMw, PageList, RegMr, RegMrResponse, ReregMr,
+};
+use virtio_rdma_spec::config::feature;
+use virtio_rdma_spec::verbs::access;
+
+use super::{encode, handle_response, needs, resolve, zero};
+use crate::memory::Pages;
+use crate::rnic::Rnic;
+use crate::verbs::mr::{Backing, Mr};
+use crate::verbs::mw::Mw;
+use crate::verbs::Error;
+
+/// Longest region, bytes.
+pub(super) const MAX_MR_SIZE: u64 = 1 << 40;
+
+/// Access flags that a region may have.
+const ACCESS: u32 = access::LOCAL_WRITE
+    | access::REMOTE_WRITE
+    | access::REMOTE_READ
+    | access::REMOTE_ATOMIC
+    | access::ZERO_BASED
+    | access::HUGETLB
+    | access::RELAXED_ORDERING;
+
+/// Access flags that come with a feature.
+const ACCESS_FEATURES: [(u32, u32); 3] = [
+    (access::MW_BIND, feature::MW),
+    (access::FLUSH_GLOBAL, feature::FLUSH),
+    (access::PHYSICAL, feature::PHYSICAL_MR),
+];
+
+/// Access flags that the specification names, but that this device does not support: its pages are pinned and volatile.
+const ACCESS_NEVER: u32 = access::ON_DEMAND | access::FLUSH_PERSISTENT;
+
+fn check_access(rnic: &Rnic, wanted: u32) -> Result<(), Error> {
+    let known = ACCESS_FEATURES
+        .iter()
+        .fold(ACCESS | ACCESS_NEVER, |all, (bit, _)| all | bit);
+    zero(wanted & !known == 0)?;
+    let missing = ACCESS_FEATURES
+        .iter()
+        .any(|(bit, feature)| wanted & bit != 0 && !rnic.accepted(*feature));
+    if missing || wanted & ACCESS_NEVER != 0 {
+        return Err(Error::NotSupported);
+    }
+    // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1, 10.6.3.1).
+    let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
+    zero(wanted & writes == 0 || wanted & access::LOCAL_WRITE != 0)
+}
+
+/// What a region covers.
+struct Range {
+    iova: u64,
+    length: u64,
+    offset: u64,
+}
+
+impl Range {
+    /// Checks a range against its page list.
+    fn check(self, access: u32, list: &PageList) -> Result<Self, Error> {
+        let Self {
+            iova,
+            length,
+            offset,
+        } = self;
+        zero((1..=MAX_MR_SIZE).contains(&length))?;
+        let zero_based = access & access::ZERO_BASED != 0;
+        let iova = if zero_based { 0 } else { iova };
+        zero(iova.checked_add(length - 1).is_some())?;
+        let end = offset.checked_add(length).ok_or(Error::Invalid)?;
+        zero((12..=31).contains(&list.page_shift))?;
+        zero(offset >> list.page_shift == 0)?;
+        zero(u64::from(list.count) == end.div_ceil(1 << list.page_shift))?;
+        Ok(Self {
+            iova,
+            length,
+            offset,
+        })
+    }
+}
+
+pub(super) fn register(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
+    zero(body.reserved == [0; 7])?;
+    check_access(rnic, body.access)?;
+    if rnic.tables().pds.get(body.pd).is_none() {
+        return Err(Error::NotFound);
+    }
+    if body.access & access::PHYSICAL != 0 {
+        return register_physical(rnic, body);
+    }
+    let range = Range {
+        iova: body.iova,
+        length: body.length,
+        offset: body.offset,
+    }
+    .check(body.access, &body.pages)?;
+    let pages = resolve(rnic, &body.pages)?;
+    insert(rnic, body, &range, Some(pages))
+}
+
+/// A region of all guest memory.
+fn register_physical(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
+    let none = (body.iova, body.length, body.offset) == (0, 0, 0);
+    zero(none && body.pages == PageList::default())?;
+    zero(body.access & (access::MW_BIND | access::ZERO_BASED) == 0)?;
+    let all = Range {
+        iova: 0,
+        length: u64::MAX,
+        offset: 0,
+    };
+    insert(rnic, body, &all, None)
+}
+
+/// Puts a region into the table: of `pages`, or of all guest memory.
+fn insert(
+    rnic: &Arc<Rnic>,
+    body: &RegMr,
+    range: &Range,
+    pages: Option<Pages>,
+) -> Result<Vec<u8>, Error> {
+    let mut tables = rnic.tables_mut();
+    let tables = &mut *tables;
+    if tables.pds.get(body.pd).is_none() {
+        return Err(Error::NotFound);
+    }
+    let (backing, footprint) = match pages {
+        Some(pages) => {
+            let pages = tables.adopt(pages)?;
+            let footprint = pages.footprint();
+            (Backing::Pages(pages), footprint)
+        }
+        None => (Backing::Physical(tables.memory.clone()), 0),
+    };
+    let index = tables.keys.add_region(|index| Mr {
+        key: index << 8 | u32::from(body.key),
+        pd: body.pd,
+        access: body.access,
+        iova: range.iova,
+        length: range.length,
+        offset: range.offset,
+        footprint,
+        windows: AtomicU32::new(0),
+        backing,
+    });
+    let index = index.inspect_err(|_| tables.release(footprint))?;
+    if let Some(pd) = tables.pds.get_mut(body.pd) {
+        pd.users += 1;
+    }
+    Ok(keys_response(index << 8 | u32::from(body.key)))
+}
+
+fn keys_response(key: u32) -> Vec<u8> {
+    encode(
+        RegMrResponse {
+            lkey: key,
+            rkey: key,
+        }
+        .to_bytes(),
+    )
+}
+
+pub(super) fn deregister(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
+    // The write lock is the guarantee: whoever used the key holds the lock for reading until its access has ended.
+    let mut tables = rnic.tables_mut();
+    let mr = tables.keys.remove_region(key)?;
+    tables.release(mr.footprint);
+    if let Some(pd) = tables.pds.get_mut(mr.pd) {
+        pd.users = pd.users.saturating_sub(1);
+    }
+    Ok(Vec::new())
+}
+
+/// Changes a region: under the write lock, so that everybody sees it wholly before or wholly after the change.
+pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Error> {
+    needs(rnic, feature::REREG_MR)?;
+    let all = rereg_flag::TRANSLATION | rereg_flag::PD | rereg_flag::ACCESS;
+    zero(body.reserved == [0; 15] && body.flags != 0 && body.flags & !all == 0)?;
+    let changes = |flag| body.flags & flag != 0;
+    let mut access = rnic
+        .tables()
+        .keys
+        .region(body.lkey)
+        .ok_or(Error::NotFound)?
+        .access;
+    let before = access;
+    if changes(rereg_flag::ACCESS) {
+        check_access(rnic, body.access)?;
+        access = body.access;
+    }
+    zero((access | before) & access::PHYSICAL == 0)?;
+    let moved = if changes(rereg_flag::TRANSLATION) {
+        let range = Range {
+            iova: body.iova,
+            length: body.length,
+            offset: body.offset,
+        }
+        .check(access, &body.pages)?;
+        Some((range, resolve(rnic, &body.pages)?))
+    } else {
+        None
+    };
+
+    let mut tables = rnic.tables_mut();
+    let tables = &mut *tables;
+    let mr = tables.keys.region_mut(body.lkey).ok_or(Error::NotFound)?;
+    if *mr.windows.get_mut() != 0 || mr.access != before {
+        return Err(Error::Busy);
+    }
+    let old_pd = mr.pd;
+    let pd = if changes(rereg_flag::PD) {
+        body.pd
+    } else {
+        old_pd
+    };
+    if tables.pds.get(pd).is_none() {
+        return Err(Error::NotFound);
+    }
+    let moved = match moved {
+        Some((range, pages)) => Some((range, tables.adopt(pages)?)),
+        None => None,
+    };
+    let mr = tables.keys.region_mut(body.lkey).ok_or(Error::NotFound)?;
+    mr.key = mr.key & !0xff | u32::from(body.key);
+    mr.pd = pd;
+    mr.access = access;
+    if access & access::ZERO_BASED != 0 {
+        mr.iova = 0;
+    }
+    let key = mr.key;
+    if let Some((range, pages)) = moved {
+        mr.iova = range.iova;
+        mr.length = range.length;
+        mr.offset = range.offset;
+        let old = std::mem::replace(&mut mr.footprint, pages.footprint());
+        mr.backing = Backing::Pages(pages);
+        tables.release(old);
+    }
+    if let Some(pd) = tables.pds.get_mut(old_pd) {
+        pd.users = pd.users.saturating_sub(1);
+    }
+    if let Some(pd) = tables.pds.get_mut(pd) {
+        pd.users += 1;
+    }
+    Ok(keys_response(key))
+}
+
+pub(super) fn allocate_window(rnic: &Arc<Rnic>, body: &AllocMw) -> Result<Vec<u8>, Error> {
+    needs(rnic, feature::MW)?;
+    zero(body.reserved == [0; 10] && mw_type::name(body.mw_type).is_some())?;
+    let mut tables = rnic.tables_mut();
+    let tables = &mut *tables;
+    let pd = tables.pds.get_mut(body.pd).ok_or(Error::NotFound)?;
+    let key = |index: u32| index << 8 | u32::from(body.key);
+    let index = tables
+        .keys
+        .add_window(|index| Mw::new(key(index), body.pd, body.mw_type == mw_type::TYPE_2))?;
+    pd.users += 1;
+    Ok(handle_response(key(index)))
+}
+
+pub(super) fn deallocate_window(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
+    let mut tables = rnic.tables_mut();
+    let mw = tables.keys.remove_window(key)?;
+    if let Some(pd) = tables.pds.get_mut(mw.pd) {
+        pd.users = pd.users.saturating_sub(1);
+    }
+    Ok(Vec::new())
+}

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Shared receive queues (specification: "Shared receive queues").
+use std::collections::VecDeque;
+use std::sync::atomic::{fence, AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
+use virtio_rdma_spec::verbs::vendor_err;
+
+use super::cq::Cq;
+use super::qp::Qp;
+use crate::engine::queue::WorkQueue;
+use crate::memory::{GuestMemory, Pages};
+use crate::worker::Worker;
+
+/// Offset of `SrqRecord::rq_waited`.
+const RQ_WAITED: u64 = 0;
+/// Offset of `SrqRecord::consumed`.
+const CONSUMED: u64 = 4;
+/// Offset of `SrqRecord::posted`.
+const POSTED: u64 = 64;
+
+/// What an XRC shared receive queue has beside the ring.
+#[derive(Debug)]
+pub struct Xrc {
+    /// Its XRC domain.
+    pub domain: u32,
+    /// Completion queue of its receives.
+    pub cq: Arc<Cq>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    buffer: Pages,
+    queue: WorkQueue,
+    limit: u32,
+    /// The queue pairs whose messages wait for a receive.
+    waiters: Vec<Weak<Qp>>,
+    /// What was taken and given back: the first to be taken again. Each XRC_TGT queue pair gives back one at a time, and
+    /// nothing is taken from the ring meanwhile, so these are no more than such queue pairs.
+    returned: VecDeque<(u64, Vec<Sge>)>,
+}
+
+/// A shared receive queue.
+#[derive(Debug)]
+pub struct Srq {
+    /// Its number.
+    pub number: u32,
+    /// Protection domain.
+    pub pd: u32,
+    /// Context: whose doorbell memory it uses.
+    pub context: u32,
+    /// The worker whose doorbell it rings.
+    pub worker: Arc<Worker>,
+    /// Slot in the doorbell block of that worker.
+    pub slot: u32,
+    /// XRC: its domain and completion queue.
+    pub xrc: Option<Xrc>,
+    /// Scatter/gather entries per receive work request.
+    pub max_sge: usize,
+    /// Entries of the ring.
+    pub entries: u32,
+    /// Queue pairs created with it.
+    pub users: AtomicU32,
+    /// What its page list takes of our memory, bytes.
+    pub footprint: u64,
+    /// Its ring was found to be gone.
+    errored: AtomicBool,
+    inner: Mutex<Inner>,
+}
+
+/// What an SRQ is made of.
+pub(crate) struct Parts {
+    pub number: u32,
+    pub pd: u32,
+    pub context: u32,
+    pub worker: Arc<Worker>,
+    pub slot: u32,
+    pub xrc: Option<Xrc>,
+    pub max_sge: usize,
+    pub limit: u32,
+    pub buffer: Pages,
+    pub queue: WorkQueue,
+}
+
+/// A receive work request taken from an SRQ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Taken {
+    /// Its id.
+    pub wr_id: u64,
+    /// The limit was reached by taking it: an event is due.
+    pub limit_reached: bool,
+    /// What is wrong with it (`vendor_err`), if anything.
+    pub bad: Option<u8>,
+}
+
+impl Srq {
+    pub(crate) fn new(parts: Parts) -> Self {
+        let Parts {
+            number,
+            pd,
+            context,
+            worker,
+            slot,
+            xrc,
+            max_sge,
+            limit,
+            buffer,
+            queue,
+        } = parts;
+        let footprint = buffer.footprint();
+        let entries = queue.entries;
+        let inner = Inner {
+            buffer,
+            queue,
+            limit,
+            waiters: Vec::new(),
+            returned: VecDeque::new(),
+        };
+        inner.set_waited(false);
+        inner.store_consumed();
+        Self {
+            number,
+            pd,
+            context,
+            worker,
+            slot,
+            xrc,
+            max_sge,
+            entries,
+            users: AtomicU32::new(0),
+            footprint,
+            errored: AtomicBool::new(false),
+            inner: Mutex::new(inner),
+        }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the next receive work request; its scatter list goes to `sges`. Without one, `waiter` is woken when one is
+    /// posted.
+    pub(crate) fn take(&self, sges: &mut Vec<Sge>, waiter: Option<&Arc<Qp>>) -> Option<Taken> {
+        let mut guard = self.inner();
+        let inner = &mut *guard;
+        if let Some((wr_id, list)) = inner.returned.pop_front() {
+            sges.clear();
+            sges.extend_from_slice(&list);
+            return Some(Taken {
+                wr_id,
+                limit_reached: false,
+                bad: None,
+            });
+        }
+        let head = match inner.queue.ready(&inner.buffer) {
+            Some(head) => head,
+            None => {
+                let waiter = waiter?;
+                // As for receive queues: store `rq_waited`, full fence, look again.
+                inner.set_waited(true);
+                fence(Ordering::SeqCst);
+                match inner.queue.ready(&inner.buffer) {
+                    Some(head) => {
+                        if inner.waiters.is_empty() {
+                            inner.set_waited(false);
+                        }
+                        head
+                    }
+                    None => {
+                        inner.waiters.retain(|other| {
+                            other.strong_count() != 0
+                                && !std::ptr::eq(other.as_ptr(), Arc::as_ptr(waiter))
+                        });
+                        inner.waiters.push(Arc::downgrade(waiter));
+                        return None;
+                    }
+                }
+            }
+        };
+        let mut bytes = [0; RecvWqe::SIZE];
+        let (low, high) = bytes.split_at_mut(8);
+        low.copy_from_slice(&head);
+        high.copy_from_slice(&inner.queue.word(&inner.buffer, 8));
+        let wqe = RecvWqe::from_bytes(&bytes);
+        let count = usize::from(wqe.count);
+        let good = count <= self.max_sge
+            && wqe.flags & !PHASE == 0
+            && wqe.reserved0 == 0
+            && wqe.reserved1 == 0;
+        if good {
+            inner
+                .queue
+                .read_sges(&inner.buffer, RECV_DATA_OFFSET, count, sges);
+        }
+        inner.queue.advance();
+        inner.store_consumed();
+        let consumed = inner.queue.position;
+        let mut limit_reached = false;
+        if inner.limit != 0 {
+            let posted = inner
+                .buffer
+                .half_word(POSTED)
+                .map_or(0, |word| u32::from_le(word.load(Ordering::Acquire)));
+            if posted.wrapping_sub(consumed) < inner.limit {
+                limit_reached = true;
+                inner.limit = 0;
+            }
+        }
+        Some(Taken {
+            wr_id: wqe.wr_id,
+            limit_reached,
+            bad: (!good).then_some(vendor_err::BAD_RECEIVE),
+        })
+    }
+
+    /// Gives back what was taken, for a message that needs it no longer.
+    pub(crate) fn give_back(&self, wr_id: u64, sges: &[Sge]) {
+        self.inner().returned.push_back((wr_id, sges.to_vec()));
+    }
+
+    /// The doorbell rang: senders may wait for the receives that were posted.
+    pub(crate) fn receives_posted(&self) {
+        let mut guard = self.inner();
+        let inner = &mut *guard;
+        if !inner.waiters.is_empty() && inner.queue.ready(&inner.buffer).is_none() {
+            return;
+        }
+        inner.set_waited(false);
+        for sender in inner
+            .waiters
+            .drain(..)
+            .filter_map(|sender| sender.upgrade())
+        {
+            sender.wake.store(true, Ordering::SeqCst);
+            sender.worker.schedule(&sender);
+        }
+    }
+
+    /// The limit now armed; zero: none.
+    pub(crate) fn limit(&self) -> u32 {
+        self.inner().limit
+    }
+
+    /// Arms the limit.
+    pub(crate) fn set_limit(&self, limit: u32) {
+        self.inner().limit = limit;
+    }
+
+    /// Receive work requests consumed, modulo 2^32.
+    pub(crate) fn position(&self) -> u32 {
+        self.inner().queue.position
+    }
+
+    /// Notes that its ring is gone. Returns whether this is the first to tell.
+    pub(crate) fn fail(&self) -> bool {
+        !self.errored.swap(true, Ordering::Relaxed)
+    }
+
+    /// Whether its ring is not in guest memory any longer.
+    pub(crate) fn lost(&self) -> bool {
+        self.inner().buffer.lost()
+    }
+
+    /// Resolves the buffer anew after a change of the memory table.
+    pub(crate) fn rebase(&self, memory: Option<&GuestMemory>) {
+        let mut inner = self.inner();
+        inner.buffer = inner.buffer.rebase(memory);
+    }
+}
+
+impl Inner {
+    fn store_consumed(&self) {
+        if let Some(word) = self.buffer.half_word(CONSUMED) {
+            word.store(self.queue.position.to_le(), Ordering::Release);
+        }
+    }
+
+    fn set_waited(&self, waited: bool) {
+        if let Some(word) = self.buffer.half_word(RQ_WAITED) {
+            word.store(u32::from(waited).to_le(), Ordering::SeqCst);
+        }
+    }
+}

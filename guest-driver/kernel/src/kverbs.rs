@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! Queues of users in the kernel: their rings are in the kernel's memory, and the driver is their data path, too.
+//!
+//! Everything that posts, polls or arms works in any context. Locks are taken in the order: completion queue, table of
+//! queue pairs; send and receive queues have locks of their own, inside of which no other is taken.
+use crate::device::Device;
+use crate::pages::PageTree;
+use crate::sys::alloc::Arc;
+use crate::sys::dma::{DmaBuffer, Words};
+use crate::sys::error::{Errno, Result};
+use crate::sys::rdma::QpTarget;
+use crate::sys::sync::SpinLock;
+use crate::sys::virtio::Notifier;
+use core::sync::atomic::{AtomicU8, Ordering};
+use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
+use virtio_rdma_driver_core::{
+    ArmMode, BadLayout, CompletionQueue, Doorbell, PostError, RecvBatch, RecvQueue, SendBatch,
+    SendQueue, SharedRecvQueue,
+};
+use virtio_rdma_spec::command::{opcode, CreateContext, CreateSrqResponse, HandleResponse};
+use virtio_rdma_spec::doorbell::BLOCK_PAGES;
+use virtio_rdma_spec::ring::Cqe;
+use virtio_rdma_spec::verbs::{qp_state, qp_type, wc_opcode};
+use virtio_rdma_spec::PAGE_SIZE;
+
+impl From<BadLayout> for Errno {
+    fn from(_: BadLayout) -> Self {
+        Self::EINVAL
+    }
+}
+
+impl From<PostError> for Errno {
+    fn from(error: PostError) -> Self {
+        match error {
+            PostError::Full => Self::ENOMEM,
+            PostError::TooManySges | PostError::InlineTooLong => Self::EINVAL,
+        }
+    }
+}
+
+/// The kernel's own context: its doorbell memory. It lives until the device is reset.
+pub(crate) struct KernelContext {
+    handle: u32,
+    doorbell: Words,
+}
+
+impl KernelContext {
+    /// Creates the context on the device.
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        let pages = usize::from(device.doorbell_queues()).saturating_mul(BLOCK_PAGES as usize);
+        let doorbell = Arc::new(DmaBuffer::new(device.dma(), pages)?)?;
+        let tree = PageTree::of_pages(device.dma(), doorbell.pages())?;
+        let body = CreateContext {
+            doorbell: tree.list(),
+            reserved: 0,
+        };
+        let HandleResponse { handle, .. } = device.command(opcode::CREATE_CONTEXT, &body)?;
+        Ok(Self {
+            handle,
+            doorbell: Words(doorbell),
+        })
+    }
+
+    /// Its handle on the device.
+    pub(crate) fn handle(&self) -> u32 {
+        self.handle
+    }
+}
+
+/// Tells the device of new work in a queue.
+struct Bell {
+    doorbell: Doorbell<Words>,
+    notifier: Notifier,
+}
+
+impl Bell {
+    fn new(device: &Device, queue: u32, slot: u32) -> Result<Self> {
+        let context = device.kernel_context().ok_or(Errno::EOPNOTSUPP)?;
+        Ok(Self {
+            doorbell: Doorbell::new(context.doorbell.clone(), device.status(), queue, slot)?,
+            notifier: device.notifier(queue).ok_or(Errno::EINVAL)?,
+        })
+    }
+
+    fn ring(&self) {
+        if self.doorbell.ring() {
+            self.notifier.notify();
+        }
+    }
+}
+
+/// Memory for a queue of this size (whole pages).
+pub(crate) fn queue_memory(device: &Device, bytes: usize) -> Result<Arc<DmaBuffer>> {
+    Arc::new(DmaBuffer::new(device.dma(), bytes / PAGE_SIZE as usize)?)
+}
+
+/// A completion queue.
+pub(crate) struct KernelCq {
+    lock: SpinLock,
+    queue: CompletionQueue<Words>,
+}
+
+impl KernelCq {
+    /// A completion queue in its zeroed memory.
+    pub(crate) fn new(memory: Arc<DmaBuffer>, layout: &CqLayout) -> Result<Self> {
+        Ok(Self {
+            lock: SpinLock::new()?,
+            queue: CompletionQueue::new(Words(memory), &layout.ring)?,
+        })
+    }
+
+    /// Takes up to `wanted` completions, of queue pairs that still are there; returns how many were given to `take`.
+    pub(crate) fn poll(
+        &self,
+        device: &Device,
+        wanted: usize,
+        mut take: impl FnMut(usize, &Cqe, &QpTarget),
+    ) -> usize {
+        self.lock.with(|| {
+            let mut taken = 0usize;
+            // However the device fills the ring, this ends.
+            for _ in 0..self.queue.entries() {
+                if taken >= wanted {
+                    break;
+                }
+                let Some(cqe) = self.queue.poll() else {
+                    break;
+                };
+                device.qps().with(cqe.qp_num, |qp| {
+                    if let Some(kernel) = qp.kernel() {
+                        kernel.complete(&cqe);
+                        take(taken, &cqe, qp);
+                        taken = taken.wrapping_add(1);
+                    }
+                });
+            }
+            self.queue.publish();
+            taken
+        })
+    }
+
+    /// Asks for an event; returns whether there are completions that it will not come for.
+    pub(crate) fn arm(&self, mode: ArmMode) -> bool {
+        self.lock.with(|| {
+            self.queue.arm(mode);
+            self.queue.is_pending()
+        })
+    }
+
+    /// An event came.
+    pub(crate) fn event_received(&self) {
+        self.queue.event_received();
+    }
+
+    /// Drops the completions of a queue pair that is gone.
+    fn forget(&self, qpn: u32) {
+        self.lock.with(|| self.queue.forget(qpn));
+    }
+}
+
+/// A shared receive queue.
+pub(crate) struct KernelSrq {
+    bell: Bell,
+    lock: SpinLock,
+    queue: SharedRecvQueue<Words>,
+}
+
+impl KernelSrq {
+    /// A shared receive queue that the device has created.
+    pub(crate) fn new(
+        device: &Device,
+        memory: Arc<DmaBuffer>,
+        ring: &RingLayout,
+        max_sge: u32,
+        made: &CreateSrqResponse,
+    ) -> Result<Self> {
+        Ok(Self {
+            bell: Bell::new(device, made.doorbell_queue, made.slot)?,
+            lock: SpinLock::new()?,
+            queue: SharedRecvQueue::new(Words(memory), ring, max_sge)?,
+        })
+    }
+
+    /// Posts what `fill` puts into the batch; on an error what came before it.
+    pub(crate) fn post(
+        &self,
+        fill: impl FnOnce(&mut RecvBatch<'_, Words>) -> Result<()>,
+    ) -> Result<()> {
+        let (result, waited) = self.lock.with(|| {
+            let mut batch = self.queue.batch();
+            let result = fill(&mut batch);
+            (result, batch.commit())
+        });
+        if waited {
+            self.bell.ring();
+        }
+        result
+    }
+}
+
+/// What a queue pair of the kernel is made of.
+pub(crate) struct KernelQpInit<'a> {
+    pub(crate) qp_type: u8,
+    pub(crate) caps: &'a QpCaps,
+    pub(crate) sq: &'a RingLayout,
+    pub(crate) rq: &'a RingLayout,
+    pub(crate) memory: Arc<DmaBuffer>,
+    pub(crate) cqs: [Arc<KernelCq>; 2],
+    /// As the device answered.
+    pub(crate) number: u32,
+    pub(crate) doorbell_queue: u32,
+    pub(crate) slot: u32,
+}
+
+/// The layout of the buffer of a queue pair.
+pub(crate) fn qp_layout(qp_type: u8, caps: &QpCaps, masked_atomics: bool) -> Result<QpLayout> {
+    match qp_type {
+        qp_type::UD | qp_type::GSI => QpLayout::datagram(caps),
+        qp_type::RC if masked_atomics => QpLayout::with_masked_atomics(caps),
+        _ => QpLayout::new(caps),
+    }
+    .ok_or(Errno::EINVAL)
+}
+
+/// A queue pair.
+pub(crate) struct KernelQp {
+    number: u32,
+    datagram: bool,
+    /// The state that it was last brought to by its user.
+    state: AtomicU8,
+    bell: Bell,
+    send_lock: SpinLock,
+    send: Option<SendQueue<Words>>,
+    recv_lock: SpinLock,
+    recv: Option<RecvQueue<Words>>,
+    cqs: [Arc<KernelCq>; 2],
+}
+
+impl KernelQp {
+    /// A queue pair that the device has created.
+    pub(crate) fn new(device: &Device, init: KernelQpInit<'_>) -> Result<Self> {
+        let memory = Words(init.memory);
+        let datagram = matches!(init.qp_type, qp_type::UD | qp_type::GSI);
+        let (caps, sq, rq) = (init.caps, init.sq, init.rq);
+        let exists = |ring: &RingLayout| ring.entries != 0;
+        let send = exists(sq).then(|| {
+            let make = if datagram {
+                SendQueue::datagram
+            } else {
+                SendQueue::new
+            };
+            make(memory.clone(), sq, caps.max_send_sge, caps.max_inline)
+        });
+        let recv = exists(rq).then(|| RecvQueue::new(memory.clone(), rq, caps.max_recv_sge));
+        Ok(Self {
+            number: init.number,
+            datagram,
+            state: AtomicU8::new(qp_state::RESET),
+            bell: Bell::new(device, init.doorbell_queue, init.slot)?,
+            send_lock: SpinLock::new()?,
+            send: send.transpose()?,
+            recv_lock: SpinLock::new()?,
+            recv: recv.transpose()?,
+            cqs: init.cqs,
+        })
+    }
+
+    /// Do its work requests carry addresses?
+    pub(crate) fn is_datagram(&self) -> bool {
+        self.datagram
+    }
+
+    /// Posts what `fill` puts into the batch; on an error what came before it.
+    pub(crate) fn post_send(
+        &self,
+        fill: impl FnOnce(&mut SendBatch<'_, Words>) -> Result<()>,
+    ) -> Result<()> {
+        let queue = self.send.as_ref().ok_or(Errno::EINVAL)?;
+        if self.state.load(Ordering::Acquire) < qp_state::RTS {
+            return Err(Errno::EINVAL);
+        }
+        let (result, any) = self.send_lock.with(|| {
+            let mut batch = queue.batch();
+            let result = fill(&mut batch);
+            (result, batch.commit())
+        });
+        if any {
+            self.bell.ring();
+        }
+        result
+    }
+
+    /// Posts what `fill` puts into the batch; on an error what came before it.
+    pub(crate) fn post_recv(
+        &self,
+        fill: impl FnOnce(&mut RecvBatch<'_, Words>) -> Result<()>,
+    ) -> Result<()> {
+        let queue = self.recv.as_ref().ok_or(Errno::EINVAL)?;
+        if self.state.load(Ordering::Acquire) == qp_state::RESET {
+            return Err(Errno::EINVAL);
+        }
+        let (result, waited) = self.recv_lock.with(|| {
+            let mut batch = queue.batch();
+            let result = fill(&mut batch);
+            (result, batch.commit())
+        });
+        if waited {
+            self.bell.ring();
+        }
+        result
+    }
+
+    /// Frees what a completion reports. Under the lock of the completion queue.
+    fn complete(&self, cqe: &Cqe) {
+        if cqe.opcode & wc_opcode::RECV != 0 {
+            if let Some(queue) = &self.recv {
+                queue.complete(cqe.wqe_index);
+            }
+        } else if let Some(queue) = &self.send {
+            queue.complete(cqe.wqe_index);
+        }
+    }
+
+    /// Its user brought it to this state.
+    pub(crate) fn changed(&self, state: u8) {
+        self.state.store(state, Ordering::Release);
+        if state == qp_state::RESET {
+            self.forget();
+            self.send_lock.with(|| {
+                if let Some(queue) = &self.send {
+                    queue.reset();
+                }
+            });
+            self.recv_lock.with(|| {
+                if let Some(queue) = &self.recv {
+                    queue.reset();
+                }
+            });
+        }
+    }
+
+    /// Drops its completions: the device writes none any more.
+    pub(crate) fn forget(&self) {
+        for cq in &self.cqs {
+            cq.forget(self.number);
+        }
+    }
+}

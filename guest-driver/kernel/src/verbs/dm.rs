@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
+//! Device memory. A device in another process of the host has none of its own that would be nearer: it is memory of the
+//! guest's kernel, mapped to the process.
+use super::{Mr, Pd};
+use crate::device::Device;
+use crate::pages::PageTree;
+use crate::sys::alloc::{Arc, Array};
+use crate::sys::dma::DmaPage;
+use crate::sys::error::{Errno, Result};
+use crate::sys::rdma::{MmapEntry, UserContext};
+use virtio_rdma_driver_core::abi;
+use virtio_rdma_spec::command::RegMr;
+use virtio_rdma_spec::PAGE_SIZE;
+
+/// Device memory of all processes together, bytes.
+pub(crate) const TOTAL: u64 = 4 << 20;
+
+/// Device memory.
+pub(crate) struct Dm {
+    length: u64,
+    /// Goes first: nobody maps it any more.
+    entry: MmapEntry,
+    pages: Arc<Array<DmaPage>>,
+}
+
+impl Dm {
+    /// How to map it.
+    pub(crate) fn response(&self) -> abi::DmResponse {
+        abi::DmResponse {
+            offset: self.entry.offset(),
+            length: self.length,
+        }
+    }
+
+    /// What it takes of [`TOTAL`].
+    fn size(&self) -> u64 {
+        (self.pages.len() as u64).saturating_mul(PAGE_SIZE)
+    }
+}
+
+/// Allocates device memory, aligned to two to the power of `log_align`.
+pub(crate) fn alloc_dm(
+    device: &Device,
+    context: UserContext,
+    length: u64,
+    log_align: u32,
+    flags: u32,
+) -> Result<Dm> {
+    if flags != 0 {
+        return Err(Errno::EOPNOTSUPP);
+    }
+    if length == 0 || log_align > PAGE_SIZE.trailing_zeros() {
+        return Err(Errno::EINVAL);
+    }
+    if length > TOTAL {
+        return Err(Errno::ENOMEM);
+    }
+    let size = length.next_multiple_of(PAGE_SIZE);
+    if !device.dm_budget().take(size) {
+        return Err(Errno::ENOMEM);
+    }
+    let make = || {
+        let count = (size / PAGE_SIZE) as usize;
+        let pages = Arc::new(Array::new(count, |_| DmaPage::new(device.dma()))?)?;
+        Ok(Dm {
+            length,
+            entry: MmapEntry::shared_pages(context, &pages)?,
+            pages,
+        })
+    };
+    make().inspect_err(|_| device.dm_budget().give_back(size))
+}
+
+/// Frees device memory; no region is left on it.
+pub(crate) fn dealloc_dm(device: &Device, dm: &Dm) {
+    device.dm_budget().give_back(dm.size());
+}
+
+/// Registers a part of device memory.
+pub(crate) fn reg_dm_mr(
+    device: &Device,
+    pd: &Pd,
+    dm: &Dm,
+    offset: u64,
+    length: u64,
+    access: u32,
+) -> Result<Mr> {
+    let end = offset.checked_add(length).ok_or(Errno::EINVAL)?;
+    if length == 0 || end > dm.length {
+        return Err(Errno::EINVAL);
+    }
+    let first = (offset / PAGE_SIZE) as usize;
+    let last = end.div_ceil(PAGE_SIZE) as usize;
+    let pages = dm.pages.get(first..last).ok_or(Errno::EINVAL)?;
+    let tree = PageTree::of_pages(device.dma(), pages)?;
+    let body = RegMr {
+        pd: pd.handle,
+        access: Mr::known_access(access)?,
+        iova: 0,
+        length,
+        offset: offset % PAGE_SIZE,
+        pages: tree.list(),
+        key: device.next_key(),
+        ..Default::default()
+    };
+    Mr::register(device, &body, None)
+}
