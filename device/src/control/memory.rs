@@ -69,14 +69,15 @@ impl Range {
             length,
             offset,
         } = self;
-        zero((1..=MAX_MR_SIZE).contains(&length))?;
+        zero(length <= MAX_MR_SIZE)?;
         let zero_based = access & access::ZERO_BASED != 0;
         let iova = if zero_based { 0 } else { iova };
-        zero(iova.checked_add(length - 1).is_some())?;
+        zero(iova.checked_add(length.saturating_sub(1)).is_some())?;
         let end = offset.checked_add(length).ok_or(Error::Invalid)?;
         zero((12..=31).contains(&list.page_shift))?;
         zero(offset >> list.page_shift == 0)?;
-        zero(u64::from(list.count) == end.div_ceil(1 << list.page_shift))?;
+        // A region without bytes is on a page, too.
+        zero(u64::from(list.count) == end.max(1).div_ceil(1 << list.page_shift))?;
         Ok(Self {
             iova,
             length,

@@ -25,8 +25,9 @@ const CANNOT_BIND: KeyError = KeyError(vendor_err::BIND);
 /// Indices of keys are below this.
 const MAX_INDEX: u32 = 1 << 24;
 
-/// Access that a window may grant.
-const WINDOW_ACCESS: u32 = access::REMOTE_WRITE
+/// Access bits that a binding may have. Local writes do not go through windows.
+const WINDOW_ACCESS: u32 = access::LOCAL_WRITE
+    | access::REMOTE_WRITE
     | access::REMOTE_READ
     | access::REMOTE_ATOMIC
     | access::ZERO_BASED
@@ -569,7 +570,7 @@ mod tests {
                 |b| b.mw_rkey += 1,
                 |b| b.mw_rkey = 0x105,
                 |b| b.new_rkey += 0x100,
-                |b| b.access |= access::LOCAL_WRITE,
+                |b| b.access |= access::MW_BIND,
                 |b| b.reserved = 1,
                 |b| b.reserved1 = 1,
                 |b| b.mr_lkey += 1,

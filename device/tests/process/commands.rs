@@ -243,7 +243,13 @@ fn regions_are_checked() {
         assert_eq!(status::name(got), status::name(expected));
     };
     refused(status::ENOENT, &|r| r.pd = 99);
-    refused(status::EINVAL, &|r| r.length = 0);
+    let empty = try_it(&|r| (r.length, r.pages.count) = (0, 1)).unwrap();
+    vm.execute::<cmd::DeregMr>(&Handle {
+        handle: empty.lkey,
+        reserved: 0,
+    })
+    .unwrap();
+    refused(status::EINVAL, &|r| (r.length, r.pages.count) = (0, 2));
     refused(status::EINVAL, &|r| r.length += 1);
     refused(status::EINVAL, &|r| r.length = u64::MAX);
     refused(status::EINVAL, &|r| r.offset = 4096);

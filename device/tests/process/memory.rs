@@ -464,7 +464,12 @@ fn windows_of_type_1_are_bound_and_unbound() {
     let f = vms.pair();
     let window = f.pair.b.pd.window(mw_type::TYPE_1).unwrap();
     f.target.write(128, &[3; 8]);
-    f.bind(&f.bind_request(window.rkey, window.rkey | 1));
+    // Applications are used to asking for local writes, too.
+    let request = f.bind_request(window.rkey, window.rkey | 1);
+    f.bind(&BindMw {
+        access: request.access | access::LOCAL_WRITE,
+        ..request
+    });
     assert_eq!(
         f.read_with(0x5000, window.rkey | 1),
         (wc_status::SUCCESS, 0)
@@ -548,7 +553,7 @@ fn bad_binds_and_invalidations_are_refused() {
             1 => (BindMw { length: 0, ..good }, wc_status::MW_BIND_ERR),
             2 => (
                 BindMw {
-                    access: access::LOCAL_WRITE,
+                    access: access::MW_BIND,
                     ..good
                 },
                 wc_status::MW_BIND_ERR,

@@ -86,11 +86,13 @@ pub(crate) fn reg_dm_mr(
     access: u32,
 ) -> Result<Mr> {
     let end = offset.checked_add(length).ok_or(Errno::EINVAL)?;
-    if length == 0 || end > dm.length {
+    if end > dm.length {
         return Err(Errno::EINVAL);
     }
-    let first = (offset / PAGE_SIZE) as usize;
-    let last = end.div_ceil(PAGE_SIZE) as usize;
+    // A region without bytes is on a page, too: the last one, if it is at the end.
+    let first = offset.min(dm.length.saturating_sub(1)) / PAGE_SIZE;
+    let last = end.div_ceil(PAGE_SIZE).max(first.saturating_add(1)) as usize;
+    let first = first as usize;
     let pages = dm.pages.get(first..last).ok_or(Errno::EINVAL)?;
     let tree = PageTree::of_pages(device.dma(), pages)?;
     let body = RegMr {

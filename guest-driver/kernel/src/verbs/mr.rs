@@ -179,7 +179,8 @@ impl Region {
         };
         let mut body = ReregMr {
             lkey: self.lkey,
-            key: device.next_key(),
+            // Whoever was told of the region goes on to name it so.
+            key: self.lkey as u8,
             ..Default::default()
         };
         if let Some(pd) = change.pd {

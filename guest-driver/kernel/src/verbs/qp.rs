@@ -100,14 +100,16 @@ impl QpInit<'_> {
     /// Can there be such a queue pair?
     fn check(&self, device: &Device, is_user: bool) -> Result<()> {
         let features = device.features();
-        let xrc = features.has(feature::XRC) && is_user;
+        let xrc = features.has(feature::XRC);
         // Whether there may be such queue pairs, and whether they may have an SRQ.
         let (supported, shares) = match self.qp_type {
             qp_type::RC => (true, true),
             qp_type::UC => (features.has(feature::UC), true),
             qp_type::UD => (features.has(feature::UD), true),
             qp_type::GSI => (features.has(feature::UD) && !is_user, false),
-            qp_type::XRC_INI | qp_type::XRC_TGT => (xrc, false),
+            qp_type::XRC_INI => (xrc && is_user, false),
+            // The core keeps the target itself for those that share it: whoever asked for it, it is the kernel's.
+            qp_type::XRC_TGT => (xrc, false),
             _ => (false, false),
         };
         let flags = match self.qp_type {
@@ -169,9 +171,7 @@ pub(crate) fn create_qp(
 ) -> Result<Qp> {
     init.check(device, udata.is_user())?;
     let rings = if init.qp_type == qp_type::XRC_TGT {
-        if udata.read()? != [0; abi::CreateQpRequest::SIZE] {
-            return Err(Errno::EINVAL);
-        }
+        udata.none()?;
         Rings::none()
     } else if udata.is_user() {
         user_rings(device, udata)?

@@ -321,6 +321,9 @@ unsafe fn create(
         &mut *field
     };
     let created = CreateQpResponse::from_bytes(&command(base_field, driver.to_bytes())?);
+    // An XRC target is the kernel's: the module is not told of the process, and answers nothing to it.
+    // SAFETY: the two forms begin alike.
+    let qpn = unsafe { base_field.__bindgen_anon_1.qp.qp_num };
     let mut doorbell = None;
     if buffer.is_some() {
         // SAFETY: `Queues` keeps the context.
@@ -342,14 +345,14 @@ unsafe fn create(
         doorbell,
         kind,
         opcodes,
-        qpn: created.qpn,
+        qpn,
         _buffer: buffer,
         _context: shared,
     });
     // SAFETY: the completion queues are ours and alive. With the three fields written the value is complete.
     unsafe {
         for cq in cqs.into_iter().filter(|cq| !cq.is_null()) {
-            cq::attach(cq, created.qpn, &queues);
+            cq::attach(cq, qpn, &queues);
         }
         (&raw mut (*qp).queues).write(queues);
         (&raw mut (*qp).cqs).write(cqs);
