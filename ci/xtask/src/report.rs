@@ -34,6 +34,61 @@ pub struct CaseReport {
     pub reason: String,
     /// How long it took.
     pub seconds: f64,
+    /// True if the report's table says it all, unless it failed.
+    #[serde(skip)]
+    pub tabulated: bool,
+}
+
+/// A table: what a lane has to say of many things of a kind.
+#[derive(Clone, Debug, Default)]
+pub struct Table {
+    /// The columns in the order of their first use.
+    columns: Vec<String>,
+    /// The rows in the order of their first use: each with its cells by column.
+    rows: Vec<(String, Map<String, Value>)>,
+}
+
+impl Table {
+    /// Writes a cell.
+    pub fn set(&mut self, row: &str, column: &str, text: &str) {
+        if !self.columns.iter().any(|known| known == column) {
+            self.columns.push(column.to_owned());
+        }
+        let at = self.rows.iter().position(|(name, _)| name == row);
+        let at = at.unwrap_or_else(|| {
+            self.rows.push((row.to_owned(), Map::new()));
+            self.rows.len() - 1
+        });
+        if let Some((_, cells)) = self.rows.get_mut(at) {
+            cells.insert(column.to_owned(), text.into());
+        }
+    }
+
+    fn markdown(&self) -> String {
+        let line = |first: &str, cells: &mut dyn Iterator<Item = String>| {
+            let cells: String = cells.map(|cell| format!(" {cell} |")).collect();
+            format!("| {first} |{cells}\n")
+        };
+        let plain = |text: &str| text.replace('|', "\\|").replace('\n', " ");
+        let mut text = line("", &mut self.columns.iter().map(|column| plain(column)));
+        text += &format!("|---|{}\n", "---|".repeat(self.columns.len()));
+        for (name, cells) in &self.rows {
+            let of = |column: &String| {
+                let cell = cells.get(column).and_then(Value::as_str);
+                plain(cell.unwrap_or_default())
+            };
+            text += &line(&plain(name), &mut self.columns.iter().map(of));
+        }
+        text
+    }
+
+    fn json(&self) -> Value {
+        let rows = self.rows.iter().cloned();
+        Value::Object(
+            rows.map(|(name, cells)| (name, Value::Object(cells)))
+                .collect(),
+        )
+    }
 }
 
 /// One lane.
@@ -45,6 +100,8 @@ pub struct Report {
     pub cases: Vec<CaseReport>,
     /// Figures that its cases measured.
     pub figures: Map<String, Value>,
+    /// Its table.
+    pub table: Table,
 }
 
 impl Report {
@@ -92,6 +149,9 @@ impl Report {
         for (key, value) in &self.figures {
             object.entry(key.clone()).or_insert_with(|| value.clone());
         }
+        if !self.table.rows.is_empty() {
+            object.insert("table".to_owned(), self.table.json());
+        }
         Value::Object(object)
     }
 
@@ -100,7 +160,8 @@ impl Report {
             "# {}\n\n| case | outcome | seconds |\n|---|---|---:|\n",
             self.summary()
         );
-        for case in &self.cases {
+        let untold = |case: &&CaseReport| !case.tabulated || case.outcome == Outcome::Failed;
+        for case in self.cases.iter().filter(untold) {
             let _ = writeln!(
                 text,
                 "| {} | {} | {:.1} |",
@@ -109,7 +170,15 @@ impl Report {
                 case.seconds
             );
         }
-        for case in self.cases.iter().filter(|case| !case.reason.is_empty()) {
+        if !self.table.rows.is_empty() {
+            let _ = write!(text, "\n{}", self.table.markdown());
+        }
+        for case in self
+            .cases
+            .iter()
+            .filter(untold)
+            .filter(|case| !case.reason.is_empty())
+        {
             let _ = write!(
                 text,
                 "\n## {}: {}\n\n```\n{}\n```\n",
@@ -172,6 +241,7 @@ mod tests {
                 outcome,
                 reason: String::new(),
                 seconds: 1.5,
+                tabulated: false,
             });
         }
         report.figures.insert("mib_per_s".to_owned(), 7.into());
@@ -184,5 +254,34 @@ mod tests {
         assert_eq!(json["cases"][0]["seconds"], 1.5);
         assert_eq!(json["mib_per_s"], 7);
         assert!(!report.good());
+    }
+    #[test]
+    fn tables_keep_their_order_and_escape_their_cells() {
+        let mut table = Table::default();
+        table.set("z", "first", "a|b");
+        table.set("a", "second", "two\nlines");
+        table.set("z", "second", "x");
+        assert_eq!(
+            table.markdown(),
+            "|  | first | second |\n|---|---|---|\n| z | a\\|b | x |\n| a |  | two lines |\n"
+        );
+        assert_eq!(table.json()["z"]["second"], "x");
+    }
+
+    #[test]
+    fn a_tabulated_case_is_listed_only_if_it_failed() {
+        let mut report = Report::new("x");
+        for (name, outcome) in [("good", Outcome::Passed), ("bad", Outcome::Failed)] {
+            report.cases.push(CaseReport {
+                name: name.to_owned(),
+                outcome,
+                reason: "why".to_owned(),
+                seconds: 0.0,
+                tabulated: true,
+            });
+        }
+        let text = report.markdown();
+        assert!(text.contains("| bad | FAILED |") && text.contains("## bad"));
+        assert!(!text.contains("good"));
     }
 }

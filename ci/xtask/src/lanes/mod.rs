@@ -6,12 +6,13 @@
 
 mod boot;
 mod smoke;
+mod suite;
 pub mod tools;
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
@@ -59,8 +60,8 @@ impl std::fmt::Display for Skip {
 impl std::error::Error for Skip {}
 
 /// All lanes.
-pub fn all() -> [Lane; 2] {
-    [boot::lane(), smoke::lane()]
+pub fn all() -> Vec<Lane> {
+    vec![boot::lane(), smoke::lane(), suite::lane_56()]
 }
 
 /// The lane of that name.
@@ -85,6 +86,8 @@ pub struct Ground<'a> {
     pub kernel: Kernel,
     plan: Plan<'a>,
     figures: Vec<(String, Value)>,
+    sub_cases: Vec<CaseReport>,
+    table: report::Table,
     port: u16,
 }
 
@@ -115,6 +118,22 @@ impl Ground<'_> {
             .push((format!("{}_{name}", self.kernel), value.into()));
     }
 
+    /// Puts a case that this case consists of into the report.
+    pub fn sub_case(&mut self, mut case: CaseReport) {
+        case.name = format!("{}: {}", self.kernel, case.name);
+        self.sub_cases.push(case);
+    }
+
+    /// Writes a cell of the report's table.
+    pub fn cell(&mut self, row: &str, column: &str, text: &str) {
+        self.table.set(row, column, text);
+    }
+
+    /// Where the logs of this run are.
+    pub fn logs(&self) -> &Path {
+        &self.plan.logs
+    }
+
     /// What no case may leave behind.
     fn aftermath(&mut self) -> Result<()> {
         if let Some(device) = &mut self.bed.device {
@@ -141,7 +160,8 @@ impl Ground<'_> {
                 .lines()
                 .position(|line| bad.iter().any(|word| line.contains(word)))
             {
-                let lines: Vec<_> = log.lines().skip(at).take(40).collect();
+                // What was said shortly before may name who is to blame.
+                let lines: Vec<_> = log.lines().skip(at.saturating_sub(5)).take(45).collect();
                 bail!(
                     "the kernel of vm{} complains:\n{}",
                     vm.number,
@@ -173,6 +193,11 @@ impl Ground<'_> {
             return Ok(());
         }
         println!("         starting all VMs anew");
+        self.restart()
+    }
+
+    /// Starts the device and all VMs anew.
+    fn restart(&mut self) -> Result<()> {
         self.bed.stop();
         self.bed = Bed::start(&self.plan)?;
         Ok(())
@@ -301,6 +326,8 @@ fn run_on(
         kernel,
         plan,
         figures: Vec::new(),
+        sub_cases: Vec::new(),
+        table: std::mem::take(&mut lane_report.table),
         port: 18600,
     };
     ground.figure(
@@ -322,6 +349,10 @@ fn run_on(
             }
         });
         record(lane_report, kernel, case.name, start, result);
+        for case in std::mem::take(&mut ground.sub_cases) {
+            tell(&case);
+            lane_report.cases.push(case);
+        }
         if failed {
             if let Err(error) = ground.mend() {
                 record(
@@ -338,6 +369,7 @@ fn run_on(
     lane_report
         .figures
         .extend(std::mem::take(&mut ground.figures));
+    lane_report.table = std::mem::take(&mut ground.table);
     Ok(())
 }
 
@@ -357,24 +389,37 @@ fn record(
             None => (Outcome::Failed, reason(&error)),
         },
     };
-    let seconds = (start.elapsed().as_secs_f64() * 100.0).round() / 100.0;
+    let case = CaseReport {
+        name: format!("{kernel}: {name}"),
+        outcome,
+        reason,
+        seconds: (start.elapsed().as_secs_f64() * 100.0).round() / 100.0,
+        tabulated: false,
+    };
+    tell(&case);
+    lane_report.cases.push(case);
+}
+
+/// Prints a case, unless the table has it.
+fn tell(case: &CaseReport) {
+    let failed = case.outcome == Outcome::Failed;
+    if case.tabulated && !failed {
+        return;
+    }
     println!(
-        "  {:7} {seconds:6.1} s  {kernel}: {name}",
-        report::word(outcome)
+        "  {:7} {:6.1} s  {}",
+        report::word(case.outcome),
+        case.seconds,
+        case.name
     );
-    let shown: Vec<&str> = reason
+    let shown: Vec<&str> = case
+        .reason
         .lines()
-        .take(if outcome == Outcome::Failed { 30 } else { 1 })
+        .take(if failed { 30 } else { 1 })
         .collect();
     if !shown.is_empty() {
         println!("          {}", shown.join("\n          "));
     }
-    lane_report.cases.push(CaseReport {
-        name: format!("{kernel}: {name}"),
-        outcome,
-        reason,
-        seconds,
-    });
 }
 
 /// The chain of causes with what explains them at the end.

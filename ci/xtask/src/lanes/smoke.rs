@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Lane `smoke`: the whole path, from unmodified applications in one VM to such in another, and what it has to survive.
 
-use std::collections::BTreeMap;
 use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{ensure, Context, Result};
-use serde_json::Value;
 
-use super::tools::{progress, wait_progress, Pair, Table};
+use super::tools::{counts, device_of, progress, settled, wait_progress, Pair, Table};
 use super::{Case, Ground, Lane};
 use crate::images::Kernel;
-use crate::vm::{mac, wait_for, Bed, SHORT};
+use crate::vm::{wait_for, Bed, SHORT};
 
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(240);
@@ -141,44 +139,6 @@ impl Ground<'_> {
             port: self.port(),
         }
     }
-}
-
-/// What the device says of a VM.
-fn device_of(bed: &Bed, number: u8) -> Result<Value> {
-    let status = bed
-        .device
-        .as_ref()
-        .context("there is no device")?
-        .status()?;
-    let of_vm = |device: &&Value| device["mac"] == mac(number).as_str();
-    let found = status["devices"]
-        .as_array()
-        .and_then(|devices| devices.iter().find(of_vm));
-    found
-        .cloned()
-        .with_context(|| format!("the device's status does not know vm{number}"))
-}
-
-type Counts = BTreeMap<String, u64>;
-
-/// How many objects the device holds for each VM.
-fn counts(bed: &Bed) -> Result<Vec<Counts>> {
-    bed.vms
-        .iter()
-        .map(|vm| {
-            let counts = device_of(bed, vm.number)?["counts"].take();
-            serde_json::from_value(counts).context("no counts in the device's status")
-        })
-        .collect()
-}
-
-/// Waits until the device holds what it held before, and nothing else.
-fn settled(bed: &Bed, before: &[Counts]) -> Result<()> {
-    let same = wait_for(Duration::from_secs(20), || {
-        Ok((counts(bed)? == before).then_some(()))
-    })?;
-    let now = counts(bed)?;
-    same.with_context(|| format!("objects are left over: there were {before:?}, there are {now:?}"))
 }
 
 fn tools_show_the_device(ground: &mut Ground) -> Result<()> {

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{bail, ensure, Context, Result};
+use serde_json::Value;
 
-use crate::vm::{Bed, Job, Output};
+use crate::vm::{mac, wait_for, Bed, Job, Output};
 
 /// A server in one VM and a client in another, or in the same.
 #[derive(Clone, Copy)]
@@ -148,6 +149,45 @@ impl Pair {
             self.port
         )
     }
+}
+
+/// What the device says of a VM.
+pub fn device_of(bed: &Bed, number: u8) -> Result<Value> {
+    let status = bed
+        .device
+        .as_ref()
+        .context("there is no device")?
+        .status()?;
+    let of_vm = |device: &&Value| device["mac"] == mac(number).as_str();
+    let found = status["devices"]
+        .as_array()
+        .and_then(|devices| devices.iter().find(of_vm));
+    found
+        .cloned()
+        .with_context(|| format!("the device's status does not know vm{number}"))
+}
+
+/// Numbers of objects by their kinds.
+pub type Counts = BTreeMap<String, u64>;
+
+/// How many objects the device holds for each VM.
+pub fn counts(bed: &Bed) -> Result<Vec<Counts>> {
+    bed.vms
+        .iter()
+        .map(|vm| {
+            let counts = device_of(bed, vm.number)?["counts"].take();
+            serde_json::from_value(counts).context("no counts in the device's status")
+        })
+        .collect()
+}
+
+/// Waits until the device holds what it held before, and nothing else.
+pub fn settled(bed: &Bed, before: &[Counts]) -> Result<()> {
+    let same = wait_for(Duration::from_secs(20), || {
+        Ok((counts(bed)? == before).then_some(()))
+    })?;
+    let now = counts(bed)?;
+    same.with_context(|| format!("objects are left over: there were {before:?}, there are {now:?}"))
 }
 
 /// A table of perftest.

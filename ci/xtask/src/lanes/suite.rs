@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Lane `rdma-core-56`: rdma-core's own tests, on our device and on Soft-RoCE (rxe) in the same guest.
+//!
+//! Each test on our device is a case of the lane. Rxe's outcomes stand beside ours to compare with, whatever they are. The devices
+//! take turns and do not share the guest: rdma_cm picks a device by its address, and both would have the same.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{bail, ensure, Result};
+use serde::Deserialize;
+
+use super::tools::{counts, settled};
+use super::{Case, Ground, Lane, Skip};
+use crate::images::Kernel;
+use crate::report::{CaseReport, Outcome};
+
+/// How long all tests may take on one device. Most of it is for tests that hang.
+const LONG: Duration = Duration::from_secs(45 * 60);
+
+/// How often a guest may be lost before that is the result.
+const LOSSES: usize = 8;
+
+/// A version of the tests, and what is wanted of them.
+struct Suite {
+    /// How many tests have to pass on our device.
+    passing: usize,
+    /// Which tests our device may skip.
+    skippable: &'static [Skippable],
+}
+
+/// Tests that may be skipped for one reason.
+struct Skippable {
+    /// What the device does not have.
+    group: &'static str,
+    /// True for their names.
+    is: fn(&str) -> bool,
+}
+
+const VERSION_56: Suite = Suite {
+    passing: 139,
+    skippable: &[
+        Skippable {
+            group: "on-demand paging",
+            is: |name| name.starts_with("tests.test_odp."),
+        },
+        Skippable {
+            group: "tag matching",
+            is: |name| name.starts_with("tests.test_tag_matching."),
+        },
+        Skippable {
+            group: "raw packet QPs, flows, RSS",
+            is: |name| {
+                ["tests.test_flow.", "tests.test_rss_traffic."]
+                    .iter()
+                    .any(|module| name.starts_with(module))
+                    || RAW_QUEUE_PAIRS.contains(&name)
+            },
+        },
+        Skippable {
+            group: "dma-buf",
+            is: |name| {
+                ["DmaBufMRTest", "DmaBufTestCase"]
+                    .iter()
+                    .any(|class| name.starts_with(&format!("tests.test_mr.{class}.")))
+            },
+        },
+    ],
+};
+
+/// The tests of [`Skippable`] raw packet queue pairs; others with such a name test limits of what every device has.
+const RAW_QUEUE_PAIRS: &[&str] = &[
+    "tests.test_qp.QPTest.test_create_raw_qp_no_attr",
+    "tests.test_qp.QPTest.test_create_raw_qp_with_attr",
+    "tests.test_qp.QPTest.test_create_raw_qp_ex_no_attr",
+    "tests.test_qp.QPTest.test_create_raw_qp_ex_with_attr",
+    "tests.test_qp.QPTest.test_query_raw_qp",
+];
+
+/// The lane for rdma-core 56.1.
+pub fn lane_56() -> Lane {
+    Lane {
+        name: "rdma-core-56",
+        about: "the tests of rdma-core 56.1, on our device and on rxe",
+        with_device: true,
+        vms: 1,
+        runs: || {
+            let cases = [
+                Case {
+                    name: "the tests on our device",
+                    run: |ground| on_ours(ground, &VERSION_56),
+                },
+                Case {
+                    name: "the driver unloads after them",
+                    run: unload,
+                },
+                Case {
+                    name: "the tests on rxe, to compare",
+                    run: on_rxe,
+                },
+            ];
+            vec![(Kernel::Backports, cases.to_vec())]
+        },
+    }
+}
+
+/// A line of `suite.py`.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Line {
+    Total { total: usize },
+    Start { start: String },
+    Result(TestResult),
+}
+
+/// How a test ended.
+#[derive(Clone, Debug, Deserialize)]
+struct TestResult {
+    test: String,
+    outcome: String,
+    reason: String,
+    text: String,
+    seconds: f64,
+}
+
+/// What a run of `suite.py` wrote: how many tests there are, the results, and the test that was under way at the end.
+#[derive(Debug, Default)]
+struct Transcript {
+    total: usize,
+    results: Vec<TestResult>,
+    unfinished: Option<String>,
+}
+
+impl Transcript {
+    fn parse(text: &str) -> Self {
+        let mut transcript = Transcript::default();
+        let lines = text
+            .lines()
+            .filter_map(|line| serde_json::from_str(line).ok());
+        for line in lines {
+            match line {
+                Line::Total { total } => transcript.total = total,
+                Line::Start { start } => transcript.unfinished = Some(start),
+                Line::Result(result) => {
+                    transcript.unfinished = None;
+                    transcript.results.push(result);
+                }
+            }
+        }
+        transcript
+    }
+}
+
+/// Runs all tests on a device. A guest that does not live through one is started anew for the rest; `prepare` makes it ready.
+fn run(
+    ground: &mut Ground,
+    device: &str,
+    prepare: fn(&Ground) -> Result<()>,
+) -> Result<Vec<TestResult>> {
+    let mut results: Vec<TestResult> = Vec::new();
+    for _ in 0..LOSSES {
+        prepare(ground)?;
+        // Some tests want huge pages, and skip if there are none.
+        ground.vm(1)?.sh("echo 16 >/proc/sys/vm/nr_hugepages")?;
+        let command = format!("/payload/suite.py {device} {}", results.len());
+        let job = ground.vm(1)?.spawn(&command)?;
+        let end = job.wait(LONG);
+        let transcript = Transcript::parse(&job.text());
+        drop(job);
+        let why = match end {
+            Ok(output) if transcript.total == 0 => {
+                bail!("suite.py ran no test ({}):\n{}", output.status, output.text)
+            }
+            Ok(output) => output.text.lines().last().unwrap_or_default().to_owned(),
+            Err(error) => error
+                .to_string()
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .to_owned(),
+        };
+        results.extend(transcript.results);
+        if let Some(test) = transcript.unfinished {
+            results.push(TestResult {
+                test,
+                outcome: "crash".to_owned(),
+                reason: format!("the guest was lost: {why}"),
+                text: ground.circumstances(),
+                seconds: 0.0,
+            });
+        }
+        if transcript.total > 0 && results.len() >= transcript.total {
+            return Ok(results);
+        }
+        println!(
+            "         {} tests on {device} have run, then: {why}; starting the VM anew",
+            results.len()
+        );
+        ground.restart()?;
+    }
+    bail!(
+        "the guest was lost {LOSSES} times; {} tests have run",
+        results.len()
+    )
+}
+
+/// Counts outcomes into figures, and returns how many tests passed.
+fn count(ground: &mut Ground, device: &str, results: &[TestResult]) -> usize {
+    let mut counts: BTreeMap<&str, usize> =
+        ["ok", "skip", "fail", "error"].map(|word| (word, 0)).into();
+    for result in results {
+        *counts.entry(&result.outcome).or_default() += 1;
+    }
+    let seconds: f64 = results.iter().map(|result| result.seconds).sum();
+    ground.figure(&format!("{device}_tests"), results.len());
+    for (outcome, number) in &counts {
+        ground.figure(&format!("{device}_{outcome}"), *number);
+    }
+    ground.figure(&format!("{device}_seconds"), seconds.round());
+    counts.get("ok").copied().unwrap_or(0)
+}
+
+/// Puts results into the lane's table.
+fn tabulate(ground: &mut Ground, device: &str, results: &[TestResult]) {
+    for result in results {
+        let reason: String = result.reason.chars().take(160).collect();
+        ground.cell(&result.test, device, &result.outcome);
+        ground.cell(&result.test, &format!("{device}: reason"), &reason);
+    }
+}
+
+fn on_ours(ground: &mut Ground, suite: &Suite) -> Result<()> {
+    let before = counts(&ground.bed)?;
+    let results = run(ground, "vrdma0", |_| Ok(()))?;
+    tabulate(ground, "ours", &results);
+    let passing = count(ground, "ours", &results);
+    for group in suite.skippable {
+        let skipped = results
+            .iter()
+            .filter(|result| result.outcome == "skip" && (group.is)(&result.test))
+            .count();
+        ground.figure(&format!("ours_skip: {}", group.group), skipped);
+    }
+    for result in &results {
+        let case = judged(result, suite);
+        ground.sub_case(case);
+    }
+    settled(&ground.bed, &before)?;
+    ensure!(
+        passing >= suite.passing,
+        "{passing} tests pass; at least {} have to",
+        suite.passing
+    );
+    Ok(())
+}
+
+/// A result on our device as a case of the lane.
+fn judged(result: &TestResult, suite: &Suite) -> CaseReport {
+    let group = suite
+        .skippable
+        .iter()
+        .find(|group| (group.is)(&result.test));
+    let (outcome, reason) = match (result.outcome.as_str(), group) {
+        ("ok", _) => (Outcome::Passed, String::new()),
+        ("skip", Some(group)) => (
+            Outcome::Skipped,
+            format!("{}: {}", group.group, result.reason),
+        ),
+        ("skip", None) => (
+            Outcome::Failed,
+            format!("unexpected skip: {}", result.reason),
+        ),
+        (word, _) => (
+            Outcome::Failed,
+            format!("{word}: {}\n{}", result.reason, result.text),
+        ),
+    };
+    CaseReport {
+        name: result.test.clone(),
+        outcome,
+        reason,
+        seconds: result.seconds,
+        tabulated: true,
+    }
+}
+
+fn unload(ground: &mut Ground) -> Result<()> {
+    ground.vm(1)?.sh("rmmod virtio_rdma").map(drop)
+}
+
+fn on_rxe(ground: &mut Ground) -> Result<()> {
+    let results = run(ground, "rxe0", |ground| {
+        let vm = ground.vm(1)?;
+        vm.sh("! grep -q ^virtio_rdma /proc/modules || rmmod virtio_rdma")?;
+        vm.sh(
+            "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0 && /payload/wait-active",
+        )
+        .map(drop)
+    });
+    // Its faults are not ours.
+    let results = results.map_err(|error| Skip(format!("{error:#}")))?;
+    tabulate(ground, "rxe", &results);
+    count(ground, "rxe", &results);
+    let mut traces = String::new();
+    for result in results.iter().filter(|result| !result.text.is_empty()) {
+        let _ = writeln!(
+            traces,
+            "{}: {}\n{}\n",
+            result.test, result.outcome, result.text
+        );
+    }
+    fs::write(ground.logs().join("rxe-tracebacks.txt"), traces)?;
+    let log = ground.vm(1)?.sh("dmesg -c")?;
+    fs::write(ground.logs().join("rxe.dmesg"), log)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn result(test: &str, outcome: &str) -> TestResult {
+        TestResult {
+            test: test.to_owned(),
+            outcome: outcome.to_owned(),
+            reason: "because".to_owned(),
+            text: "a traceback".to_owned(),
+            seconds: 0.5,
+        }
+    }
+
+    #[test]
+    fn transcripts_are_read_to_where_they_break_off() {
+        let text = "{\"total\": 3}\n{\"start\": \"a\"}\nnoise\n\
+            {\"test\": \"a\", \"outcome\": \"ok\", \"reason\": \"\", \"text\": \"\", \"seconds\": 0.1}\n{\"start\": \"b\"}\n{\"te";
+        let transcript = Transcript::parse(text);
+        assert_eq!(transcript.total, 3);
+        assert_eq!(transcript.results.len(), 1);
+        assert_eq!(transcript.results[0].outcome, "ok");
+        assert_eq!(transcript.unfinished.as_deref(), Some("b"));
+    }
+
+    #[test]
+    fn only_the_agreed_tests_may_be_skipped() {
+        let of = |test: &str, outcome: &str| judged(&result(test, outcome), &VERSION_56).outcome;
+        assert_eq!(
+            of("tests.test_odp.OdpTestCase.test_odp_rc_traffic", "skip"),
+            Outcome::Skipped
+        );
+        assert_eq!(
+            of("tests.test_qp.QPTest.test_create_raw_qp_no_attr", "skip"),
+            Outcome::Skipped
+        );
+        assert_eq!(
+            of("tests.test_mr.DmaBufMRTest.test_dmabuf_reg_mr", "skip"),
+            Outcome::Skipped
+        );
+        assert_eq!(
+            of("tests.test_mr.MRTest.test_rereg_mr_pd", "skip"),
+            Outcome::Failed
+        );
+        assert_eq!(of("tests.test_srq.SrqTestCase.x", "ok"), Outcome::Passed);
+        for word in ["fail", "error", "crash", "timeout"] {
+            assert_eq!(
+                of("tests.test_odp.OdpTestCase.test_odp_rc_traffic", word),
+                Outcome::Failed
+            );
+        }
+        let failed = judged(&result("tests.test_pd.PDTest.x", "error"), &VERSION_56);
+        assert!(failed.reason.contains("a traceback"));
+    }
+}
