@@ -198,7 +198,7 @@ layouts! {
     }
 
     /// Response of QUERY_DEVICE.
-    pub struct QueryDeviceResponse(128) {
+    pub struct QueryDeviceResponse(144) {
         /// Node GUID, as in the configuration space.
         0 => node_guid: u64,
         /// Firmware version: major in bits 32 to 47, minor 16 to 31, patch 0 to 15.
@@ -255,6 +255,12 @@ layouts! {
         120 => max_mcast_grp: u32,
         /// Queue pairs attached to a multicast group.
         124 => max_mcast_qp_attach: u32,
+        /// XRC domains.
+        128 => max_xrcd: u32,
+        /// The null lkey: reading it gives zeros, what is written to it is discarded. Zero: there is none.
+        132 => null_lkey: u32,
+        /// Reserved, zero.
+        136 => reserved: u64,
     }
 
     /// Body of QUERY_PORT.

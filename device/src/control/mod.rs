@@ -22,6 +22,7 @@ use virtio_rdma_spec::PAGE_SIZE;
 use crate::memory::{read_page_list, Pages};
 use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
 use crate::verbs::cq::Source;
+use crate::verbs::keys::NULL_LKEY;
 use crate::verbs::qp::MAX_RD_ATOMIC;
 use crate::verbs::tables::{Context, Pd, Slots, Tables};
 use crate::verbs::Error;
@@ -185,6 +186,8 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         max_ah: u32::MAX >> 1,
         max_mcast_grp: limits.multicast,
         max_mcast_qp_attach: limits.multicast,
+        max_xrcd: limits.xrcds,
+        null_lkey: NULL_LKEY,
         ..QueryDeviceResponse::default()
     };
     encode(response.to_bytes())

@@ -9,6 +9,7 @@
 
 pub mod atomic;
 mod guest;
+pub mod null;
 mod pages;
 mod span;
 

@@ -12,7 +12,7 @@ use super::mr::{check_range, Mr};
 use super::mw::{Binding, Mw, State};
 use super::slab::Slab;
 use super::Error;
-use crate::memory::{GuestMemory, Span};
+use crate::memory::{null, GuestMemory, Span};
 use crate::rnic::Limits;
 
 /// Why a key does not give access; a `vendor_err` of the specification.
@@ -22,8 +22,14 @@ pub struct KeyError(pub u8);
 /// A window cannot be bound, or a key not be invalidated.
 const CANNOT_BIND: KeyError = KeyError(vendor_err::BIND);
 
+/// The null lkey: of index 0, which no region and no window has.
+pub const NULL_LKEY: u32 = 0xff;
+
 /// Indices of keys are below this.
 const MAX_INDEX: u32 = 1 << 24;
+
+/// Access to write, by the VM itself.
+const LOCAL_WRITE: u32 = access::LOCAL_WRITE;
 
 /// Access bits that a binding may have. Local writes do not go through windows.
 const WINDOW_ACCESS: u32 = access::LOCAL_WRITE
@@ -63,10 +69,20 @@ enum Key {
     Window(Box<Mw>),
 }
 
+/// What a key gives access to.
+#[derive(Debug)]
+enum To<'a> {
+    Region(&'a Mr),
+    /// Nothing: it is read.
+    Zeros,
+    /// Nothing: it is written.
+    Discarded,
+}
+
 /// Leave to access memory.
 #[derive(Debug)]
 pub struct Grant<'a> {
-    mr: &'a Mr,
+    to: To<'a>,
     /// What to add to an address to get the region's.
     shift: u64,
     /// Keeps the window as it is.
@@ -80,7 +96,11 @@ impl<'a> Grant<'a> {
     /// If the memory is gone.
     #[inline]
     pub fn span(&self, addr: u64, max: u64) -> Result<Span<'a>, KeyError> {
-        self.mr.span(addr.wrapping_add(self.shift), max)
+        match self.to {
+            To::Region(mr) => mr.span(addr.wrapping_add(self.shift), max),
+            To::Zeros => Ok(null::zeros(max)),
+            To::Discarded => Ok(null::discarded(max)),
+        }
     }
 }
 
@@ -241,7 +261,7 @@ impl Keys {
             Some(Key::Region(mr)) => {
                 mr.check(key, accessor.pd, access, addr, len)?;
                 Ok(Grant {
-                    mr,
+                    to: To::Region(mr),
                     shift: 0,
                     _window: None,
                 })
@@ -249,6 +269,16 @@ impl Keys {
             Some(Key::Window(mw)) => {
                 self.grant_window(mw, key, accessor, access, Some((addr, len)))
             }
+            // What local accesses are for is told by this flag alone.
+            None if key == NULL_LKEY && accessor.qp.is_none() => Ok(Grant {
+                to: if access & LOCAL_WRITE == 0 {
+                    To::Zeros
+                } else {
+                    To::Discarded
+                },
+                shift: 0,
+                _window: None,
+            }),
             None => Err(KeyError(vendor_err::KEY_UNKNOWN)),
         }
     }
@@ -293,7 +323,7 @@ impl Keys {
         }
         match self.slab.get(binding.region) {
             Some(Key::Region(mr)) => Ok(Grant {
-                mr,
+                to: To::Region(mr),
                 shift: binding.shift,
                 _window: Some(state),
             }),

@@ -647,6 +647,131 @@ fn a_physical_region_reaches_all_guest_memory_and_nothing_else() {
     assert_eq!(bad.status(), Some(status::EINVAL));
 }
 
+/// A scatter/gather entry of the null lkey.
+fn nothing(vm: &Vm, addr: u64, length: u32) -> Sge {
+    let lkey = vm.query_device().unwrap().null_lkey;
+    Sge { addr, length, lkey }
+}
+
+#[test]
+fn the_null_lkey_reads_zeros_and_discards_what_is_written() {
+    // D-MR-005, D-OBJ-004, D-QDEV-005.
+    const LONG: usize = 200_000;
+    let vms = Featured::new();
+    let f = vms.pair();
+    let (a, b) = (&f.pair.a, &f.pair.b);
+    let device = vms.a.query_device().unwrap();
+    assert!(device.null_lkey != 0 && device.null_lkey < 256);
+    let (here, there) = (nothing(&vms.a, 0, 0), nothing(&vms.b, 0, 0));
+    let source = a.pd.register(LONG, EVERYTHING).unwrap();
+    let target = b.pd.register(LONG, EVERYTHING).unwrap();
+    let part = |sge: Sge, addr, length| Sge {
+        addr,
+        length,
+        ..sge
+    };
+
+    // A write of zeros between bytes, at addresses and of lengths that no region has.
+    source.write(0, &[1; 16]);
+    target.write(0, &[9; LONG]);
+    let zeros = LONG as u32 - 16;
+    let parts = [
+        source.sge(0, 8),
+        part(here, u64::MAX, zeros),
+        source.sge(8, 8),
+    ];
+    a.qp.write(1, &parts, target.iova, target.rkey).unwrap();
+    assert_success(&a.sent());
+    let mut expected = vec![0; LONG];
+    expected[..8].fill(1);
+    expected[LONG - 8..].fill(1);
+    assert_eq!(target.read(0, LONG), expected);
+
+    // A read of which the middle is not wanted.
+    target.write(0, &[9; LONG]);
+    let parts = [
+        source.sge(0, 8),
+        part(here, 3, LONG as u32 - 16),
+        source.sge(8, 8),
+    ];
+    a.qp.read(2, &parts, target.iova, target.rkey).unwrap();
+    assert_success(&a.sent());
+    assert_eq!(source.read(0, 17), [&[9; 16][..], &[0]].concat());
+
+    // Messages to nowhere arrive, and those from nowhere are zeros, whatever was discarded before.
+    b.qp.post_recv(3, &[part(there, 5, LONG as u32)]).unwrap();
+    a.qp.send(3, &[source.sge(0, 16)]).unwrap();
+    assert_eq!(b.received().byte_len, 16);
+    assert_success(&a.sent());
+    b.qp.post_recv(4, &[target.sge(0, 100)]).unwrap();
+    a.qp.send(4, &[part(here, 5, 100)]).unwrap();
+    assert_eq!(b.received().byte_len, 100);
+    assert_success(&a.sent());
+    assert_eq!(target.read(0, 101), [&[0; 100][..], &[9]].concat());
+
+    // An atomic operation is done, wherever its result goes.
+    f.target.write(16, &100u64.to_le_bytes());
+    let add = SendWqe {
+        operand0: 5,
+        ..f.wqe(wr_opcode::ATOMIC_FETCH_AND_ADD, 16)
+    };
+    a.qp.post_send(&add, &[part(here, 1, 8)]).unwrap();
+    assert_success(&a.sent());
+    assert_eq!(f.word(16), 105);
+}
+
+#[test]
+fn the_null_lkey_is_nothing_else_than_an_lkey() {
+    // D-MR-006, D-OBJ-004.
+    let vms = Featured::new();
+    let unknown = vendor_err::KEY_UNKNOWN;
+    let null = vms.b.query_device().unwrap().null_lkey;
+    let f = vms.pair();
+    let a = &f.pair.a;
+    a.qp.read(1, &[a.mr.sge(0, 8)], f.target.iova, null)
+        .unwrap();
+    f.refused(
+        wc_status::REM_ACCESS_ERR,
+        unknown,
+        event_type::QP_ACCESS_ERR,
+    );
+    let f = vms.pair();
+    let a = &f.pair.a;
+    a.qp.write(1, &[a.mr.sge(0, 8)], 0, null).unwrap();
+    f.refused(
+        wc_status::REM_ACCESS_ERR,
+        unknown,
+        event_type::QP_ACCESS_ERR,
+    );
+    // Of the keys below 256 it is the only one.
+    let f = vms.pair();
+    let other = Sge {
+        lkey: null ^ 1,
+        ..nothing(&vms.a, 0, 8)
+    };
+    f.pair.a.qp.send(1, &[other]).unwrap();
+    f.refused_here(wc_status::LOC_PROT_ERR, unknown);
+    // No window can be bound to it, and it can neither be invalidated nor deregistered.
+    let f = vms.pair();
+    let window = f.pair.b.pd.window(mw_type::TYPE_2).unwrap();
+    let bind = BindMw {
+        mr_lkey: null,
+        ..f.bind_request(window.rkey, window.rkey | 1)
+    };
+    f.pair.b.qp.post_bind(1, &bind).unwrap();
+    assert_status(&f.pair.b.sent(), wc_status::MW_BIND_ERR);
+    let f = vms.pair();
+    let invalidate = SendWqe {
+        opcode: wr_opcode::LOCAL_INV,
+        imm: null,
+        ..SendWqe::default()
+    };
+    f.pair.a.qp.post_send(&invalidate, &[]).unwrap();
+    f.refused_here(wc_status::LOC_QP_OP_ERR, vendor_err::BIND);
+    let gone = f.pair.a.pd.deregister(null).unwrap_err();
+    assert_eq!(gone.status(), Some(status::ENOENT));
+}
+
 #[test]
 fn completions_move_to_the_new_ring() {
     // D-RSZ-001, D-RSZ-002.

@@ -196,6 +196,6 @@ mod tests {
     #[test]
     fn the_longest_command_and_response_are_known() {
         assert_eq!(MAX_COMMAND_LEN, 112);
-        assert_eq!(MAX_RESPONSE_LEN, 136);
+        assert_eq!(MAX_RESPONSE_LEN, 152);
     }
 }

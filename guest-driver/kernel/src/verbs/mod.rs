@@ -288,7 +288,7 @@ pub(crate) fn alloc_context(
             max_qp_wr: limits.max_qp_wr,
             max_sge: limits.max_sge,
             max_cqe: limits.max_cqe,
-            null_lkey: 0,
+            null_lkey: limits.null_lkey,
             features: device.features().bits(),
             max_srq_wr: limits.max_srq_wr,
             max_srq_sge: limits.max_srq_sge,
