@@ -642,7 +642,7 @@ impl Rnic {
             json!({
                 "srqn": srqn,
                 "pd": srq.pd,
-                "entries": srq.entries,
+                "entries": srq.entries(),
                 "limit": srq.limit(),
                 "receives": srq.position(),
                 "xrcd": srq.xrc.as_ref().map(|xrc| xrc.domain),

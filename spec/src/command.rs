@@ -63,6 +63,8 @@ constants! {
         QUERY_SRQ = 0x62,
         /// Destroys a shared receive queue.
         DESTROY_SRQ = 0x63,
+        /// Gives a shared receive queue another buffer.
+        RESIZE_SRQ = 0x64,
         /// Attaches a queue pair to a multicast group.
         ATTACH_MCAST = 0x70,
         /// Detaches a queue pair from a multicast group.
@@ -576,6 +578,26 @@ layouts! {
         12 => reserved: u32,
     }
 
+    /// Body of RESIZE_SRQ. The stride stays.
+    pub struct ResizeSrq(48) {
+        /// The shared receive queue.
+        0 => srqn: u32,
+        /// `resize_srq_flag`.
+        4 => flags: u32,
+        /// Entries of the new ring, a power of two.
+        8 => entries: u32,
+        /// Offset of the new ring in the new buffer.
+        12 => ring_offset: u32,
+        /// LIMIT: the limit from now on.
+        16 => limit: u32,
+        /// Reserved, zero.
+        20 => reserved0: u32,
+        /// The new buffer: an `SrqRecord` at its start, and the ring.
+        24 => buffer: PageList,
+        /// Reserved, zero.
+        40 => reserved1: u64,
+    }
+
     /// Body of MODIFY_SRQ.
     pub struct ModifySrq(16) {
         /// The SRQ.
@@ -622,6 +644,14 @@ constants! {
         SIGNAL_ALL = 1,
         /// UD: multicast messages do not come back to the queue pair that sent them, nor to others of its VM.
         BLOCK_MULTICAST_LOOPBACK = 2,
+    }
+}
+
+constants! {
+    /// Flags of RESIZE_SRQ.
+    pub mod resize_srq_flag: u32 {
+        /// The limit changes, too.
+        LIMIT = 1,
     }
 }
 

@@ -65,5 +65,7 @@ constants! {
         FLUSH = 10,
         /// Regions of all guest memory (REG_MR with PHYSICAL).
         PHYSICAL_MR = 11,
+        /// RESIZE_SRQ. Needs SRQ.
+        SRQ_RESIZE = 12,
     }
 }

@@ -207,6 +207,7 @@ fn groups_of_crate() -> BTreeMap<String, Group> {
         command::mw_type,
         command::opcode,
         command::rereg_flag,
+        command::resize_srq_flag,
         command::srq_type,
         command::status,
         config::feature,

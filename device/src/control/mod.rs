@@ -94,6 +94,7 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::MODIFY_SRQ => srq::modify(rnic, &parse(body)?),
         opcode::QUERY_SRQ => srq::query(rnic, parse_handle(body)?),
         opcode::DESTROY_SRQ => srq::destroy(rnic, parse_handle(body)?),
+        opcode::RESIZE_SRQ => srq::resize(rnic, &parse(body)?),
         opcode::CREATE_XRCD => no_body(body).and_then(|()| srq::create_domain(rnic)),
         opcode::DESTROY_XRCD => srq::destroy_domain(rnic, parse_handle(body)?),
         opcode::ATTACH_MCAST => queue_pair::attach(rnic, &parse(body)?),

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use virtio_rdma_spec::command::{
-    srq_type, CreateSrq, CreateSrqResponse, ModifySrq, QuerySrqResponse,
+    resize_srq_flag, srq_type, CreateSrq, CreateSrqResponse, ModifySrq, QuerySrqResponse, ResizeSrq,
 };
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::{recv_stride, SrqRecord, MAX_SGE};
@@ -125,15 +125,43 @@ fn get(rnic: &Rnic, number: u32) -> Result<Arc<Srq>, Error> {
 
 pub(super) fn modify(rnic: &Arc<Rnic>, body: &ModifySrq) -> Result<Vec<u8>, Error> {
     let srq = get(rnic, body.srqn)?;
-    zero(body.reserved == 0 && body.limit <= srq.entries)?;
-    srq.set_limit(body.limit);
+    zero(body.reserved == 0)?;
+    srq.set_limit(body.limit)?;
+    Ok(Vec::new())
+}
+
+/// Under the write lock: nobody takes entries meanwhile.
+pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeSrq) -> Result<Vec<u8>, Error> {
+    needs(rnic, feature::SRQ_RESIZE)?;
+    zero(body.reserved0 == 0 && body.reserved1 == 0)?;
+    zero(body.flags & !resize_srq_flag::LIMIT == 0 && body.entries != 0)?;
+    let limit = (body.flags & resize_srq_flag::LIMIT != 0).then_some(body.limit);
+    // A queue that comes back under this number meanwhile may have another stride: `resize` looks again.
+    let stride = get(rnic, body.srqn)?.stride();
+    let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
+    let queue = check_queue(
+        body.entries,
+        stride,
+        body.ring_offset,
+        Some(stride),
+        SrqRecord::SIZE,
+        len,
+    )?;
+    let pages = resolve_ring(rnic, &body.buffer)?;
+    let mut tables = rnic.tables_mut();
+    let srq = tables.srqs.get(body.srqn).cloned().ok_or(Error::NotFound)?;
+    let buffer = tables.adopt(pages)?;
+    let (old, new) = (srq.footprint(), buffer.footprint());
+    srq.resize(buffer, queue, limit)
+        .inspect_err(|_| tables.release(new))?;
+    tables.release(old);
     Ok(Vec::new())
 }
 
 pub(super) fn query(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     let srq = get(rnic, number)?;
     let response = QuerySrqResponse {
-        entries: srq.entries,
+        entries: srq.entries(),
         max_sge: srq.max_sge as u32,
         limit: srq.limit(),
         ..QuerySrqResponse::default()
@@ -152,7 +180,7 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     let Some(srq) = tables.srqs.remove(number) else {
         return Err(Error::NotFound);
     };
-    tables.release(srq.footprint);
+    tables.release(srq.footprint());
     if let Some(sink) = &tables.sink {
         sink.forget_srq(number);
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use virtio_rdma_spec::ring::{Sge, PHASE};
 
 use crate::memory::Pages;
+use crate::verbs::Error;
 
 /// A work queue: where it is in its buffer, and how far it was consumed.
 #[derive(Debug, Clone, Copy)]
@@ -39,12 +40,27 @@ impl WorkQueue {
             .load(Ordering::Acquire)
             .to_ne_bytes();
         let [_, flags, ..] = word;
-        let phase = if self.position & self.entries == 0 {
+        (flags & PHASE == self.phase()).then_some(word)
+    }
+
+    /// The phase of the current entry once it is posted.
+    #[must_use]
+    pub fn phase(&self) -> u8 {
+        if self.position & self.entries == 0 {
             PHASE
         } else {
             0
-        };
-        (flags & PHASE == phase).then_some(word)
+        }
+    }
+
+    /// Stores 8 bytes to the current entry: for entries that are moved to another ring.
+    ///
+    /// # Errors
+    /// [`Error::Fault`] if the ring is not guest memory.
+    pub fn store(&self, buffer: &Pages, within: usize, bytes: [u8; 8]) -> Result<(), Error> {
+        let word = buffer.word(self.at(within)).ok_or(Error::Fault)?;
+        word.store(u64::from_ne_bytes(bytes), Ordering::Release);
+        Ok(())
     }
 
     /// The 8 bytes at `within` of the current entry.

@@ -9,6 +9,7 @@ use virtio_rdma_spec::verbs::vendor_err;
 
 use super::cq::Cq;
 use super::qp::Qp;
+use super::Error;
 use crate::engine::queue::WorkQueue;
 use crate::memory::{GuestMemory, Pages};
 use crate::worker::Worker;
@@ -32,6 +33,8 @@ pub struct Xrc {
 #[derive(Debug)]
 struct Inner {
     buffer: Pages,
+    /// What the page list took of our memory when we got it, bytes.
+    footprint: u64,
     queue: WorkQueue,
     limit: u32,
     /// The queue pairs whose messages wait for a receive.
@@ -58,12 +61,8 @@ pub struct Srq {
     pub xrc: Option<Xrc>,
     /// Scatter/gather entries per receive work request.
     pub max_sge: usize,
-    /// Entries of the ring.
-    pub entries: u32,
     /// Queue pairs created with it.
     pub users: AtomicU32,
-    /// What its page list takes of our memory, bytes.
-    pub footprint: u64,
     /// Its ring was found to be gone.
     errored: AtomicBool,
     inner: Mutex<Inner>,
@@ -108,9 +107,8 @@ impl Srq {
             buffer,
             queue,
         } = parts;
-        let footprint = buffer.footprint();
-        let entries = queue.entries;
         let inner = Inner {
+            footprint: buffer.footprint(),
             buffer,
             queue,
             limit,
@@ -127,9 +125,7 @@ impl Srq {
             slot,
             xrc,
             max_sge,
-            entries,
             users: AtomicU32::new(0),
-            footprint,
             errored: AtomicBool::new(false),
             inner: Mutex::new(inner),
         }
@@ -243,8 +239,86 @@ impl Srq {
     }
 
     /// Arms the limit.
-    pub(crate) fn set_limit(&self, limit: u32) {
-        self.inner().limit = limit;
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if it is more than the entries.
+    pub(crate) fn set_limit(&self, limit: u32) -> Result<(), Error> {
+        let mut inner = self.inner();
+        if limit > inner.queue.entries {
+            return Err(Error::Invalid);
+        }
+        inner.limit = limit;
+        Ok(())
+    }
+
+    /// Entries of the ring.
+    #[must_use]
+    pub fn entries(&self) -> u32 {
+        self.inner().queue.entries
+    }
+
+    /// Stride of the entries, bytes.
+    #[must_use]
+    pub fn stride(&self) -> u32 {
+        self.inner().queue.stride
+    }
+
+    /// What its page list takes of our memory, bytes.
+    #[must_use]
+    pub fn footprint(&self) -> u64 {
+        self.inner().footprint
+    }
+
+    /// Goes over to another ring, zeroed, with entries of the same stride: what was not consumed is at its start then. A
+    /// `limit` takes the place of the one that is armed.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if entries or limit do not fit, [`Error::Fault`] if a ring is not guest memory: nothing has
+    /// changed then.
+    pub(crate) fn resize(
+        &self,
+        buffer: Pages,
+        queue: WorkQueue,
+        limit: Option<u32>,
+    ) -> Result<(), Error> {
+        let mut guard = self.inner();
+        let inner = &mut *guard;
+        let limit = limit.unwrap_or(inner.limit);
+        if queue.stride != inner.queue.stride || limit > queue.entries {
+            return Err(Error::Invalid);
+        }
+        if inner.buffer.lost() {
+            return Err(Error::Fault);
+        }
+        let (mut from, mut to) = (inner.queue, queue);
+        let mut count = 0;
+        while count < inner.queue.entries {
+            let Some(head) = from.ready(&inner.buffer) else {
+                break;
+            };
+            if count == queue.entries {
+                return Err(Error::Invalid);
+            }
+            let [first, flags, rest @ ..] = head;
+            let flags = flags & !PHASE | to.phase();
+            for within in (8..queue.stride as usize).step_by(8) {
+                to.store(&buffer, within, from.word(&inner.buffer, within))?;
+            }
+            let [a, b, c, d, e, f] = rest;
+            to.store(&buffer, 0, [first, flags, a, b, c, d, e, f])?;
+            from.advance();
+            to.advance();
+            count += 1;
+        }
+        let posted = buffer.half_word(POSTED).ok_or(Error::Fault)?;
+        posted.store(count.to_le(), Ordering::Release);
+        inner.footprint = buffer.footprint();
+        inner.buffer = buffer;
+        inner.queue = queue;
+        inner.limit = limit;
+        inner.store_consumed();
+        inner.set_waited(!inner.waiters.is_empty());
+        Ok(())
     }
 
     /// Receive work requests consumed, modulo 2^32.

@@ -46,6 +46,7 @@ const FEATURES: u64 = 1 << feature::RC
     | 1 << feature::CQ_TIMESTAMP
     | 1 << feature::FLUSH
     | 1 << feature::PHYSICAL_MR
+    | 1 << feature::SRQ_RESIZE
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1
@@ -276,7 +277,8 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_features(&mut self, features: u64) -> Result<()> {
         let has = |feature: u32| features & (1 << feature) != 0;
-        if features & !FEATURES != 0 || (has(feature::XRC) && !has(feature::SRQ)) {
+        let needs_srq = has(feature::XRC) || has(feature::SRQ_RESIZE);
+        if features & !FEATURES != 0 || (needs_srq && !has(feature::SRQ)) {
             return Err(Error::FeatureMismatch);
         }
         self.rnic.set_features(features);

@@ -39,8 +39,11 @@ pub fn vm(socket: &Path) -> Arc<Vm> {
 }
 
 /// The features of all types of queue pairs.
-pub const ALL_TYPES: u64 =
-    1 << feature::UD | 1 << feature::UC | 1 << feature::SRQ | 1 << feature::XRC;
+pub const ALL_TYPES: u64 = 1 << feature::UD
+    | 1 << feature::UC
+    | 1 << feature::SRQ
+    | 1 << feature::XRC
+    | 1 << feature::SRQ_RESIZE;
 
 /// Options of a VM with every feature that there is.
 pub fn everything() -> VmOptions {

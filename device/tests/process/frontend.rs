@@ -167,12 +167,12 @@ fn features_are_those_that_were_offered() {
     assert_eq!(offered & (1 << 34 | 1 << 35), 0);
     // NOTIFICATION_DATA, NOTIF_CONFIG_DATA.
     assert_eq!(offered & (1 << 38 | 1 << 39), 0);
-    // XRC is not without SRQ.
+    // XRC and SRQ_RESIZE are not without SRQ.
     let (srq, xrc) = (1 << feature::SRQ, 1 << feature::XRC);
     assert_eq!(offered & (srq | xrc), srq | xrc);
     vm.frontend().set_features(offered & !xrc).unwrap();
     let path = vm.path().to_owned();
-    for wrong in [offered & !srq, offered | 1 << 34] {
+    for wrong in [offered & !srq, offered & !(srq | xrc), offered | 1 << 34] {
         // A refusal is the end of the connection.
         vm.kill();
         let vm = Vm::connect(&path, VmOptions::default()).unwrap();

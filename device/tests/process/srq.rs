@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use vhost_device_rdma_bare::core::command::{CreateSrq, DestroySrq, ModifySrq, QuerySrq};
+use vhost_device_rdma_bare::core::command::{
+    CreateSrq, DestroySrq, ModifySrq, QuerySrq, ResizeSrq,
+};
 use vhost_device_rdma_bare::spec::command::{self, srq_type, status, Handle};
 use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::{RecvWqe, SendWqe, Sge, MAX_SGE, MAX_WQ_ENTRIES};
@@ -529,6 +531,7 @@ fn there_are_none_without_the_feature() {
     assert_refused(vm.execute::<QuerySrq>(&handle(1)), unsupported);
     assert_refused(vm.execute::<DestroySrq>(&handle(1)), unsupported);
     assert_refused(vm.execute::<ModifySrq>(&Default::default()), unsupported);
+    assert_refused(vm.execute::<ResizeSrq>(&Default::default()), unsupported);
 }
 
 #[test]
@@ -727,6 +730,182 @@ fn a_ring_that_is_gone_is_told_once() {
     }
     assert_no_event(&two.b);
     two.b.replug_memory(region).unwrap();
+}
+
+// D-RSS-001, G-RSS-001.
+#[test]
+fn entries_move_to_another_ring_in_their_order() {
+    let two = Two::with_all_types();
+    let shared = Shared::new(&two, 2, &SrqOptions::default());
+    let size = || {
+        (
+            shared.srq.query().unwrap().entries,
+            shared.srq.queue().room(),
+        )
+    };
+    // Smaller, larger and the same, with none, some and all of the entries posted, for several laps.
+    let mut next = 0;
+    let mut pending = std::collections::VecDeque::new();
+    let steps = [
+        (10, 3, 16),
+        (9, 0, 16),
+        (0, 16, 1),
+        (1, 0, 64),
+        (63, 40, 32),
+        (8, 0, 32),
+        (0, 32, 64),
+    ];
+    for (post, take, entries) in steps {
+        for _ in 0..post {
+            shared.post(next % 64);
+            pending.push_back(next % 64);
+            next += 1;
+        }
+        for i in 0..take {
+            shared.assert_sends(i % 2, pending.pop_front().unwrap());
+        }
+        shared.srq.resize(entries, None, 0).unwrap();
+        assert_eq!(size(), (entries, entries - pending.len() as u32));
+    }
+    for wr_id in 0..200 {
+        shared.post(wr_id % 64);
+        shared.assert_sends(0, wr_id % 64);
+    }
+    // Under traffic: each one once, in the order of the queue.
+    let mut posted = 0u64;
+    for (received, round) in (0..600).enumerate() {
+        if round % 5 == 0 {
+            shared
+                .srq
+                .resize([64, 128, 256][round / 5 % 3], None, 0)
+                .unwrap();
+        }
+        while posted < received as u64 + 40 {
+            shared.post(posted % 64);
+            posted += 1;
+        }
+        shared.send(0, 8);
+        let cqe = shared.side.received();
+        assert_success(&cqe);
+        assert_eq!(cqe.wr_id, received as u64 % 64);
+        assert_success(&shared.senders[0].sent());
+    }
+}
+
+#[test]
+fn a_size_that_cannot_be_changes_nothing() {
+    // D-CMD-004.
+    let two = Two::with_all_types();
+    let options = SrqOptions {
+        limit: 5,
+        ..SrqOptions::default()
+    };
+    let shared = Shared::new(&two, 1, &options);
+    for i in 0..10 {
+        shared.post(i);
+    }
+    let buffer = two.b.buffer(16384, Placement::Scattered).unwrap();
+    let (pages, _tables) = buffer.page_list().unwrap();
+    let refused = |expected, change: &dyn Fn(&mut command::ResizeSrq)| {
+        let mut body = command::ResizeSrq {
+            srqn: shared.srq.number(),
+            entries: 32,
+            ring_offset: 128,
+            buffer: pages,
+            ..command::ResizeSrq::default()
+        };
+        change(&mut body);
+        assert_refused(two.b.execute::<ResizeSrq>(&body), expected);
+    };
+    refused(status::ENOENT, &|b| b.srqn += 1);
+    for entries in [0, 3, 8, MAX_WQ_ENTRIES * 2, u32::MAX] {
+        refused(status::EINVAL, &|b| b.entries = entries);
+    }
+    for offset in [0, 64, 192, 16384] {
+        refused(status::EINVAL, &|b| b.ring_offset = offset);
+    }
+    refused(status::EINVAL, &|b| b.flags = 2);
+    refused(status::EINVAL, &|b| (b.flags, b.limit) = (1, 33));
+    refused(status::EINVAL, &|b| b.reserved0 = 1);
+    refused(status::EINVAL, &|b| b.reserved1 = 1);
+    refused(status::EINVAL, &|b| b.buffer.count = 0);
+    refused(status::EFAULT, &|b| b.buffer.addr = 1 << 50);
+    let attributes = shared.srq.query().unwrap();
+    assert_eq!((attributes.entries, attributes.limit), (64, 5));
+    for i in 0..3 {
+        shared.assert_sends(0, i);
+    }
+    // The limit that is armed must fit as well.
+    shared.srq.resize(8, Some(8), 0).unwrap();
+    for i in 3..9 {
+        shared.assert_sends(0, i);
+    }
+    assert_event(&two.b, event_type::SRQ_LIMIT_REACHED, shared.srq.number());
+    shared.srq.set_limit(5).unwrap();
+    let refused = shared.srq.resize(4, None, 0).unwrap_err();
+    assert_eq!(refused.status(), Some(status::EINVAL));
+    shared.srq.resize(4, Some(0), 0).unwrap();
+    let attributes = shared.srq.query().unwrap();
+    assert_eq!((attributes.entries, attributes.limit), (4, 0));
+    shared.assert_sends(0, 9);
+    // A ring that is gone cannot be moved.
+    let region = two.b.add_memory(1 << 20).unwrap();
+    shared.srq.resize(4, None, region).unwrap();
+    two.b.remove_memory(region).unwrap();
+    let refused = shared.srq.resize(8, None, 0).unwrap_err();
+    assert_eq!(refused.status(), Some(status::EFAULT));
+    two.b.replug_memory(region).unwrap();
+    shared.srq.resize(8, None, 0).unwrap();
+    shared.post(1);
+    shared.assert_sends(0, 1);
+}
+
+#[test]
+fn the_limit_counts_on_in_another_ring() {
+    // D-SRQ-006.
+    let two = Two::with_all_types();
+    let options = SrqOptions {
+        limit: 3,
+        ..SrqOptions::default()
+    };
+    let shared = Shared::new(&two, 1, &options);
+    for i in 0..5 {
+        shared.post(i);
+    }
+    shared.assert_sends(0, 0);
+    shared.srq.resize(8, None, 0).unwrap();
+    shared.assert_sends(0, 1);
+    assert_no_event(&two.b);
+    shared.assert_sends(0, 2);
+    assert_event(&two.b, event_type::SRQ_LIMIT_REACHED, shared.srq.number());
+}
+
+// D-RSS-002.
+#[test]
+fn who_waits_for_a_receive_waits_on_at_another_ring() {
+    let two = Two::with_all_types();
+    let shared = Shared::connect(&two, 3, &SrqOptions::default(), |c| {
+        c.rnr_retry = 7;
+        c.min_rnr_timer = 0;
+    });
+    let mut times = Vec::new();
+    for round in 0..5 {
+        for i in 0..3 {
+            shared.send(i, 8);
+        }
+        shared.side.assert_quiet();
+        shared.srq.resize(16 << (round % 2), None, 0).unwrap();
+        let start = Instant::now();
+        for i in 0..3 {
+            shared.post(i);
+            assert_success(&shared.side.received());
+        }
+        times.push(start.elapsed());
+        for sender in &shared.senders {
+            assert_success(&sender.sent());
+        }
+    }
+    assert_soon(times);
 }
 
 #[test]

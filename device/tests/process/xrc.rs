@@ -489,6 +489,43 @@ fn what_a_message_left_behind_is_for_its_queue() {
     other.assert_quiet();
 }
 
+// D-RSS-001.
+#[test]
+fn a_queue_of_a_domain_is_resized_with_what_was_left_behind() {
+    let two = Two::with_all_types();
+    let xrc = Xrc::new(&two);
+    let [one, other] = [0, 1].map(|_| Server::new(&two.b, &xrc.domain));
+    for round in 0..20u64 {
+        let (first, second) = (2 * round, 2 * round + 1);
+        one.srq
+            .post_recv(first, &[one.mr.sge(0, 1 << 20); 4])
+            .unwrap();
+        one.srq
+            .post_recv(second, &[one.mr.sge(0, 1 << 20)])
+            .unwrap();
+        other.post(0);
+        let a = &xrc.a;
+        a.qp.post_send(&xrc.wqe(wr_opcode::SEND, &one), &[a.mr.sge(0, 1 << 20); 4])
+            .unwrap();
+        std::thread::sleep(Duration::from_micros(round * 20));
+        a.qp.set_state(qp_state::ERR).unwrap();
+        let complete = a.sent().status == wc_status::SUCCESS;
+        a.qp.set_state(qp_state::RESET).unwrap();
+        a.qp.connect(&Connection::to(&xrc.target)).unwrap();
+        if complete {
+            one.assert_receives(&xrc.target, first, 4 << 20);
+        }
+        one.srq.resize(8 << (round % 4), None, 0).unwrap();
+        xrc.assert_sends(&other, 0);
+        if !complete {
+            xrc.assert_sends(&one, first);
+        }
+        one.srq.resize(64, None, 0).unwrap();
+        xrc.assert_sends(&one, second);
+    }
+    one.assert_quiet();
+}
+
 #[test]
 fn a_receive_under_way_is_flushed_to_the_completion_queue_of_its_queue() {
     let two = Two::with_all_types();

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Shared receive queues and XRC domains of a [`Vm`].
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use virtio_rdma_driver_core::buffer::SrqLayout;
 use virtio_rdma_driver_core::command::{
-    CreateSrq, CreateXrcd, DestroySrq, DestroyXrcd, ModifySrq, QuerySrq,
+    CreateSrq, CreateXrcd, DestroySrq, DestroyXrcd, ModifySrq, QuerySrq, ResizeSrq,
 };
 use virtio_rdma_driver_core::{Doorbell, SharedRecvQueue};
-use virtio_rdma_spec::command::{self as spec, srq_type, QuerySrqResponse};
+use virtio_rdma_spec::command::{self as spec, resize_srq_flag, srq_type, QuerySrqResponse};
 use virtio_rdma_spec::ring::Sge;
 
 use crate::mapping::View;
@@ -86,8 +86,11 @@ pub struct Srq {
     doorbell_queue: u32,
     slot: u32,
     doorbell: Doorbell<View>,
-    queue: SharedRecvQueue<View>,
+    queue: Mutex<SharedRecvQueue<View>>,
     buffer: Buffer,
+    max_sge: u32,
+    /// The buffer since it was resized.
+    resized: Mutex<Option<Buffer>>,
     // Destroyed after the shared receive queue, which names them.
     _context: Arc<Context>,
     _pd: Arc<Pd>,
@@ -164,8 +167,10 @@ impl Srq {
             doorbell_queue: created.doorbell_queue,
             slot: created.slot,
             doorbell,
-            queue,
+            queue: Mutex::new(queue),
             buffer,
+            max_sge: options.max_sge,
+            resized: Mutex::new(None),
             _context: context.clone(),
             _pd: pd.clone(),
             _xrc: xrc.map(|(domain, cq)| (domain.clone(), cq.clone())),
@@ -184,16 +189,41 @@ impl Srq {
         self.slot
     }
 
-    /// Record and ring.
+    /// Record and ring, as they were created.
     #[must_use]
     pub fn memory(&self) -> &View {
         self.buffer.view()
     }
 
     /// The queue, for batches.
-    #[must_use]
-    pub fn queue(&self) -> &SharedRecvQueue<View> {
-        &self.queue
+    pub fn queue(&self) -> MutexGuard<'_, SharedRecvQueue<View>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Goes over to another buffer for at least `max_wr` work requests, in region `region`, and to another limit if there
+    /// is one.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn resize(&self, max_wr: u32, limit: Option<u32>, region: usize) -> Result<(), Error> {
+        let layout = SrqLayout::new(max_wr, self.max_sge).ok_or(Error::BadLayout)?;
+        let region = self.vm.region(region);
+        let buffer = region.buffer(layout.size, Placement::Scattered)?;
+        let (pages, _tables) = buffer.page_list()?;
+        let mut queue = self.queue();
+        let next = queue.prepare_resize(buffer.view().clone(), &layout.ring)?;
+        self.vm.execute::<ResizeSrq>(&spec::ResizeSrq {
+            srqn: self.srqn,
+            flags: limit.map_or(0, |_| resize_srq_flag::LIMIT),
+            entries: layout.ring.entries,
+            ring_offset: layout.ring.offset,
+            limit: limit.unwrap_or(0),
+            buffer: pages,
+            ..spec::ResizeSrq::default()
+        })?;
+        queue.resized(next);
+        *self.resized.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
+        Ok(())
     }
 
     /// Rings the doorbell, and notifies the worker if it sleeps.
@@ -212,7 +242,8 @@ impl Srq {
     /// # Errors
     /// If the queue is full, or cannot take it.
     pub fn post_recv(&self, wr_id: u64, sges: &[Sge]) -> Result<(), Error> {
-        if self.queue.post(wr_id, sges.iter().copied())? {
+        let waited = self.queue().post(wr_id, sges.iter().copied())?;
+        if waited {
             self.ring()?;
         }
         Ok(())

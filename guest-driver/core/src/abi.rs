@@ -186,6 +186,19 @@ layouts! {
         28 => reserved: u32,
     }
 
+    /// Driver request of modify_srq with another size. The new buffer is zeroed; afterwards its record tells how many
+    /// entries the device moved to the start of its ring.
+    pub struct ResizeSrqRequest(24) {
+        /// New buffer, page aligned, in the memory of the process.
+        0 => buffer: u64,
+        /// Its length, bytes, a multiple of the page size.
+        8 => length: u64,
+        /// Entries, a power of two, at least as many as the verb asks for.
+        16 => entries: u32,
+        /// Offset of the ring in the buffer. The stride stays.
+        20 => ring_offset: u32,
+    }
+
     /// Driver response of create_srq. For an XRC shared receive queue the kernel module also sets the number that the verb
     /// returns (`ext.xrc.srq_num`).
     pub struct CreateSrqResponse(16) {

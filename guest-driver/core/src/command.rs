@@ -69,6 +69,7 @@ commands! {
     DestroyQp, DESTROY_QP, spec::Handle, Empty;
     CreateSrq, CREATE_SRQ, spec::CreateSrq, spec::CreateSrqResponse;
     ModifySrq, MODIFY_SRQ, spec::ModifySrq, Empty;
+    ResizeSrq, RESIZE_SRQ, spec::ResizeSrq, Empty;
     QuerySrq, QUERY_SRQ, spec::Handle, spec::QuerySrqResponse;
     DestroySrq, DESTROY_SRQ, spec::Handle, Empty;
     AttachMcast, ATTACH_MCAST, spec::Multicast, Empty;

@@ -21,4 +21,6 @@ mod work;
 pub use completion::{ArmMode, CompletionQueue, ResizedQueue};
 pub use doorbell::Doorbell;
 pub use ring::{BadLayout, Memory, PostError};
-pub use work::{RecvBatch, RecvQueue, SendBatch, SendEntry, SendQueue, SharedRecvQueue};
+pub use work::{
+    RecvBatch, RecvQueue, ResizedSharedQueue, SendBatch, SendEntry, SendQueue, SharedRecvQueue,
+};

@@ -631,6 +631,39 @@ impl<M: Memory> SharedRecvQueue<M> {
         Ok(batch.commit())
     }
 
+    /// Checks another, zeroed buffer for the queue: to give to the device, which moves there what it has not consumed.
+    /// Until [`SharedRecvQueue::resized`], or until the device refused, nothing may be posted.
+    ///
+    /// # Errors
+    /// The layout is not valid, does not fit the memory, or has another stride than the queue.
+    pub fn prepare_resize(
+        &self,
+        memory: M,
+        layout: &RingLayout,
+    ) -> Result<ResizedSharedQueue<M>, BadLayout> {
+        let Self { queue } = Self::new(memory, layout, self.queue.max_sge)?;
+        if queue.ring.entry(0).len() != self.queue.ring.entry(0).len() {
+            return Err(BadLayout);
+        }
+        Ok(ResizedSharedQueue { queue })
+    }
+
+    /// Goes on with the buffer that the device has moved the entries to: they are the first of its ring, and the device
+    /// has stored how many. Returns the old one.
+    pub fn resized(&mut self, new: ResizedSharedQueue<M>) -> M {
+        let queue = new.queue;
+        let posted = match queue.ring.memory().get(SRQ_POSTED_WORD) {
+            Some(posted) => u64::from_le(posted.load(Ordering::Acquire)) as u32,
+            None => 0,
+        };
+        // More than there are entries cannot be posted.
+        let posted = posted.min(queue.ring.entries());
+        queue.posted.store(posted, Ordering::Relaxed);
+        core::mem::replace(&mut self.queue, queue)
+            .ring
+            .into_memory()
+    }
+
     /// Work requests that fit now.
     #[must_use]
     pub fn room(&self) -> u32 {
@@ -643,6 +676,12 @@ impl<M: Memory> SharedRecvQueue<M> {
     pub fn entries(&self) -> u32 {
         self.queue.ring.entries()
     }
+}
+
+/// Another buffer for a shared receive queue.
+#[derive(Debug)]
+pub struct ResizedSharedQueue<M> {
+    queue: WorkQueue<M>,
 }
 
 /// Receive work requests that become visible to the device together. Dropping it uncommitted takes them back.

@@ -507,6 +507,13 @@ fn bad_layouts_are_refused() {
     assert!(!srq(RingLayout { offset: 128, ..ok }, 4));
     assert!(!srq(ok, 1));
     let short = SendQueue::new(&memory[..], &ok, 1, 0).unwrap();
+    let (one, two) = (
+        SrqLayout::new(1, 1).unwrap().ring,
+        SrqLayout::new(1, 2).unwrap().ring,
+    );
+    let shared = SharedRecvQueue::new(&memory[..], &one, 1).unwrap();
+    assert!(shared.prepare_resize(&memory[..], &one).is_ok());
+    assert!(shared.prepare_resize(&memory[..], &two).is_err());
     let masked = short
         .batch()
         .push_masked(&SendWqe::default(), &MaskedOperands::default(), None);
@@ -528,6 +535,61 @@ fn bad_layouts_are_refused() {
     assert!(Doorbell::new(&blocks[..], &memory[..], 0, SLOTS).is_err());
     assert!(Doorbell::new(&blocks[..], &memory[..], 1, 0).is_err());
     assert!(Doorbell::new(&blocks[..], &memory[..], u32::MAX, 0).is_err());
+}
+
+/// The device moves what it has not consumed to another buffer, and the queue goes on there.
+#[test]
+fn shared_receive_queues_go_on_in_another_buffer() {
+    let layout = SrqLayout::new(8, 2).unwrap();
+    let memory = zeroed(layout.size);
+    let mut srq = SharedRecvQueue::new(&memory[..], &layout.ring, 2).unwrap();
+    for id in 0..8 {
+        srq.post(id, [sge(id)]).unwrap();
+    }
+    memory[0].store((5u64 << 32).to_le(), Relaxed);
+    let mut device = Reader {
+        memory: &memory,
+        layout: layout.ring,
+        position: 5,
+    };
+    let new_layout = SrqLayout::new(4, 2).unwrap();
+    let new_memory = zeroed(new_layout.size);
+    let resized = srq
+        .prepare_resize(&new_memory[..], &new_layout.ring)
+        .unwrap();
+    let mut moved = 0;
+    while let Some((mut entry, _)) = device.next() {
+        entry[1] |= PHASE;
+        let at = new_layout.ring.offset + moved * new_layout.ring.stride;
+        write(&new_memory, at, &entry);
+        moved += 1;
+    }
+    assert_eq!(moved, 3);
+    new_memory[8].store(u64::from(moved).to_le(), Relaxed);
+    assert!(std::ptr::eq(srq.resized(resized), &memory[..]));
+    assert_eq!((srq.entries(), srq.room()), (4, 1));
+    srq.post(8, []).unwrap();
+    assert_eq!(srq.post(9, []), Err(PostError::Full));
+    let mut device = Reader {
+        memory: &new_memory,
+        layout: new_layout.ring,
+        position: 0,
+    };
+    for id in 5..9 {
+        let (entry, _) = device.next().unwrap();
+        assert_eq!(RecvWqe::get(&entry).wr_id, id);
+    }
+    assert!(device.next().is_none());
+    assert_eq!(
+        SrqRecord::get(&read(&new_memory, 0, SrqRecord::SIZE)).posted,
+        4
+    );
+    // However many the device says that it moved, there are no more than entries.
+    let last = zeroed(layout.size);
+    let resized = srq.prepare_resize(&last[..], &layout.ring).unwrap();
+    last[8].store(u64::MAX, Relaxed);
+    srq.resized(resized);
+    assert_eq!(srq.room(), 0);
 }
 
 // G-ARM-001, G-ARM-002.

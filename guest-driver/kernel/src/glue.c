@@ -55,6 +55,7 @@ static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_CQ_TIMESTAMP,
 	VRDMA_FEATURE_FLUSH,
 	VRDMA_FEATURE_PHYSICAL_MR,
+	VRDMA_FEATURE_SRQ_RESIZE,
 };
 
 static struct virtio_driver vrdma_driver = {

@@ -22,6 +22,7 @@ pub(crate) mod device_cap {
     pub(crate) const PORT_ACTIVE_EVENT: u64 = bindings::IB_DEVICE_PORT_ACTIVE_EVENT as u64;
     pub(crate) const CURR_QP_STATE_MOD: u64 = bindings::IB_DEVICE_CURR_QP_STATE_MOD as u64;
     pub(crate) const BAD_QKEY_CNTR: u64 = bindings::IB_DEVICE_BAD_QKEY_CNTR as u64;
+    pub(crate) const SRQ_RESIZE: u64 = bindings::IB_DEVICE_SRQ_RESIZE as u64;
     pub(crate) const XRC: u64 = bindings::IB_DEVICE_XRC as u64;
     pub(crate) const MEM_WINDOW: u64 = bindings::IB_DEVICE_MEM_WINDOW as u64;
     pub(crate) const MEM_WINDOW_TYPE_2B: u64 = bindings::IB_DEVICE_MEM_WINDOW_TYPE_2B as u64;

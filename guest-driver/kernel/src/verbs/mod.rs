@@ -20,7 +20,7 @@ pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, 
 pub(crate) use mw::{alloc_mw, dealloc_mw, Mw};
 pub(crate) use qp::{create_qp, destroy_qp, modify_qp, query_qp, Qp, QpInit};
 pub(crate) use srq::{
-    alloc_xrcd, create_srq, dealloc_xrcd, destroy_srq, modify_srq, query_srq, Srq, SrqInit, Xrcd,
+    alloc_xrcd, create_srq, dealloc_xrcd, destroy_srq, modify_srq, query_srq, resize_srq, Srq, SrqInit, Xrcd,
 };
 
 use crate::device::Device;
@@ -94,6 +94,9 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
         attr.max_srq = limit(limits.max_srq) as _;
         attr.max_srq_wr = limit(limits.max_srq_wr) as _;
         attr.max_srq_sge = limit(limits.max_srq_sge) as _;
+    }
+    if features.has(feature::SRQ_RESIZE) {
+        attr.device_cap_flags |= device_cap::SRQ_RESIZE;
     }
     if features.has(feature::XRC) {
         attr.device_cap_flags |= device_cap::XRC;

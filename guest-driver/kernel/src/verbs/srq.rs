@@ -6,12 +6,14 @@ use crate::kverbs::{self, KernelSrq};
 use crate::sys::alloc::Arc;
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{SrqTarget, Udata};
+use crate::sys::sync::Locked;
 use crate::sys::table::Registration;
+use core::sync::atomic::{AtomicU32, Ordering};
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::{RingLayout, SrqLayout};
 use virtio_rdma_spec::command::{
-    opcode, srq_type, CreateSrq, CreateSrqResponse, Handle, HandleResponse, ModifySrq,
-    QuerySrqResponse,
+    opcode, resize_srq_flag, srq_type, CreateSrq, CreateSrqResponse, Handle, HandleResponse,
+    ModifySrq, QuerySrqResponse, ResizeSrq,
 };
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::SrqRecord;
@@ -43,11 +45,12 @@ pub(crate) fn dealloc_xrcd(device: &Device, xrcd: &Xrcd) -> Result<()> {
 /// A shared receive queue.
 pub(crate) struct Srq {
     number: u32,
-    ring: RingLayout,
+    entries: AtomicU32,
+    stride: u32,
     /// Goes first: events before memory.
     _registration: Registration<SrqTarget>,
     kernel: Option<Arc<KernelSrq>>,
-    _memory: QueueMemory,
+    memory: Locked<QueueMemory>,
 }
 
 impl Srq {
@@ -58,7 +61,7 @@ impl Srq {
 
     /// Entries of the ring.
     pub(crate) fn entries(&self) -> u32 {
-        self.ring.entries
+        self.entries.load(Ordering::Relaxed)
     }
 
     /// The data path, if it is a queue of the kernel.
@@ -117,16 +120,26 @@ pub(crate) fn create_srq(
     if place.ring.entries < init.max_wr || place.ring.entries > limits.max_srq_wr {
         return Err(Errno::EINVAL);
     }
-    let tree = place.memory.tree(device.dma())?;
+    let Place {
+        memory,
+        ring,
+        context,
+    } = place;
+    let tree = memory.tree(device.dma())?;
+    let buffer = match &memory {
+        QueueMemory::Kernel(memory) => Some(memory.clone()),
+        _ => None,
+    };
+    let memory = Locked::new(memory)?;
     let (xrcd, cq) = init
         .xrc
         .map_or((0, 0), |(xrcd, cq)| (xrcd.handle, cq.number()));
     let body = CreateSrq {
         pd: init.pd.handle,
-        context: place.context,
-        entries: place.ring.entries,
-        stride: place.ring.stride,
-        ring_offset: place.ring.offset,
+        context,
+        entries: ring.entries,
+        stride: ring.stride,
+        ring_offset: ring.offset,
         max_sge: u16::try_from(init.max_sge).map_err(|_| Errno::EINVAL)?,
         srq_type: init.srq_type,
         xrcd,
@@ -137,15 +150,15 @@ pub(crate) fn create_srq(
     };
     let made: CreateSrqResponse = device.command(opcode::CREATE_SRQ, &body)?;
     let finish = || {
-        let kernel = match &place.memory {
-            QueueMemory::Kernel(memory) => Some(Arc::new(KernelSrq::new(
+        let kernel = match buffer {
+            Some(buffer) => Some(Arc::new(KernelSrq::new(
                 device,
-                memory.clone(),
-                &place.ring,
+                buffer,
+                &ring,
                 init.max_sge,
                 &made,
             )?)?),
-            _ => None,
+            None => None,
         };
         let registration = device.srqs().insert(made.srqn, target)?;
         let answer = abi::CreateSrqResponse {
@@ -160,10 +173,11 @@ pub(crate) fn create_srq(
     match finish() {
         Ok((registration, kernel)) => Ok(Srq {
             number: made.srqn,
-            ring: place.ring,
+            entries: AtomicU32::new(place.ring.entries),
+            stride: place.ring.stride,
             _registration: registration,
             kernel,
-            _memory: place.memory,
+            memory,
         }),
         Err(error) => {
             device.must_destroy(opcode::DESTROY_SRQ, made.srqn);
@@ -211,6 +225,48 @@ pub(crate) fn modify_srq(device: &Device, srq: &Srq, limit: u32) -> Result<()> {
         reserved: 0,
     };
     device.simple_command(opcode::MODIFY_SRQ, &body)
+}
+
+/// Gives a shared receive queue of a process another buffer, and where `limit` is, another limit. (For users in the kernel
+/// there is none: they post in any context, and would have to wait for the device meanwhile.)
+pub(crate) fn resize_srq(
+    device: &Device,
+    srq: &Srq,
+    max_wr: u32,
+    limit: Option<u32>,
+    udata: Udata<'_>,
+) -> Result<()> {
+    if !udata.is_user() || srq.kernel.is_some() || !device.features().has(feature::SRQ_RESIZE) {
+        return Err(Errno::EOPNOTSUPP);
+    }
+    let request = abi::ResizeSrqRequest::from_bytes(&udata.read()?);
+    let ring = RingLayout {
+        entries: request.entries,
+        stride: srq.stride,
+        offset: request.ring_offset,
+    };
+    check_ring(request.length, SrqRecord::SIZE, &ring)?;
+    if ring.entries == 0 || ring.entries < max_wr || ring.entries > device.limits().max_srq_wr {
+        return Err(Errno::EINVAL);
+    }
+    let memory = QueueMemory::user(device, request.buffer, request.length)?;
+    let tree = memory.tree(device.dma())?;
+    let body = ResizeSrq {
+        srqn: srq.number,
+        flags: limit.map_or(0, |_| resize_srq_flag::LIMIT),
+        entries: ring.entries,
+        ring_offset: ring.offset,
+        limit: limit.unwrap_or(0),
+        buffer: tree.list(),
+        ..Default::default()
+    };
+    srq.memory.with(|old| {
+        device.simple_command(opcode::RESIZE_SRQ, &body)?;
+        srq.entries.store(ring.entries, Ordering::Relaxed);
+        // The device has let go of the old one.
+        *old = memory;
+        Ok(())
+    })
 }
 
 /// The attributes of a shared receive queue.

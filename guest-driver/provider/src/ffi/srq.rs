@@ -6,11 +6,12 @@ use core::mem::offset_of;
 use core::ptr;
 use std::sync::Arc;
 
-use virtio_rdma_driver_core::abi::{CreateSrqRequest, CreateSrqResponse};
+use virtio_rdma_driver_core::abi::{CreateSrqRequest, CreateSrqResponse, ResizeSrqRequest};
 use virtio_rdma_driver_core::buffer::SrqLayout;
 use virtio_rdma_driver_core::{Doorbell, SharedRecvQueue};
+use virtio_rdma_spec::config::feature;
 
-use super::buffer::{Mapping, Notify, Resource, Words};
+use super::buffer::{Allocator, Mapping, Notify, Resource, Words};
 use super::lock::SpinLock;
 use super::qp::{list, sge};
 use super::{context, cq, object, pd, status, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
@@ -20,15 +21,25 @@ use super::{context, cq, object, pd, status, sys, zeroed, Errno, With, EINVAL, E
 struct Srq {
     base: sys::verbs_srq,
     /// The lock is for posting.
-    queue: SpinLock<SharedRecvQueue<Words>>,
+    state: SpinLock<State>,
     doorbell: Doorbell<Words>,
     notify: Notify,
     number: u32,
     /// XRC: where its receives complete. Otherwise null.
     cq: *mut sys::ibv_cq,
-    // The memory of all that, so after it.
-    _buffer: Mapping,
-    _context: Arc<context::Shared>,
+    max_sge: u32,
+    /// Of the parent domain, if there is one: for another buffer.
+    allocator: Option<Arc<Allocator>>,
+    // The memory of the doorbell, so after it.
+    context: Arc<context::Shared>,
+}
+
+/// What the lock of a shared receive queue protects.
+#[derive(Debug)]
+struct State {
+    queue: SharedRecvQueue<Words>,
+    // The memory of the queue, so after it.
+    buffer: Mapping,
 }
 
 // The part of libibverbs is the first.
@@ -89,13 +100,14 @@ unsafe fn create(
     };
     // SAFETY: all other fields are written here; the completion queue is ours and alive.
     unsafe {
-        (&raw mut (*place).queue).write(SpinLock::new(queue));
+        (&raw mut (*place).state).write(SpinLock::new(State { queue, buffer }));
         (&raw mut (*place).doorbell).write(doorbell);
         (&raw mut (*place).notify).write(notify);
         (&raw mut (*place).number).write(created.srqn);
         (&raw mut (*place).cq).write(cq);
-        (&raw mut (*place)._buffer).write(buffer);
-        (&raw mut (*place)._context).write(shared);
+        (&raw mut (*place).max_sge).write(attr.max_sge);
+        (&raw mut (*place).allocator).write(allocator);
+        (&raw mut (*place).context).write(shared);
         if !cq.is_null() {
             cq::attach_xrc_srq(cq);
         }
@@ -199,12 +211,64 @@ pub unsafe extern "C" fn modify_srq(
     mask: c_int,
 ) -> c_int {
     if mask as u32 & sys::IBV_SRQ_MAX_WR != 0 {
-        return libc::EOPNOTSUPP;
+        // SAFETY: objects are ours and alive, and so are the attributes.
+        return status(unsafe { resize(srq, attr, mask) });
     }
     let mut cmd: sys::ibv_modify_srq = zeroed();
     let size = size_of_val(&cmd);
     // SAFETY: objects are ours and alive, and so are the attributes.
     unsafe { sys::ibv_cmd_modify_srq(srq, attr, mask, &mut cmd, size) }
+}
+
+/// Changes the size, and what else the mask says.
+///
+/// # Safety
+/// The queue is ours and alive, and so are the attributes.
+unsafe fn resize(
+    base: *mut sys::ibv_srq,
+    attr: *mut sys::ibv_srq_attr,
+    mask: c_int,
+) -> Result<(), Errno> {
+    // SAFETY: as the caller says; the reference covers only our part, which changes under its lock.
+    let (srq, max_wr) = unsafe {
+        let srq = base.cast::<Srq>();
+        let parts = (
+            &(*srq).state,
+            (*srq).max_sge,
+            &(*srq).allocator,
+            &(*srq).context,
+        );
+        (parts, (*attr).max_wr)
+    };
+    let (state, max_sge, allocator, context) = srq;
+    if !context.has(feature::SRQ_RESIZE) {
+        return Err(EOPNOTSUPP);
+    }
+    if max_wr > context.limits().max_srq_wr {
+        return Err(EINVAL);
+    }
+    let layout = SrqLayout::new(max_wr, max_sge).ok_or(EINVAL)?;
+    // Nobody posts from now on, until the device has moved the entries.
+    let mut state = state.lock();
+    let buffer = Mapping::queue(layout.size, allocator.as_ref(), Resource::Srq)?;
+    // SAFETY: writable memory, which `State` keeps as long as the queue.
+    let words = unsafe { Words::new(&buffer) };
+    let resized = state.queue.prepare_resize(words, &layout.ring)?;
+    let request = ResizeSrqRequest {
+        buffer: buffer.address() as u64,
+        length: buffer.length() as u64,
+        entries: layout.ring.entries,
+        ring_offset: layout.ring.offset,
+    };
+    let mut cmd = With::<sys::ibv_modify_srq, _>::new(request.to_bytes());
+    let size = size_of_val(&cmd);
+    // SAFETY: objects are ours and alive, and so are the attributes; the command is of this size.
+    Errno::check(unsafe {
+        sys::ibv_cmd_modify_srq(base, attr, mask, (&raw mut cmd).cast(), size)
+    })?;
+    state.queue.resized(resized);
+    state.buffer = buffer;
+    Ok(())
 }
 
 pub unsafe extern "C" fn query_srq(srq: *mut sys::ibv_srq, attr: *mut sys::ibv_srq_attr) -> c_int {
@@ -227,10 +291,10 @@ pub unsafe extern "C" fn post_srq_recv(
 ) -> c_int {
     let srq = srq.cast::<Srq>();
     // SAFETY: objects are ours and alive; the references cover our part only, which does not change but for the queue.
-    let (queue, doorbell, notify) = unsafe { (&(*srq).queue, &(*srq).doorbell, &(*srq).notify) };
+    let (state, doorbell, notify) = unsafe { (&(*srq).state, &(*srq).doorbell, &(*srq).notify) };
     let mut result = Ok(());
-    let lock = queue.lock();
-    let mut batch = lock.batch();
+    let lock = state.lock();
+    let mut batch = lock.queue.batch();
     // SAFETY: a list of work requests that ends with null.
     while let Some(request) = unsafe { wr.as_ref() } {
         // SAFETY: the application initialized it.

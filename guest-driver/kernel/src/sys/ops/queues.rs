@@ -257,14 +257,20 @@ pub(in crate::sys) unsafe extern "C" fn modify_srq(
         let object = NonNull::new(srq).ok_or(Errno::EINVAL);
         object.and_then(|object| {
             let device = device((*srq).device)?;
-            Udata::new(udata).none()?;
-            if mask & !IB_SRQ_LIMIT != 0 {
+            let udata = Udata::new(udata);
+            if mask & !(IB_SRQ_LIMIT | IB_SRQ_MAX_WR) != 0 {
                 return Err(Errno::EOPNOTSUPP);
             }
-            if mask == 0 {
-                return Ok(());
+            let limit = (mask & IB_SRQ_LIMIT != 0).then_some((*attr).srq_limit);
+            let srq: &verbs::Srq = Object::data(object);
+            if mask & IB_SRQ_MAX_WR != 0 {
+                return verbs::resize_srq(device, srq, (*attr).max_wr, limit, udata);
             }
-            verbs::modify_srq(device, Object::data(object), (*attr).srq_limit)
+            udata.none()?;
+            match limit {
+                Some(limit) => verbs::modify_srq(device, srq, limit),
+                None => Ok(()),
+            }
         })
     })
 }
