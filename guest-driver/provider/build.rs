@@ -45,7 +45,13 @@ fn run() -> Result<()> {
     println!("cargo::rustc-cdylib-link-arg={}", stub.display());
     // The loader resolves everything at once; so does the linker.
     println!("cargo::rustc-cdylib-link-arg=-Wl,--no-undefined,-z,now");
-    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libvirtio_rdma-rdmav{pabi}.so");
+    // Applications link with it under this name, and libibverbs loads the same file.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libvirtio_rdma.so.1");
+    let include = tree.join("include");
+    println!(
+        "cargo::rustc-env=VIRTIO_RDMA_RDMA_CORE_INCLUDE={}",
+        include.display()
+    );
     Ok(())
 }
 

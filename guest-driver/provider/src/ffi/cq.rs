@@ -84,6 +84,12 @@ impl State {
             if cqe.status > wc_status::GENERAL_ERR {
                 cqe.status = wc_status::GENERAL_ERR;
             }
+            // User space has no names for masked atomic operations.
+            cqe.opcode = match cqe.opcode {
+                wc_opcode::MASKED_COMP_SWAP => wc_opcode::COMP_SWAP,
+                wc_opcode::MASKED_FETCH_ADD => wc_opcode::FETCH_ADD,
+                opcode => opcode,
+            };
             return Some(cqe);
         }
     }

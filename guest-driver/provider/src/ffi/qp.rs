@@ -166,7 +166,7 @@ impl Queues {
 
     /// Whether work requests with this opcode may be posted.
     #[inline(always)]
-    fn allows(&self, opcode: u32) -> bool {
+    pub fn allows(&self, opcode: u32) -> bool {
         self.opcodes.checked_shr(opcode).unwrap_or(0) & 1 != 0
     }
 
@@ -211,6 +211,8 @@ struct Request {
     qp_type: sys::ibv_qp_type,
     caps: sys::ibv_qp_cap,
     send_ops: u64,
+    /// Masked atomic operations that are wanted: opcodes as bits.
+    masked: u32,
 }
 
 impl Request {
@@ -264,7 +266,11 @@ unsafe fn create(
         _ => return Err(EOPNOTSUPP),
     };
     let opcodes = opcodes(request.qp_type, &shared);
-    if !wr::supports(request.send_ops, opcodes) {
+    let reliable = matches!(request.qp_type, sys::IBV_QPT_RC | sys::IBV_QPT_XRC_SEND);
+    let masked = request.masked != 0;
+    if !wr::supports(request.send_ops, opcodes)
+        || (masked && !(reliable && shared.has(feature::ATOMIC)))
+    {
         return Err(EOPNOTSUPP);
     }
     let cqs = request.cqs()?;
@@ -279,6 +285,7 @@ unsafe fn create(
     }
     let layout = match kind {
         Kind::Datagram => QpLayout::datagram(&caps),
+        Kind::Connected | Kind::Xrc if masked => QpLayout::with_masked_atomics(&caps),
         Kind::Connected | Kind::Xrc => QpLayout::new(&caps),
     }
     .ok_or(EINVAL)?;
@@ -344,7 +351,7 @@ unsafe fn create(
         state: AtomicU32::new(sys::IBV_QPS_RESET),
         doorbell,
         kind,
-        opcodes,
+        opcodes: opcodes | request.masked,
         qpn,
         _buffer: buffer,
         _context: shared,
@@ -376,6 +383,7 @@ pub unsafe extern "C" fn create_qp(
             qp_type: (*attr).qp_type,
             caps: (*attr).cap,
             send_ops: 0,
+            masked: 0,
         };
         let command = |base: &mut sys::verbs_qp, driver| {
             let mut cmd = With::<sys::ibv_create_qp, _>::new(driver);
@@ -400,6 +408,19 @@ pub unsafe extern "C" fn create_qp(
 pub unsafe extern "C" fn create_qp_ex(
     context: *mut sys::ibv_context,
     attr: *mut sys::ibv_qp_init_attr_ex,
+) -> *mut sys::ibv_qp {
+    // SAFETY: as the caller says.
+    unsafe { create_extended(context, attr, 0) }
+}
+
+/// Creates a queue pair that also has these masked atomic operations (opcodes as bits).
+///
+/// # Safety
+/// The context is ours and alive, and so are the attributes and what they name.
+pub unsafe fn create_extended(
+    context: *mut sys::ibv_context,
+    attr: *mut sys::ibv_qp_init_attr_ex,
+    masked: u32,
 ) -> *mut sys::ibv_qp {
     const MASK: u32 = sys::IBV_QP_INIT_ATTR_PD
         | sys::IBV_QP_INIT_ATTR_XRCD
@@ -430,6 +451,7 @@ pub unsafe extern "C" fn create_qp_ex(
             qp_type: (*attr).qp_type,
             caps: (*attr).cap,
             send_ops: if with_ops { (*attr).send_ops_flags } else { 0 },
+            masked,
         };
         let command = |base: &mut sys::verbs_qp, driver| {
             let mut cmd = With::<sys::ibv_create_qp_ex, _>::new(driver);
@@ -450,7 +472,7 @@ pub unsafe extern "C" fn create_qp_ex(
             Ok(response.driver)
         };
         let qp = object(create(&request, command));
-        if !qp.is_null() && with_ops {
+        if !qp.is_null() && (with_ops || masked != 0) {
             wr::set_ops(&mut (*qp).base.__bindgen_anon_1.qp_ex);
             (*qp).base.comp_mask |= sys::VERBS_QP_EX;
         }

@@ -5,7 +5,7 @@ use core::ffi::{c_int, c_void};
 use core::mem;
 
 use virtio_rdma_driver_core::SendBatch;
-use virtio_rdma_spec::ring::{BindMw, SendWqe, Sge, UdWqe};
+use virtio_rdma_spec::ring::{BindMw, MaskedOperands, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{send_flag, wr_opcode};
 
 use super::buffer::Words;
@@ -77,6 +77,7 @@ enum Wqe {
     Bind(SendWqe, BindMw),
     /// With its data.
     AtomicWrite(SendWqe, [u8; ATOMIC_WRITE_SIZE as usize]),
+    Masked(SendWqe, MaskedOperands),
 }
 
 #[derive(Debug)]
@@ -107,6 +108,14 @@ fn push_sges(
         // These bring all they need.
         Wqe::Bind(wqe, bind) => batch.push_bind(wqe, bind),
         Wqe::AtomicWrite(wqe, data) => batch.push_inline(wqe, [&data[..]]),
+        Wqe::Masked(wqe, operands) => {
+            let mut sges = sges.into_iter();
+            let first = sges.next();
+            if sges.next().is_some() {
+                return Err(EINVAL);
+            }
+            batch.push_masked(wqe, operands, first)
+        }
     }?)
 }
 
@@ -388,6 +397,37 @@ unsafe extern "C" fn wr_atomic_write(
     }
 }
 
+/// Begins a masked atomic operation.
+///
+/// # Safety
+/// The queue pair is ours and alive, and this thread is between start and end.
+pub unsafe fn masked(
+    qp: *mut sys::ibv_qp_ex,
+    opcode: u8,
+    rkey: u32,
+    remote_addr: u64,
+    operands: [u64; 2],
+    masks: MaskedOperands,
+) {
+    // SAFETY: as the caller says.
+    unsafe {
+        let (queues, state) = (ours(qp), state(qp));
+        if !queues.allows(opcode.into()) {
+            state.note(Err(EINVAL));
+            return;
+        }
+        let [operand0, operand1] = operands;
+        let wqe = SendWqe {
+            rkey,
+            remote_addr,
+            operand0,
+            operand1,
+            ..head(qp, opcode)
+        };
+        state.begin(Wqe::Masked(wqe, masks), queues.kind() == Kind::Connected);
+    }
+}
+
 unsafe extern "C" fn wr_bind_mw(
     qp: *mut sys::ibv_qp_ex,
     mw: *mut sys::ibv_mw,
@@ -427,7 +467,7 @@ unsafe extern "C" fn wr_set_ud_addr(
 unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut sys::ibv_qp_ex, srqn: u32) {
     // SAFETY: objects are ours and alive; between start and end.
     unsafe { state(qp) }.address(|wqe| {
-        if let Wqe::Connected(wqe) | Wqe::AtomicWrite(wqe, _) = wqe {
+        if let Wqe::Connected(wqe) | Wqe::AtomicWrite(wqe, _) | Wqe::Masked(wqe, _) = wqe {
             wqe.srqn = srqn;
         }
     });
