@@ -347,39 +347,42 @@ unsafe extern "C" fn query_port(
 }
 
 /// The device's clock, in nanoseconds as in completion time stamps.
+///
+/// # Safety
+/// The context is ours and alive.
+pub unsafe fn device_clock(context: *mut sys::ibv_context) -> Result<u64, Errno> {
+    let mut attr: sys::ibv_device_attr_ex = zeroed();
+    let mut response =
+        With::<sys::ib_uverbs_ex_query_device_resp, _>::new([0; QueryDeviceResponse::SIZE]);
+    let mut size = size_of_val(&response);
+    // SAFETY: as the caller says; attributes and response are of these sizes.
+    Errno::check(unsafe {
+        sys::ibv_cmd_query_device_any(
+            context,
+            ptr::null(),
+            &mut attr,
+            size_of_val(&attr),
+            (&raw mut response).cast(),
+            &mut size,
+        )
+    })?;
+    match QueryDeviceResponse::from_bytes(&response.driver).clock {
+        0 => Err(EOPNOTSUPP),
+        clock => Ok(clock),
+    }
+}
+
 unsafe extern "C" fn query_rt_values(
     context: *mut sys::ibv_context,
     values: *mut sys::ibv_values_ex,
 ) -> c_int {
-    let clock = || {
-        // SAFETY: the application's values.
-        if unsafe { (*values).comp_mask } & !sys::IBV_VALUES_MASK_RAW_CLOCK != 0 {
-            return Err(EINVAL);
-        }
-        let mut attr: sys::ibv_device_attr_ex = zeroed();
-        let mut response =
-            With::<sys::ib_uverbs_ex_query_device_resp, _>::new([0; QueryDeviceResponse::SIZE]);
-        let mut size = size_of_val(&response);
-        // SAFETY: objects are ours and alive; attributes and response are of these sizes.
-        Errno::check(unsafe {
-            sys::ibv_cmd_query_device_any(
-                context,
-                ptr::null(),
-                &mut attr,
-                size_of_val(&attr),
-                (&raw mut response).cast(),
-                &mut size,
-            )
-        })?;
-        match QueryDeviceResponse::from_bytes(&response.driver).clock {
-            0 => Err(EOPNOTSUPP),
-            clock => Ok(clock),
-        }
-    };
-    status(clock().map(|clock| {
-        // SAFETY: the application's values.
-        let values = unsafe { &mut *values };
-        values.comp_mask &= sys::IBV_VALUES_MASK_RAW_CLOCK;
+    // SAFETY: the application's values.
+    let values = unsafe { &mut *values };
+    if values.comp_mask & !sys::IBV_VALUES_MASK_RAW_CLOCK != 0 {
+        return libc::EINVAL;
+    }
+    // SAFETY: objects are ours and alive.
+    status(unsafe { device_clock(context) }.map(|clock| {
         values.raw_clock = sys::timespec {
             tv_sec: 0,
             tv_nsec: clock as _,

@@ -18,6 +18,7 @@ use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{wc_flag, wc_opcode, wc_status};
 
 use super::buffer::{Allocator, Mapping, Resource, Words};
+use super::clock::{Reading, WallClock};
 use super::lock::{SpinGuard, SpinLock};
 use super::qp::Queues;
 use super::{context, object, pd, status, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
@@ -64,6 +65,8 @@ pub struct State {
     /// The completion that extended polling is at, and its time stamp.
     current: Cqe,
     timestamp: u64,
+    /// For who asks for the wall clock's time.
+    wall_clock: Option<WallClock>,
     // The memory of the queue, so after it.
     buffer: Mapping,
 }
@@ -194,15 +197,25 @@ fn layout(cqe: u32, stamped: bool) -> Result<CqLayout, Errno> {
     layout.ok_or(EINVAL)
 }
 
+/// What a completion queue may have.
+#[derive(Debug, Default)]
+struct Options {
+    /// Time stamps.
+    stamped: bool,
+    wall_clock: Option<WallClock>,
+    /// It is used by one thread.
+    single: bool,
+    allocator: Option<Arc<Allocator>>,
+}
+
 /// Creates a completion queue for `cqe` entries; `command` has the kernel create it.
 ///
 /// # Safety
-/// The context is ours and alive.
+/// The context is ours and alive. `single` has been promised by the application.
 unsafe fn create(
     context: *mut sys::ibv_context,
     cqe: u32,
-    stamped: bool,
-    allocator: Option<Arc<Allocator>>,
+    options: Options,
     command: impl FnOnce(&mut sys::verbs_cq, [u8; CreateCqRequest::SIZE]) -> c_int,
 ) -> Result<*mut Cq, Errno> {
     // SAFETY: as the caller says.
@@ -210,8 +223,8 @@ unsafe fn create(
     if cqe > limits.max_cqe {
         return Err(EINVAL);
     }
-    let layout = layout(cqe, stamped)?;
-    let buffer = Mapping::queue(layout.size, allocator.as_ref(), Resource::Cq)?;
+    let layout = layout(cqe, options.stamped)?;
+    let buffer = Mapping::queue(layout.size, options.allocator.as_ref(), Resource::Cq)?;
     let request = CreateCqRequest {
         buffer: buffer.address() as u64,
         length: buffer.length() as u64,
@@ -227,15 +240,17 @@ unsafe fn create(
         qps: HashMap::default(),
         last: None,
         xrc_srqs: 0,
-        stamped,
+        stamped: options.stamped,
         current: Cqe::default(),
         timestamp: 0,
+        wall_clock: options.wall_clock,
         buffer,
     };
     let mut cq = Box::new(Cq {
         base: zeroed(),
-        state: SpinLock::new(state),
-        allocator,
+        // SAFETY: as the caller says.
+        state: unsafe { pd::lock(options.single, state) },
+        allocator: options.allocator,
     });
     Errno::check(command(&mut cq.base, request.to_bytes()))?;
     Ok(Box::into_raw(cq))
@@ -268,7 +283,7 @@ pub unsafe extern "C" fn create_cq(
         }
     };
     // SAFETY: objects are ours and alive. A negative number of entries becomes one above all limits.
-    object(unsafe { create(context, cqe as u32, false, None, command) }).cast()
+    object(unsafe { create(context, cqe as u32, Options::default(), command) }).cast()
 }
 
 pub unsafe extern "C" fn create_cq_ex(
@@ -292,28 +307,41 @@ unsafe fn try_create_cq_ex(
     };
     const MASK: u32 = sys::IBV_CQ_INIT_ATTR_MASK_FLAGS | sys::IBV_CQ_INIT_ATTR_MASK_PD;
     const STAMPED: u64 = sys::IBV_WC_EX_WITH_COMPLETION_TIMESTAMP as u64;
-    let stamped = attr.wc_flags & STAMPED != 0;
+    const WALL_CLOCK: u64 = sys::IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK as u64;
+    let (stamped, wall_clock) = (
+        attr.wc_flags & STAMPED != 0,
+        attr.wc_flags & WALL_CLOCK != 0,
+    );
     // SAFETY: as the caller says.
     let supported = if unsafe { context::shared(context) }.has(feature::CQ_TIMESTAMP) {
-        u64::from(sys::IBV_WC_STANDARD_FLAGS) | STAMPED
+        u64::from(sys::IBV_WC_STANDARD_FLAGS) | STAMPED | WALL_CLOCK
     } else {
         u64::from(sys::IBV_WC_STANDARD_FLAGS)
     };
-    // SINGLE_THREADED is a permission that we need not use.
     if attr.comp_mask & !MASK != 0
         || flags & !sys::IBV_CREATE_CQ_ATTR_SINGLE_THREADED != 0
         || attr.wc_flags & !supported != 0
     {
         return Err(EOPNOTSUPP);
     }
-    let allocator = if attr.comp_mask & sys::IBV_CQ_INIT_ATTR_MASK_PD == 0 {
-        None
-    } else if attr.parent_domain.is_null() {
-        return Err(EINVAL);
-    } else {
-        // SAFETY: objects are ours and alive.
-        unsafe { pd::allocator(attr.parent_domain) }
+    let mut options = Options {
+        stamped: stamped || wall_clock,
+        single: flags & sys::IBV_CREATE_CQ_ATTR_SINGLE_THREADED != 0,
+        ..Options::default()
     };
+    // SAFETY: objects are ours and alive.
+    unsafe {
+        if attr.comp_mask & sys::IBV_CQ_INIT_ATTR_MASK_PD != 0 {
+            if attr.parent_domain.is_null() || !pd::is_parent(attr.parent_domain) {
+                return Err(EINVAL);
+            }
+            options.allocator = pd::allocator(attr.parent_domain);
+            options.single |= pd::single_threaded(attr.parent_domain);
+        }
+        if wall_clock {
+            options.wall_clock = Some(WallClock::new(|| Reading::now(context))?);
+        }
+    }
     let command = |base: &mut sys::verbs_cq, request| {
         let mut cmd = With::<sys::ibv_create_cq_ex, _>::new(request);
         let mut response =
@@ -336,7 +364,7 @@ unsafe fn try_create_cq_ex(
         }
     };
     // SAFETY: as the caller says.
-    let cq = unsafe { create(context, attr.cqe, stamped, allocator, command) }?;
+    let cq = unsafe { create(context, attr.cqe, options, command) }?;
     // SAFETY: just created.
     let ex = unsafe { &mut (*cq).base.__bindgen_anon_1.cq_ex };
     ex.start_poll = Some(start_poll);
@@ -354,6 +382,9 @@ unsafe fn try_create_cq_ex(
     ex.read_dlid_path_bits = Some(read_dlid_path_bits);
     if stamped {
         ex.read_completion_ts = Some(read_completion_ts);
+    }
+    if wall_clock {
+        ex.read_completion_wallclock_ns = Some(read_completion_wallclock_ns);
     }
     Ok(cq)
 }
@@ -574,6 +605,17 @@ unsafe fn current(cq: *mut sys::ibv_cq_ex) -> Cqe {
 unsafe extern "C" fn read_completion_ts(cq: *mut sys::ibv_cq_ex) -> u64 {
     // SAFETY: objects are ours and alive; called between start_poll and end_poll.
     unsafe { polling(cq) }.timestamp
+}
+
+unsafe extern "C" fn read_completion_wallclock_ns(cq: *mut sys::ibv_cq_ex) -> u64 {
+    // SAFETY: objects are ours and alive; called between start_poll and end_poll.
+    let mut state = unsafe { polling(cq) };
+    let timestamp = state.timestamp;
+    match &mut state.wall_clock {
+        // SAFETY: as before.
+        Some(clock) => clock.at(timestamp, || unsafe { Reading::now((*cq).context) }),
+        None => 0,
+    }
 }
 
 macro_rules! readers {

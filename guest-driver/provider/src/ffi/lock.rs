@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A spin lock: held for the time of a post or a poll.
+//! A spin lock: held for the time of a post or a poll. Where an application has promised to use an object from one thread
+//! only, it locks nothing.
 
 use core::cell::UnsafeCell;
 use core::hint;
@@ -11,26 +12,40 @@ use std::thread;
 const SPINS: u32 = 100;
 
 /// A value behind a spin lock.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct SpinLock<T> {
     locked: AtomicBool,
+    /// False: it locks nothing.
+    shared: bool,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the lock gives the value to one thread at a time.
+// SAFETY: the lock gives the value to one thread at a time, or `unlocked` was promised that.
 unsafe impl<T: Send> Sync for SpinLock<T> {}
 
 impl<T> SpinLock<T> {
     pub fn new(value: T) -> Self {
         Self {
             locked: AtomicBool::new(false),
+            shared: true,
             value: UnsafeCell::new(value),
+        }
+    }
+
+    /// A value that needs no lock.
+    ///
+    /// # Safety
+    /// One thread at a time uses it.
+    pub unsafe fn unlocked(value: T) -> Self {
+        Self {
+            shared: false,
+            ..Self::new(value)
         }
     }
 
     #[inline(always)]
     pub fn lock(&self) -> SpinGuard<'_, T> {
-        if self.locked.swap(true, Ordering::Acquire) {
+        if self.shared && self.locked.swap(true, Ordering::Acquire) {
             self.wait();
         }
         SpinGuard { lock: self }
@@ -87,7 +102,9 @@ impl<T> DerefMut for SpinGuard<'_, T> {
 impl<T> Drop for SpinGuard<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.lock.locked.store(false, Ordering::Release);
+        if self.lock.shared {
+            self.lock.locked.store(false, Ordering::Release);
+        }
     }
 }
 
@@ -109,6 +126,18 @@ mod tests {
             }
         });
         assert_eq!(*lock.lock(), 40_000);
+    }
+
+    #[test]
+    fn without_a_lock_nothing_is_locked() {
+        // SAFETY: this thread is the only one.
+        let lock = unsafe { SpinLock::unlocked(1) };
+        *lock.lock() += 1;
+        assert!(!lock.locked.load(Ordering::Relaxed));
+        // As after start_poll: with a lock this would not return.
+        mem::forget(lock.lock());
+        *lock.lock() += 1;
+        assert_eq!(*lock.lock(), 3);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod ah;
 mod buffer;
+mod clock;
 mod context;
 mod cq;
 // Who links with us calls it; nobody here does.

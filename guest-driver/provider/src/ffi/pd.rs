@@ -8,6 +8,7 @@ use std::sync::Arc;
 use virtio_rdma_driver_core::abi::AllocPdResponse;
 
 use super::buffer::Allocator;
+use super::lock::SpinLock;
 use super::{object, status, sys, zeroed, Errno, With, EINVAL};
 
 /// Something that must not go away yet.
@@ -30,7 +31,7 @@ struct Parent {
     allocator: Option<Arc<Allocator>>,
 }
 
-/// A thread domain. It says that its objects are used by one thread; we take locks all the same.
+/// A thread domain: what belongs to it is used by one thread, and needs no locks.
 #[repr(C)]
 struct Td {
     base: sys::ibv_td,
@@ -56,6 +57,38 @@ pub unsafe fn allocator(pd: *mut sys::ibv_pd) -> Option<Arc<Allocator>> {
     // SAFETY: the domain is the start of a `Pd`.
     let pd = unsafe { pd.cast::<Pd>().as_ref() }?;
     pd.parent.as_ref()?.allocator.clone()
+}
+
+/// Whether the domain is a parent domain.
+///
+/// # Safety
+/// The domain is ours and alive.
+pub unsafe fn is_parent(pd: *mut sys::ibv_pd) -> bool {
+    // SAFETY: the domain is the start of a `Pd`.
+    unsafe { &*pd.cast::<Pd>() }.parent.is_some()
+}
+
+/// Whether what is created with a domain belongs to a thread domain.
+///
+/// # Safety
+/// The domain is null, or ours and alive.
+pub unsafe fn single_threaded(pd: *mut sys::ibv_pd) -> bool {
+    // SAFETY: the domain is the start of a `Pd`.
+    let parent = unsafe { pd.cast::<Pd>().as_ref() }.and_then(|pd| pd.parent.as_ref());
+    parent.is_some_and(|parent| !parent.td.is_null())
+}
+
+/// A lock for an object, or none if only one thread uses it.
+///
+/// # Safety
+/// If `single`, the application has promised that, as with a thread domain.
+pub unsafe fn lock<T>(single: bool, value: T) -> SpinLock<T> {
+    if single {
+        // SAFETY: as the caller says.
+        unsafe { SpinLock::unlocked(value) }
+    } else {
+        SpinLock::new(value)
+    }
 }
 
 pub unsafe extern "C" fn alloc_pd(context: *mut sys::ibv_context) -> *mut sys::ibv_pd {

@@ -257,8 +257,11 @@ unsafe fn create(
     command: impl FnOnce(&mut sys::verbs_qp, Driver) -> Result<Created, Errno>,
 ) -> Result<*mut Qp, Errno> {
     // SAFETY: as the caller says.
-    let (shared, allocator) =
-        unsafe { (context::shared(request.context), pd::allocator(request.pd)) };
+    let (shared, allocator, single) = unsafe {
+        let shared = context::shared(request.context);
+        let (allocator, single) = (pd::allocator(request.pd), pd::single_threaded(request.pd));
+        (shared, allocator, single)
+    };
     let kind = match request.qp_type {
         sys::IBV_QPT_RC | sys::IBV_QPT_UC => Kind::Connected,
         sys::IBV_QPT_UD => Kind::Datagram,
@@ -343,11 +346,13 @@ unsafe fn create(
             }
         }
     }
+    // SAFETY: the application says so with the thread domain.
+    let [sq_lock, rq_lock] = unsafe { [pd::lock(single, ()), pd::lock(single, ())] };
     let queues = Arc::new(Queues {
         sq,
-        sq_lock: SpinLock::default(),
+        sq_lock,
         rq,
-        rq_lock: SpinLock::default(),
+        rq_lock,
         state: AtomicU32::new(sys::IBV_QPS_RESET),
         doorbell,
         kind,
@@ -497,9 +502,9 @@ pub unsafe extern "C" fn open_qp(
             base: zeroed(),
             queues: Arc::new(Queues {
                 sq: None,
-                sq_lock: SpinLock::default(),
+                sq_lock: SpinLock::new(()),
                 rq: None,
-                rq_lock: SpinLock::default(),
+                rq_lock: SpinLock::new(()),
                 state: AtomicU32::new(sys::IBV_QPS_RESET),
                 doorbell: None,
                 kind: Kind::Xrc,
@@ -581,17 +586,36 @@ pub unsafe extern "C" fn query_qp(
     unsafe { sys::ibv_cmd_query_qp(qp, attr, attr_mask, init_attr, &mut cmd, size) }
 }
 
-/// The last bytes of a message arrive last, and nothing arrives after its completion.
+/// Whether who polls the last byte of what such an operation writes to the memory of this side, as responder or with RDMA
+/// READ as requester, finds all of it (D-RC-002 of the specification).
+fn in_order(qp_type: sys::ibv_qp_type, op: sys::ibv_wr_opcode) -> bool {
+    let reads = op == sys::IBV_WR_RDMA_READ;
+    let sends_or_writes = matches!(
+        op,
+        sys::IBV_WR_SEND
+            | sys::IBV_WR_SEND_WITH_IMM
+            | sys::IBV_WR_SEND_WITH_INV
+            | sys::IBV_WR_RDMA_WRITE
+            | sys::IBV_WR_RDMA_WRITE_WITH_IMM
+    );
+    match qp_type {
+        sys::IBV_QPT_RC => reads || sends_or_writes,
+        sys::IBV_QPT_XRC_SEND => reads,
+        sys::IBV_QPT_XRC_RECV | sys::IBV_QPT_UC => sends_or_writes,
+        _ => false,
+    }
+}
+
 pub unsafe extern "C" fn query_qp_data_in_order(
     qp: *mut sys::ibv_qp,
     op: sys::ibv_wr_opcode,
     _flags: u32,
 ) -> c_int {
     // SAFETY: objects are ours and alive.
-    let known = unsafe { queues(qp) }.allows(op);
+    let in_order = in_order(unsafe { (*qp).qp_type }, op);
     // With RETURN_CAPS a mask is asked for, without it 0 or 1: this is both.
     const _: () = assert!(sys::IBV_QUERY_QP_DATA_IN_ORDER_WHOLE_MSG == 1);
-    c_int::from(known)
+    c_int::from(in_order)
 }
 
 /// What binds a window by a key: the entry, as far as it is about windows.
@@ -904,4 +928,32 @@ pub unsafe extern "C" fn post_recv(
         unsafe { *bad_wr = wr };
     }
     status(result)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn in_order_is_what_arrives_here() {
+        use sys::*;
+        for (qp_type, send, write, read) in [
+            (IBV_QPT_RC, true, true, true),
+            (IBV_QPT_UC, true, true, false),
+            (IBV_QPT_XRC_SEND, false, false, true),
+            (IBV_QPT_XRC_RECV, true, true, false),
+            (IBV_QPT_UD, false, false, false),
+        ] {
+            assert_eq!(in_order(qp_type, IBV_WR_SEND), send);
+            assert_eq!(in_order(qp_type, IBV_WR_RDMA_WRITE_WITH_IMM), write);
+            assert_eq!(in_order(qp_type, IBV_WR_RDMA_READ), read);
+            for other in [
+                IBV_WR_ATOMIC_FETCH_AND_ADD,
+                IBV_WR_ATOMIC_WRITE,
+                IBV_WR_LOCAL_INV,
+            ] {
+                assert!(!in_order(qp_type, other));
+            }
+        }
+    }
 }

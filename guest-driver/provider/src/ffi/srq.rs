@@ -59,7 +59,10 @@ unsafe fn create(
     ) -> Result<[u8; CreateSrqResponse::SIZE], Errno>,
 ) -> Result<*mut Srq, Errno> {
     // SAFETY: as the caller says.
-    let (shared, allocator) = unsafe { (context::shared((*pd).context), pd::allocator(pd)) };
+    let (shared, allocator, single) = unsafe {
+        let shared = context::shared((*pd).context);
+        (shared, pd::allocator(pd), pd::single_threaded(pd))
+    };
     let limits = shared.limits();
     if limits.max_srq_wr == 0 {
         return Err(EOPNOTSUPP);
@@ -100,7 +103,7 @@ unsafe fn create(
     };
     // SAFETY: all other fields are written here; the completion queue is ours and alive.
     unsafe {
-        (&raw mut (*place).state).write(SpinLock::new(State { queue, buffer }));
+        (&raw mut (*place).state).write(pd::lock(single, State { queue, buffer }));
         (&raw mut (*place).doorbell).write(doorbell);
         (&raw mut (*place).notify).write(notify);
         (&raw mut (*place).number).write(created.srqn);
