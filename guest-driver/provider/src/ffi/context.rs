@@ -172,6 +172,8 @@ static OPS: Table<sys::verbs_context_ops> = Table(sys::verbs_context_ops {
     post_srq_recv: Some(srq::post_srq_recv),
     query_device_ex: Some(query_device_ex),
     query_port: Some(query_port),
+    #[cfg(pabi = "65")]
+    query_port_speed: Some(sys::ibv_cmd_query_port_speed),
     query_qp: Some(qp::query_qp),
     query_qp_data_in_order: Some(qp::query_qp_data_in_order),
     query_rt_values: Some(query_rt_values),
