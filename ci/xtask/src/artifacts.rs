@@ -49,6 +49,7 @@ pub struct Everything {
     device: PathBuf,
     modules: Vec<(Kernel, PathBuf)>,
     provider: PathBuf,
+    verbs_test: PathBuf,
 }
 
 impl Everything {
@@ -70,6 +71,7 @@ impl Everything {
         }
         copy(module, &payload)?;
         copy(&self.provider, &payload)?;
+        copy(&self.verbs_test, &payload)?;
         Ok(Stack {
             device: self.device.clone(),
             payload,
@@ -118,6 +120,7 @@ pub fn everything() -> Result<Everything> {
             Ok((kernels, modules.collect::<Result<Vec<_>>>()?))
         });
         let programs = programs();
+        let verbs_test = verbs_test();
         let (kernels, modules) = join(guest)?;
         let images = Images {
             root: join(root)?,
@@ -130,6 +133,7 @@ pub fn everything() -> Result<Everything> {
             device,
             modules,
             provider,
+            verbs_test: verbs_test?,
         })
     })
 }
@@ -192,6 +196,17 @@ fn programs() -> Result<(PathBuf, PathBuf)> {
         release.join("vhost-device-rdma"),
         release.join("libvirtio_rdma.so"),
     ))
+}
+
+/// The tests of the verbs API, built on the host.
+fn verbs_test() -> Result<PathBuf> {
+    let out = shell::target().join("verbs");
+    let mut build = Command::new("sh");
+    build.arg(shell::root().join("ci/verbs/build.sh")).arg(&out);
+    shell::step("Building the tests of the verbs API", || {
+        shell::logged("verbs-test", &mut build)
+    })?;
+    Ok(out.join("verbs-test"))
 }
 
 /// The kernel module for a guest kernel, compiled in the build root; cached, as it takes a while.

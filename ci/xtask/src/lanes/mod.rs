@@ -8,6 +8,7 @@ mod boot;
 mod smoke;
 mod suite;
 pub mod tools;
+mod verbs;
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -61,7 +62,7 @@ impl std::error::Error for Skip {}
 
 /// All lanes.
 pub fn all() -> Vec<Lane> {
-    vec![boot::lane(), smoke::lane(), suite::lane_56()]
+    vec![boot::lane(), smoke::lane(), suite::lane_56(), verbs::lane()]
 }
 
 /// The lane of that name.

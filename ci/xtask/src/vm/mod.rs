@@ -361,7 +361,8 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
         );
     }
     add(
-        "-machine q35,memory-backend=ram,hpet=off -smp 1 -m",
+        // With room for another, TCG makes the guest's atomic instructions atomic for those who share its memory, too.
+        "-machine q35,memory-backend=ram,hpet=off -smp 1,maxcpus=2 -m",
         format!("{}M", plan.memory),
     );
     add(
