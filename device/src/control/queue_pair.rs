@@ -14,7 +14,7 @@ use virtio_rdma_spec::ring::{
 use virtio_rdma_spec::verbs::qp_type;
 use virtio_rdma_spec::PAGE_SIZE;
 
-use super::{check_ring, encode, resolve_ring, zero};
+use super::{check_ring, encode, needs, resolve_ring, zero};
 use crate::engine::message::is_multicast;
 use crate::engine::queue::WorkQueue;
 use crate::engine::requester::Requester;
@@ -122,8 +122,10 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
     zero(body.flags & !known == 0)?;
     zero(qp_type::name(body.qp_type).is_some())?;
     let kind = kind(body.qp_type).ok_or(Error::NotSupported)?;
-    if !rnic.accepted(kind.feature) || (body.srq != 0 && !rnic.accepted(feature::SRQ)) {
-        return Err(Error::NotSupported);
+    needs(rnic, feature::RC)?;
+    needs(rnic, kind.feature)?;
+    if body.srq != 0 {
+        needs(rnic, feature::SRQ)?;
     }
     let datagram = matches!(body.qp_type, qp_type::UD | qp_type::GSI);
     zero(datagram || body.flags & create_qp_flag::BLOCK_MULTICAST_LOOPBACK == 0)?;

@@ -233,6 +233,7 @@ proptest! {
 
     /// What is posted to a shared receive queue arrives in order; it is full until the device has consumed.
     // G-SRQ-002, G-SRQ-003.
+    // G-SRQ-004.
     #[test]
     fn shared_receives_arrive(steps in prop::collection::vec((0u64..7, 0usize..4, 0u32..6, any::<bool>()), 1..200)) {
         let layout = SrqLayout::new(4, 2).unwrap();
@@ -341,6 +342,7 @@ proptest! {
     }
 
     /// Completions with an extension, and a queue that changes its size: nothing is lost, doubled or out of order.
+    // G-RSZ-001, G-RSZ-002.
     #[test]
     fn resized_queues_go_on(extended: bool, steps in prop::collection::vec((0u32..20, 0u32..20, 0u32..3), 1..60)) {
         let layout_of = |cqe| if extended { CqLayout::extended(cqe) } else { CqLayout::new(cqe) }.unwrap();

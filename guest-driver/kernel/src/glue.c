@@ -58,11 +58,22 @@ static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_SRQ_RESIZE,
 };
 
+/* A device must not offer these without what they need. If one does, we go without. */
+static int vrdma_validate(struct virtio_device *vdev)
+{
+	if (!virtio_has_feature(vdev, VRDMA_FEATURE_SRQ)) {
+		__virtio_clear_bit(vdev, VRDMA_FEATURE_XRC);
+		__virtio_clear_bit(vdev, VRDMA_FEATURE_SRQ_RESIZE);
+	}
+	return 0;
+}
+
 static struct virtio_driver vrdma_driver = {
 	.driver.name = KBUILD_MODNAME,
 	.id_table = vrdma_ids,
 	.feature_table = vrdma_features,
 	.feature_table_size = ARRAY_SIZE(vrdma_features),
+	.validate = vrdma_validate,
 	.probe = vrdma_probe,
 	.remove = vrdma_remove,
 	.config_changed = vrdma_config_changed,

@@ -618,6 +618,11 @@ pub unsafe extern "C" fn query_qp_data_in_order(
     c_int::from(in_order)
 }
 
+/// The key that a window of type 1 gets with its next bind.
+fn next_rkey(rkey: u32) -> u32 {
+    rkey & !0xff | rkey.wrapping_add(1) & 0xff
+}
+
 /// What binds a window by a key: the entry, as far as it is about windows.
 ///
 /// # Safety
@@ -662,7 +667,7 @@ pub unsafe extern "C" fn bind_mw(
         // SAFETY: objects are ours and alive.
         unsafe {
             let rkey = (*mw).rkey;
-            let new_rkey = rkey & !0xff | rkey.wrapping_add(1) & 0xff;
+            let new_rkey = next_rkey(rkey);
             batch.push_bind(&wqe, &bind(mw, new_rkey, &request.bind_info))?;
             batch.commit();
             (*mw).rkey = new_rkey;
@@ -933,6 +938,33 @@ pub unsafe extern "C" fn post_recv(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    // G-MW-001, G-MW-002.
+    #[test]
+    fn windows_get_other_keys_and_zero_based_ones_no_address() {
+        assert_eq!(next_rkey(0x1234_5600), 0x1234_5601);
+        assert_eq!(next_rkey(0xffff_ffff), 0xffff_ff00);
+        let mut mr: sys::ibv_mr = zeroed();
+        mr.lkey = 0x77;
+        let mut mw: sys::ibv_mw = zeroed();
+        mw.rkey = 0x105;
+        let mut info: sys::ibv_mw_bind_info = zeroed();
+        (info.mr, info.addr, info.length) = (&mut mr, 0x5000, 64);
+        for (flags, addr) in [
+            (sys::IBV_ACCESS_REMOTE_READ, 0x5000),
+            (sys::IBV_ACCESS_REMOTE_READ | sys::IBV_ACCESS_ZERO_BASED, 0),
+        ] {
+            info.mw_access_flags = flags;
+            // SAFETY: window and region are there.
+            let bind = unsafe { bind(&mut mw, 0x106, &info) };
+            assert_eq!((bind.addr, bind.mr_addr, bind.length), (addr, 0x5000, 64));
+            assert_eq!(
+                (bind.mw_rkey, bind.new_rkey, bind.mr_lkey),
+                (0x105, 0x106, 0x77)
+            );
+            assert_eq!(bind.access, flags);
+        }
+    }
 
     #[test]
     fn in_order_is_what_arrives_here() {
