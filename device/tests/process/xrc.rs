@@ -489,6 +489,44 @@ fn what_a_message_left_behind_is_for_its_queue() {
     other.assert_quiet();
 }
 
+// D-FLUSH-003.
+#[test]
+fn only_queue_pairs_that_were_created_with_a_queue_have_a_last_receive() {
+    let two = Two::with_all_types();
+    let xrc = Xrc::new(&two);
+    let server = Server::new(&two.b, &xrc.domain);
+    server.post(0);
+    xrc.assert_sends(&server, 0);
+    xrc.target.set_state(qp_state::ERR).unwrap();
+    let pair = two.pair();
+    pair.b.qp.set_state(qp_state::ERR).unwrap();
+    assert_no_event(&two.b);
+}
+
+// D-SRQ-007.
+#[test]
+fn a_queue_of_a_domain_whose_ring_is_gone_is_told_once() {
+    let two = Two::with_all_types();
+    let xrc = Xrc::new(&two);
+    let server = Server::new(&two.b, &xrc.domain);
+    let region = two.b.add_memory(1 << 20).unwrap();
+    server.srq.resize(8, None, region).unwrap();
+    two.b.remove_memory(region).unwrap();
+    for round in 0..2 {
+        let wqe = xrc.wqe(wr_opcode::SEND, &server);
+        xrc.assert_fails(wqe, wc_status::REM_OP_ERR, vendor_err::MEMORY_GONE);
+        if round == 0 {
+            assert_event(&two.b, event_type::SRQ_ERR, server.srq.number());
+        }
+        assert_event(&two.b, event_type::QP_FATAL, xrc.target.number());
+        for qp in [&xrc.a.qp, &xrc.target] {
+            qp.set_state(qp_state::RESET).unwrap();
+        }
+        connect(&xrc.a.qp, &xrc.target, |_| ());
+    }
+    assert_no_event(&two.b);
+}
+
 // D-RSS-001.
 #[test]
 fn a_queue_of_a_domain_is_resized_with_what_was_left_behind() {

@@ -200,6 +200,21 @@ impl Words {
     }
 }
 
+#[cfg(test)]
+impl Words {
+    /// Zeroed words that stay for ever. (Mappings need libibverbs, which is not there in tests.)
+    pub fn leaked(length: usize) -> Self {
+        let words: Vec<_> = (0..length / size_of::<AtomicU64>())
+            .map(|_| AtomicU64::new(0))
+            .collect();
+        let words = Box::leak(words.into_boxed_slice());
+        Self {
+            address: words.as_ptr(),
+            count: words.len(),
+        }
+    }
+}
+
 impl Deref for Words {
     type Target = [AtomicU64];
     #[inline(always)]

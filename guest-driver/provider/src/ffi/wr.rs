@@ -516,3 +516,123 @@ unsafe extern "C" fn wr_set_inline_data_list(
     // SAFETY: objects are ours and alive; between start and end.
     unsafe { state(qp) }.inline(parts);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::sync::atomic::Ordering;
+    use virtio_rdma_driver_core::buffer::{QpCaps, QpLayout};
+    use virtio_rdma_driver_core::SendQueue;
+
+    /// A send queue for masked atomic operations, and a batch of it.
+    struct Posting {
+        words: Words,
+        offset: usize,
+        state: State,
+    }
+
+    impl Posting {
+        fn new() -> Self {
+            let caps = QpCaps {
+                max_send_wr: 4,
+                max_send_sge: 3,
+                max_inline: 32,
+                ..QpCaps::default()
+            };
+            let layout = QpLayout::with_masked_atomics(&caps).unwrap();
+            let words = Words::leaked(layout.size);
+            let queue = SendQueue::new(words, &layout.sq, 3, 32).unwrap();
+            let queue: &'static SendQueue<Words> = Box::leak(Box::new(queue));
+            Self {
+                words,
+                offset: layout.sq.offset as usize,
+                state: State {
+                    batch: Some(queue.batch()),
+                    ..State::default()
+                },
+            }
+        }
+
+        fn masked(&mut self, addressed: bool) {
+            let wqe = SendWqe {
+                opcode: wr_opcode::MASKED_ATOMIC_CMP_AND_SWP,
+                wr_id: 7,
+                operand0: 1,
+                operand1: 2,
+                ..SendWqe::default()
+            };
+            let masks = MaskedOperands { mask0: 3, mask1: 4 };
+            self.state.begin(Wqe::Masked(wqe, masks), addressed);
+        }
+
+        /// Posts; returns the bytes of the first entry.
+        fn complete(mut self) -> Result<Vec<u8>, Errno> {
+            self.state.finish();
+            self.state.result?;
+            assert!(self.state.batch.take().unwrap().commit());
+            let entry = self.words[self.offset / 8..][..16].iter();
+            Ok(entry
+                .flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes())
+                .collect())
+        }
+    }
+
+    const SGE: Sge = Sge {
+        addr: 0x1000,
+        length: 8,
+        lkey: 9,
+    };
+
+    fn assert_posted(entry: &[u8], srqn: u32) {
+        let wqe = SendWqe::from_bytes(entry[..48].try_into().unwrap());
+        assert_eq!(wqe.opcode, wr_opcode::MASKED_ATOMIC_CMP_AND_SWP);
+        assert_eq!((wqe.wr_id, wqe.count, wqe.srqn), (7, 1, srqn));
+        assert_eq!((wqe.operand0, wqe.operand1), (1, 2));
+        assert_eq!(entry[48..64], SGE.to_bytes());
+        assert_eq!(
+            entry[64..80],
+            MaskedOperands { mask0: 3, mask1: 4 }.to_bytes()
+        );
+    }
+
+    #[test]
+    fn masked_atomics_have_their_masks_in_the_entry() {
+        let mut posting = Posting::new();
+        posting.masked(true);
+        posting.state.sges([SGE]);
+        assert_posted(&posting.complete().unwrap(), 0);
+        // XRC: the shared receive queue may be named before the data or after.
+        let name = |wqe: &mut Wqe| match wqe {
+            Wqe::Masked(wqe, _) => wqe.srqn = 5,
+            other => panic!("{other:?}"),
+        };
+        for data_first in [false, true] {
+            let mut posting = Posting::new();
+            posting.masked(false);
+            if data_first {
+                posting.state.sges([SGE]);
+                posting.state.address(name);
+            } else {
+                posting.state.address(name);
+                posting.state.sges([SGE]);
+            }
+            assert_posted(&posting.complete().unwrap(), 5);
+        }
+    }
+
+    #[test]
+    fn what_masked_atomics_cannot_have_is_refused() {
+        let refused = |wrong: fn(&mut State)| {
+            let mut posting = Posting::new();
+            posting.masked(true);
+            wrong(&mut posting.state);
+            assert_eq!(posting.complete(), Err(EINVAL));
+        };
+        refused(|state| state.sges([SGE; 2]));
+        refused(|state| state.inline([&[0u8; 8][..]]));
+        let mut posting = Posting::new();
+        posting.masked(false);
+        posting.state.sges([SGE]);
+        assert_eq!(posting.complete(), Err(EINVAL));
+    }
+}
