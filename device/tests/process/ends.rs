@@ -9,7 +9,7 @@ use vhost::VhostBackend;
 use vhost_device_rdma_bare::core::buffer::CqLayout;
 use vhost_device_rdma_bare::core::command as cmd;
 use vhost_device_rdma_bare::spec::command::{
-    mw_type, rereg_flag, status, CreateQp, Handle, ReregMr, SetStatusPage,
+    mw_type, opcode, rereg_flag, status, CommandHeader, CreateQp, Handle, ReregMr, SetStatusPage,
 };
 use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::spec::doorbell::{DIRECT_SHIFT, STATUS_STRIDE};
@@ -17,11 +17,12 @@ use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::BindMw;
 use vhost_device_rdma_bare::spec::verbs::{access, qp_state, qp_type, vendor_err, wc_status};
 use vhost_device_rdma_bare::{
-    page_list, Connection, Context, Cq, Mr, Placement, Qp, QpOptions, View, Vm, VmOptions, PAGE,
+    page_list, Connection, Context, Cq, Mr, Piece, Placement, Qp, QpOptions, View, Vm, VmOptions,
+    PAGE,
 };
 
 use crate::common::{
-    assert_no_event, assert_refused, assert_success, everything, process, vm, Pair, Side,
+    assert_no_event, assert_refused, assert_success, counts, everything, process, vm, Pair, Side,
     SideOptions, Two, ALL, NOTHING, TIMEOUT,
 };
 
@@ -416,5 +417,102 @@ fn time_stamps_move_with_their_completions() {
         assert_eq!(cqe.wr_id, i as u64);
         assert_ne!(moved.timestamp, 0);
         assert_eq!(moved.to_bytes().to_vec(), *extension);
+    }
+}
+
+// D-VQ-002.
+#[test]
+fn buffers_of_doorbell_queues_are_not_used() {
+    let two = Two::with(&["--poll-us", "0"]);
+    let buffer = two.a.buffer(PAGE, Placement::Contiguous).unwrap();
+    buffer.view().write(0, &[0xa5; PAGE]);
+    let queue = two.a.doorbell_queue(0);
+    // Device-writable.
+    queue.put_descriptor(0, buffer.page(0), PAGE as u32, 2, 0);
+    queue.publish(0);
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    for i in 0..20 {
+        two.a.notify_doorbell(0).unwrap();
+        a.qp.write(i, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+            .unwrap();
+        assert_success(&a.sent());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(queue.used().u16(2).load(Ordering::SeqCst), 0);
+    assert_eq!(buffer.view().get(0, PAGE), [0xa5; PAGE]);
+    let interrupts = queue.call.read().map_err(|error| error.kind());
+    assert_eq!(interrupts, Err(std::io::ErrorKind::WouldBlock));
+}
+
+// D-INIT-001.
+#[test]
+fn commands_wait_until_the_queues_run() {
+    let process = process(1);
+    let vm = vm(process.socket(0));
+    vm.stop().unwrap();
+    let buffer = vm.buffer(PAGE, Placement::Contiguous).unwrap();
+    let header = CommandHeader {
+        opcode: opcode::CREATE_PD,
+        length: 8,
+        ..CommandHeader::default()
+    };
+    buffer.view().write(0, &header.to_bytes());
+    let (addr, room) = (buffer.page(0), buffer.page(0) + 64);
+    let command = [(addr, 8, false), (room, 16, true)].map(|(addr, len, writable)| Piece {
+        addr,
+        len,
+        writable,
+    });
+    let used_within = |time| {
+        vm.with_control(|queue| queue.wait_used(std::time::Instant::now() + time))
+            .unwrap()
+    };
+    vm.with_control(|queue| {
+        queue.add(&command).unwrap();
+        queue.notify().unwrap();
+    });
+    assert_eq!(used_within(NOTHING), None);
+    assert_eq!(counts(&process, vm.path())[1], 0);
+    vm.start().unwrap();
+    assert_eq!(used_within(TIMEOUT).map(|(_, len)| len), Some(16));
+    assert_eq!(counts(&process, vm.path())[1], 1);
+}
+
+// D-CEV-003, D-EVT-002.
+#[test]
+fn events_are_cut_to_their_buffers() {
+    let process = process(2);
+    for length in [4, 8, 12] {
+        let options = VmOptions {
+            event_length: length,
+            ..VmOptions::default()
+        };
+        let [a, b] = [0, 1].map(|i| Vm::connect(process.socket(i), options.clone()).unwrap());
+        let pair = Pair::new(&a, &b);
+        let number = pair.b.qp.number().to_le_bytes();
+        let cqn = pair.a.send_cq.number().to_le_bytes();
+        pair.a
+            .send_cq
+            .arm(vhost_device_rdma_bare::core::ArmMode::Any);
+        pair.a
+            .qp
+            .write(1, &[pair.a.mr.sge(0, 8)], 0, pair.b.mr.rkey)
+            .unwrap();
+        assert_eq!(pair.a.sent().status, wc_status::REM_ACCESS_ERR);
+        let kind = event_type::QP_ACCESS_ERR.to_le_bytes();
+        let reason = u32::from(vendor_err::KEY_RANGE).to_le_bytes();
+        let whole = [&kind[..], &[0; 2], &number, &reason, &[0; 4]].concat();
+        let got = b.wait_raw_async_event(TIMEOUT).unwrap().unwrap();
+        assert_eq!(got, whole[..length]);
+        let whole = [&cqn[..], &[0; 4]].concat();
+        let got = a.wait_raw_completion_event(0, TIMEOUT).unwrap().unwrap();
+        assert_eq!(got, whole[..length.min(8)]);
+        // They count as delivered.
+        assert_eq!(b.wait_raw_async_event(NOTHING).unwrap(), None);
+        assert_eq!(a.wait_raw_completion_event(0, NOTHING).unwrap(), None);
+        drop(pair);
+        a.kill();
+        b.kill();
     }
 }

@@ -46,6 +46,8 @@ pub struct VmOptions {
     pub control_size: u16,
     /// Size of the event queues: buffers for events.
     pub event_size: u16,
+    /// Length of these buffers, bytes, at most that of the longest event: shorter ones get events cut.
+    pub event_length: usize,
     /// Tell the memory by one SET_MEM_TABLE, not region by region.
     pub mem_table: bool,
     /// How long the device may take for a command.
@@ -63,6 +65,7 @@ impl Default for VmOptions {
             event_index: true,
             control_size: 64,
             event_size: 64,
+            event_length: EVENT_SIZE,
             mem_table: false,
             timeout: Duration::from_secs(20),
             gid: None,
@@ -82,17 +85,21 @@ struct Control {
 struct EventQueue {
     queue: Virtqueue,
     buffers: Buffer,
+    /// Length of each.
+    length: usize,
     /// The buffer of each chain.
     slots: Vec<usize>,
 }
 
 impl EventQueue {
-    fn new(region: &Arc<Region>, size: u16, event_index: bool) -> Result<Self, Error> {
+    fn new(region: &Arc<Region>, options: &VmOptions) -> Result<Self, Error> {
+        let size = options.event_size;
         let buffers = region.buffer(usize::from(size) * EVENT_SIZE, Placement::Contiguous)?;
-        let queue = Virtqueue::new(region, size, event_index)?;
+        let queue = Virtqueue::new(region, size, options.event_index)?;
         let mut events = Self {
             queue,
             buffers,
+            length: options.event_length.min(EVENT_SIZE),
             slots: vec![0; usize::from(size)],
         };
         for slot in 0..usize::from(size) {
@@ -106,7 +113,7 @@ impl EventQueue {
         let addr = self.buffers.page(offset / PAGE) + (offset % PAGE) as u64;
         let head = self.queue.add(&[Piece {
             addr,
-            len: EVENT_SIZE as u32,
+            len: self.length as u32,
             writable: true,
         }])?;
         self.slots[usize::from(head)] = slot;
@@ -216,7 +223,7 @@ impl Vm {
             command: region.buffer(COMMAND_SPACE, Placement::Contiguous)?,
             response: region.buffer(COMMAND_SPACE, Placement::Contiguous)?,
         };
-        let events = |_| EventQueue::new(&region, options.event_size, event_index).map(Mutex::new);
+        let events = |_| EventQueue::new(&region, &options).map(Mutex::new);
         let completion = (0..config.num_completion_queues)
             .map(events)
             .collect::<Result<_, _>>()?;
@@ -354,6 +361,15 @@ impl Vm {
         self.doorbells[queue as usize].notify()
     }
 
+    /// A doorbell queue, 0 to D - 1, for things that no driver does.
+    ///
+    /// # Panics
+    /// If there is no such queue.
+    #[must_use]
+    pub fn doorbell_queue(&self, queue: u32) -> &Virtqueue {
+        &self.doorbells[queue as usize]
+    }
+
     /// Applies `f` to virtqueue `index`, which exists.
     fn with_queue<R>(&self, index: u16, f: impl FnOnce(&Virtqueue) -> R) -> R {
         let first_doorbell = first_doorbell_queue(self.config.num_completion_queues);
@@ -438,8 +454,7 @@ impl Vm {
         lock(&self.control).queue =
             Virtqueue::new(&region, self.options.control_size, self.options.event_index)?;
         for events in self.completion.iter().chain([&self.asynchronous]) {
-            *lock(events) =
-                EventQueue::new(&region, self.options.event_size, self.options.event_index)?;
+            *lock(events) = EventQueue::new(&region, &self.options)?;
         }
         lock(&self.bases).fill(0);
         self.status_page.view().zero();
@@ -609,10 +624,33 @@ impl Vm {
         vector: u16,
         timeout: Duration,
     ) -> Result<Option<u32>, Error> {
-        let event = lock(&self.completion[usize::from(vector)]).wait(Instant::now() + timeout)?;
+        let event = self.wait_raw_completion_event(vector, timeout)?;
         event
             .map(|bytes| decode(&bytes).map(|event| CompletionEvent::from_bytes(&event).cqn))
             .transpose()
+    }
+
+    /// Waits for the next completion event of a vector: as much of it as there was room for.
+    ///
+    /// # Errors
+    /// If the device writes nonsense.
+    ///
+    /// # Panics
+    /// If there is no such vector.
+    pub fn wait_raw_completion_event(
+        &self,
+        vector: u16,
+        timeout: Duration,
+    ) -> Result<Option<Vec<u8>>, Error> {
+        lock(&self.completion[usize::from(vector)]).wait(Instant::now() + timeout)
+    }
+
+    /// Waits for the next asynchronous event: as much of it as there was room for.
+    ///
+    /// # Errors
+    /// If the device writes nonsense.
+    pub fn wait_raw_async_event(&self, timeout: Duration) -> Result<Option<Vec<u8>>, Error> {
+        lock(&self.asynchronous).wait(Instant::now() + timeout)
     }
 
     /// Waits for the next asynchronous event. `None`: there was none in time.
@@ -620,7 +658,7 @@ impl Vm {
     /// # Errors
     /// If the device writes nonsense.
     pub fn wait_async_event(&self, timeout: Duration) -> Result<Option<AsyncEvent>, Error> {
-        let event = lock(&self.asynchronous).wait(Instant::now() + timeout)?;
+        let event = self.wait_raw_async_event(timeout)?;
         event
             .map(|bytes| decode(&bytes).map(|event| AsyncEvent::from_bytes(&event)))
             .transpose()

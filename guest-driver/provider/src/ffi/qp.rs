@@ -154,9 +154,10 @@ impl Queues {
     /// The send queue, if the state allows posting to it.
     #[inline(always)]
     pub fn sendable(&self) -> Result<&SendQueue<Words>, Errno> {
-        match self.state.load(Ordering::Relaxed) {
-            sys::IBV_QPS_RESET | sys::IBV_QPS_INIT | sys::IBV_QPS_RTR => Err(EINVAL),
-            _ => self.sq.as_ref().ok_or(EINVAL),
+        if may_send(self.state.load(Ordering::Relaxed)) {
+            self.sq.as_ref().ok_or(EINVAL)
+        } else {
+            Err(EINVAL)
         }
     }
 
@@ -172,9 +173,10 @@ impl Queues {
 
     #[inline(always)]
     fn receivable(&self) -> Result<&RecvQueue<Words>, Errno> {
-        match self.state.load(Ordering::Relaxed) {
-            sys::IBV_QPS_RESET => Err(EINVAL),
-            _ => self.rq.as_ref().ok_or(EINVAL),
+        if may_receive(self.state.load(Ordering::Relaxed)) {
+            self.rq.as_ref().ok_or(EINVAL)
+        } else {
+            Err(EINVAL)
         }
     }
 
@@ -189,6 +191,18 @@ impl Queues {
             rq.reset();
         }
     }
+}
+
+/// Whether the send queue may be posted to in a state.
+#[inline(always)]
+fn may_send(state: sys::ibv_qp_state) -> bool {
+    may_receive(state) && !matches!(state, sys::IBV_QPS_INIT | sys::IBV_QPS_RTR)
+}
+
+/// Whether the receive queue may be posted to in a state.
+#[inline(always)]
+fn may_receive(state: sys::ibv_qp_state) -> bool {
+    state != sys::IBV_QPS_RESET
 }
 
 /// Our part of a queue pair.
@@ -938,6 +952,26 @@ pub unsafe extern "C" fn post_recv(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    // G-QPS-001.
+    #[test]
+    fn posts_are_refused_by_state_and_when_the_queue_is_full() {
+        use sys::*;
+        for (state, send, receive) in [
+            (IBV_QPS_RESET, false, false),
+            (IBV_QPS_INIT, false, true),
+            (IBV_QPS_RTR, false, true),
+            (IBV_QPS_RTS, true, true),
+            (IBV_QPS_SQD, true, true),
+            (IBV_QPS_SQE, true, true),
+            (IBV_QPS_ERR, true, true),
+        ] {
+            assert_eq!((may_send(state), may_receive(state)), (send, receive));
+        }
+        // (That a queue is full the driver's core finds.)
+        let full = virtio_rdma_driver_core::PostError::Full;
+        assert_eq!(Errno::from(full), Errno(libc::ENOMEM));
+    }
 
     // G-MW-001, G-MW-002.
     #[test]
