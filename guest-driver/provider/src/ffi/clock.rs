@@ -14,6 +14,12 @@ const INTERVAL: u64 = 1_000_000_000;
 /// The readings of which the quickest counts.
 const READINGS: usize = 3;
 
+/// The wall clock now, nanoseconds.
+pub fn wall() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_nanos() as u64)
+}
+
 /// The device's clock, read between two looks at the wall clock; nanoseconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Reading {
@@ -28,10 +34,6 @@ impl Reading {
     /// # Safety
     /// The context is ours and alive.
     pub unsafe fn now(context: *mut sys::ibv_context) -> Result<Self, Errno> {
-        let wall = || {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            now.map_or(0, |now| now.as_nanos() as u64)
-        };
         let before = wall();
         // SAFETY: as the caller says.
         let device = unsafe { context::device_clock(context) }?;

@@ -18,7 +18,7 @@ use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{wc_flag, wc_opcode, wc_status};
 
 use super::buffer::{Allocator, Mapping, Resource, Words};
-use super::clock::{Reading, WallClock};
+use super::clock::{self, Reading, WallClock};
 use super::lock::{SpinGuard, SpinLock};
 use super::qp::Queues;
 use super::{context, object, pd, status, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
@@ -612,8 +612,12 @@ unsafe extern "C" fn read_completion_wallclock_ns(cq: *mut sys::ibv_cq_ex) -> u6
     let mut state = unsafe { polling(cq) };
     let timestamp = state.timestamp;
     match &mut state.wall_clock {
-        // SAFETY: as before.
-        Some(clock) => clock.at(timestamp, || unsafe { Reading::now((*cq).context) }),
+        Some(clock) => {
+            // SAFETY: as before.
+            let time = clock.at(timestamp, || unsafe { Reading::now((*cq).context) });
+            // However inexact that is: it was not later than now.
+            time.min(clock::wall())
+        }
         None => 0,
     }
 }
