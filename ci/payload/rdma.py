@@ -8,6 +8,7 @@
   rdma.py flow HOST PORT COUNT     numbered messages to a target that checks order and contents (COUNT 0: for ever)
   rdma.py writes HOST PORT COUNT   RDMA WRITEs of numbered blocks, each read back and compared (COUNT 0: for ever)
   rdma.py many COUNT               so many queue pairs and completion queues at once, connected to each other in pairs
+  rdma.py scale COUNT              so many queue pairs and completion queues at once, and what the first and the last cost
 """
 import json
 import os
@@ -429,7 +430,55 @@ def many(count):
     print("all gone")
 
 
-COMMANDS = {"target": target, "verify": verify, "onesided": onesided, "flow": flow, "writes": writes, "many": many}
+def available():
+    """What the guest has left, bytes."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        lines = dict(line.split(":") for line in file)
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def scale(count):
+    """So many queue pairs, each with a completion queue of its own, and what the first and the last of them cost."""
+    count = int(count)
+    device = Device()
+
+    def create(what, make):
+        before, took, made = available(), [], []
+        for number in range(count):
+            start = time.monotonic_ns()
+            made.append(make(number))
+            took.append(time.monotonic_ns() - start)
+        some = count // 64
+        first, last = (sorted(part)[len(part) // 2] // 1000 for part in (took[:some], took[-some:]))
+        print(f"{what} first {first} last {last} bytes {(before - available()) // count}", flush=True)
+        return made
+
+    cqs = create("cq", lambda _: CQ(device.context, 16))
+    qps = create("qp", lambda number: device.queue_pair(cqs[number], depth=4, sges=1, inline=0))
+    # They work: the last two, and those of one that lives beside the first.
+    for a, b in ((0, count - 1), (count - 2, count // 2)):
+        device.connect(qps[a], qps[b].qp_num, device.gid)
+        device.connect(qps[b], qps[a].qp_num, device.gid)
+        mr = MR(device.pd, 128, ACCESS)
+        mr.write(noise(a, 64), 64, 0)
+        qps[b].post_recv(RecvWR(wr_id=1, num_sge=1, sg=[SGE(mr.buf + 64, 64, mr.lkey)]))
+        sg = [SGE(mr.buf, 64, mr.lkey)]
+        qps[a].post_send(SendWR(wr_id=2, opcode=e.IBV_WR_SEND, num_sge=1, sg=sg, send_flags=e.IBV_SEND_SIGNALED))
+        for cq in (cqs[a], cqs[b]):
+            until = time.monotonic() + 60
+            while not (polled := cq.poll(1)[1]):
+                check(time.monotonic() < until, "no completion after 60 s")
+            check(polled[0].status == e.IBV_WC_SUCCESS, status_name(polled[0].status))
+        check(mr.read(64, 64) == noise(a, 64), "wrong data")
+    print("all there", flush=True)
+    wait_for_file("/tmp/counted")
+    start = time.monotonic()
+    for thing in qps + cqs:
+        thing.close()
+    print(f"all gone in {time.monotonic() - start:.1f} s", flush=True)
+
+
+COMMANDS = {"target": target, "verify": verify, "onesided": onesided, "flow": flow, "writes": writes, "many": many, "scale": scale}
 
 if __name__ == "__main__":
     try:

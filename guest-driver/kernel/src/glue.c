@@ -16,6 +16,7 @@
 #include <linux/vmalloc.h>
 #include <linux/workqueue.h>
 #include <linux/xarray.h>
+#include <rdma/ib_pma.h>
 #ifdef HAVE_RDMA_ITER_H
 #include <rdma/iter.h>
 #endif
@@ -584,6 +585,55 @@ int vrdma_counters_set(struct rdma_hw_stats *stats, const u64 *values, size_t co
 	for (i = 0; i < count && i < stats->num_counters; i++)
 		stats->value[i] = values[i];
 	return i;
+}
+
+bool vrdma_pma_is_query(const struct ib_mad *in)
+{
+	return in->mad_hdr.mgmt_class == IB_MGMT_CLASS_PERF_MGMT &&
+	       in->mad_hdr.method == IB_MGMT_METHOD_GET;
+}
+
+static u32 vrdma_pma_clamp(u64 value)
+{
+	return min_t(u64, value, U32_MAX);
+}
+
+/* Data are counted in words of four bytes there, and what is a message here is called a packet. */
+void vrdma_pma_answer(const struct ib_mad *in, struct ib_mad *out, const u64 *values)
+{
+	enum { TX_BYTES, TX_MESSAGES, RX_BYTES, RX_MESSAGES };
+	struct ib_pma_mad *answer = (struct ib_pma_mad *)out;
+	struct ib_class_port_info *info = (void *)answer->data;
+	struct ib_pma_portcounters *counters = (void *)answer->data;
+	struct ib_pma_portcounters_ext *wide = (void *)answer->data;
+
+	memset(out, 0, sizeof(*out));
+	out->mad_hdr = in->mad_hdr;
+	out->mad_hdr.method = IB_MGMT_METHOD_GET_RESP;
+	out->mad_hdr.status = 0;
+	switch (in->mad_hdr.attr_id) {
+	case IB_PMA_CLASS_PORT_INFO:
+		info->base_version = IB_MGMT_BASE_VERSION;
+		info->class_version = 1;
+		info->capability_mask = IB_PMA_CLASS_CAP_EXT_WIDTH_NOIETF;
+		break;
+	case IB_PMA_PORT_COUNTERS:
+		counters->port_select = 1;
+		counters->port_xmit_data = cpu_to_be32(vrdma_pma_clamp(values[TX_BYTES] / 4));
+		counters->port_rcv_data = cpu_to_be32(vrdma_pma_clamp(values[RX_BYTES] / 4));
+		counters->port_xmit_packets = cpu_to_be32(vrdma_pma_clamp(values[TX_MESSAGES]));
+		counters->port_rcv_packets = cpu_to_be32(vrdma_pma_clamp(values[RX_MESSAGES]));
+		break;
+	case IB_PMA_PORT_COUNTERS_EXT:
+		wide->port_select = 1;
+		wide->port_xmit_data = cpu_to_be64(values[TX_BYTES] / 4);
+		wide->port_rcv_data = cpu_to_be64(values[RX_BYTES] / 4);
+		wide->port_xmit_packets = cpu_to_be64(values[TX_MESSAGES]);
+		wide->port_rcv_packets = cpu_to_be64(values[RX_MESSAGES]);
+		break;
+	default:
+		out->mad_hdr.status = cpu_to_be16(IB_MGMT_MAD_STATUS_UNSUPPORTED_METHOD_ATTRIB);
+	}
 }
 
 struct ib_device *vrdma_ib_alloc(size_t size, struct device *parent)

@@ -23,6 +23,7 @@ pub fn lane() -> Lane {
         about: "guest images and launcher without the device",
         with_device: false,
         vms: 2,
+        memory: 1024,
         runs: cases,
     }
 }

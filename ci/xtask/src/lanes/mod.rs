@@ -5,6 +5,7 @@
 //! kernel log. After a case that failed it puts the bed back into order, so that the next case has a fair start.
 
 mod boot;
+mod scale;
 mod smoke;
 mod suite;
 pub mod tools;
@@ -35,6 +36,8 @@ pub struct Lane {
     pub with_device: bool,
     /// How many VMs its cases want.
     pub vms: u8,
+    /// Memory of each in MiB.
+    pub memory: u32,
     /// The kernels it runs on, and the cases it runs there.
     pub runs: fn() -> Vec<(Kernel, Vec<Case>)>,
 }
@@ -62,7 +65,13 @@ impl std::error::Error for Skip {}
 
 /// All lanes.
 pub fn all() -> Vec<Lane> {
-    vec![boot::lane(), smoke::lane(), suite::lane_56(), verbs::lane()]
+    vec![
+        boot::lane(),
+        smoke::lane(),
+        suite::lane_56(),
+        verbs::lane(),
+        scale::lane(),
+    ]
 }
 
 /// The lane of that name.
@@ -306,7 +315,7 @@ fn run_on(
         root: &images.root,
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
-        memory: 1024,
+        memory: lane.memory,
         logs,
         interactive: false,
     };

@@ -27,6 +27,7 @@ pub fn lane() -> Lane {
         about: "the whole path between two VMs, and what it has to survive",
         with_device: true,
         vms: 2,
+        memory: 1024,
         runs,
     }
 }

@@ -86,6 +86,7 @@ pub fn lane_56() -> Lane {
         about: "the tests of rdma-core 56.1, on our device and on rxe",
         with_device: true,
         vms: 1,
+        memory: 1024,
         runs: || {
             let cases = [
                 Case {

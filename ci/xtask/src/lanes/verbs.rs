@@ -25,6 +25,7 @@ pub fn lane() -> Lane {
         about: "the public verbs API, beyond rdma-core's own tests",
         with_device: true,
         vms: 2,
+        memory: 1024,
         runs,
     }
 }

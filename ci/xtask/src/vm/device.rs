@@ -56,6 +56,11 @@ impl Device {
         &self.command
     }
 
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Its log file.
     pub fn log(&self) -> &Path {
         &self.log

@@ -172,6 +172,7 @@ pub(super) fn table(features: Features) -> ib_device_ops {
     }
     ops.alloc_hw_port_stats = Some(device::alloc_hw_port_stats);
     ops.get_hw_stats = Some(device::get_hw_stats);
+    ops.process_mad = Some(device::process_mad);
 
     ops.alloc_ucontext = Some(device::alloc_ucontext);
     ops.query_ucontext = Some(device::query_ucontext);

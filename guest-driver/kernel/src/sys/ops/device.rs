@@ -215,3 +215,33 @@ pub(in crate::sys) unsafe extern "C" fn get_hw_stats(
         Err(_) => unsafe { (*stats).num_counters },
     }
 }
+
+/// Answers what performance management asks: that is where the port's counters in sysfs come from.
+pub(in crate::sys) unsafe extern "C" fn process_mad(
+    ib: *mut ib_device,
+    _flags: c_int,
+    _port: u32,
+    _wc: *const ib_wc,
+    _grh: *const ib_grh,
+    query: *const ib_mad,
+    answer: *mut ib_mad,
+    _answer_size: *mut usize,
+    _pkey_index: *mut u16,
+) -> c_int {
+    /// As the core has them: nothing was wrong; there is an answer.
+    const SUCCESS: c_int = 1;
+    const REPLY: c_int = 2;
+    // SAFETY: see the module; query and answer are MADs, and the answer needs four values.
+    unsafe {
+        if !vrdma_pma_is_query(query) {
+            return SUCCESS;
+        }
+        match device(ib).and_then(verbs::port_counters) {
+            Ok(values) => {
+                vrdma_pma_answer(query, answer, values.as_ptr());
+                SUCCESS | REPLY
+            }
+            Err(_) => 0,
+        }
+    }
+}

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The lane `scale`: how much of everything one VM can have, and what it costs.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{ensure, Context, Result};
+
+use super::tools::{counts, settled};
+use super::{Case, Ground, Lane};
+use crate::images::Kernel;
+
+/// Queue pairs and as many completion queues.
+const COUNT: u64 = 65_536;
+
+/// How long it may take to make them on a slow machine.
+const PATIENCE: Duration = Duration::from_secs(900);
+
+pub fn lane() -> Lane {
+    Lane {
+        name: "scale",
+        about: "65,536 queue pairs and completion queues in a VM of 4 GiB",
+        with_device: true,
+        vms: 1,
+        memory: 4096,
+        runs: || {
+            let case = Case {
+                name: "65,536 queue pairs and completion queues",
+                run: queue_pairs,
+            };
+            vec![(Kernel::Trixie, vec![case])]
+        },
+    }
+}
+
+fn queue_pairs(ground: &mut Ground) -> Result<()> {
+    let before = counts(&ground.bed)?;
+    let resident = device_memory(ground)?;
+    ground.vm(1)?.sh("rm -f /tmp/counted")?;
+    let job = ground
+        .vm(1)?
+        .spawn(&format!("/payload/rdma.py scale {COUNT}"))?;
+    job.wait_text(PATIENCE, |text| text.contains("all there"))?;
+    let during = counts(&ground.bed)?;
+    for kind in ["qps", "cqs"] {
+        let count = |counts: &[super::tools::Counts]| {
+            counts
+                .first()
+                .and_then(|counts| counts.get(kind).copied())
+                .unwrap_or(0)
+        };
+        let (had, has) = (count(&before), count(&during));
+        ensure!(
+            has == had + COUNT,
+            "the device counts {has} {kind}, and there were {had} before {COUNT} more"
+        );
+    }
+    // Each pair: a queue pair and its completion queue.
+    let each = (device_memory(ground)?.saturating_sub(resident)) / COUNT;
+    ground.figure("device_bytes_per_qp_and_cq", each);
+    ground.vm(1)?.sh("touch /tmp/counted")?;
+    let output = job.wait(PATIENCE)?;
+    ensure!(
+        output.status == 0 && output.text.contains("all gone"),
+        "scale ended with {}:\n{}",
+        output.status,
+        output.text
+    );
+    for kind in ["cq", "qp"] {
+        let number = |name: &str| {
+            let line = output.text.lines().find(|line| line.starts_with(kind));
+            line.and_then(|line| {
+                let mut words = line.split_ascii_whitespace();
+                words.find(|word| *word == name)?;
+                words.next()?.parse::<u64>().ok()
+            })
+            .with_context(|| format!("no {kind} {name} in:\n{}", output.text))
+        };
+        let (first, last) = (number("first")?, number("last")?);
+        ground.figure(&format!("{kind}_create_first_us"), first);
+        ground.figure(&format!("{kind}_create_last_us"), last);
+        ground.figure(&format!("guest_bytes_per_{kind}"), number("bytes")?);
+        ensure!(
+            last <= 2 * first,
+            "creating the last {kind}s took {last} us each, and the first {first} us"
+        );
+    }
+    settled(&ground.bed, &before)
+}
+
+/// Resident memory of the device process, bytes, without that of the guests, which it shares.
+fn device_memory(ground: &Ground) -> Result<u64> {
+    let device = ground.bed.device.as_ref().context("no device")?;
+    let path = format!("/proc/{}/status", device.pid());
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
+    Ok(kib.context("no RssAnon")? * 1024)
+}
