@@ -5,11 +5,12 @@
 #
 # Makes DIRECTORY/verbs-test, the tests of the public verbs API. The headers are those that
 # guest-driver/provider/set-up.sh fetched; it is linked with a library that has the names and versions of libibverbs and
-# nothing in it, and runs with the guest's true one.
+# nothing in it, and runs with the guest's true one; the same goes for the provider's own library.
 set -eu
 
 out=$1
 here=$(cd "$(dirname "$0")" && pwd)
+dv=$here/../../guest-driver/provider/include
 tree=${VIRTIO_RDMA_RDMA_CORE:-${XDG_CACHE_HOME:-$HOME/.cache}/virtio-rdma/rdma-core-56.1}
 if [ ! -e "$tree/libibverbs.map" ]; then
     echo "$tree/libibverbs.map is missing: run guest-driver/provider/set-up.sh" >&2
@@ -35,8 +36,11 @@ awk -v code="$stub/stub.c" -v script="$stub/stub.map" '
     }' "$tree/libibverbs.map"
 "${CC:-cc}" -shared -nostdlib -fno-builtin -fPIC -w -Wl,-soname,libibverbs.so.1 \
     -Wl,--version-script="$stub/stub.map" -o "$stub/libibverbs.so" "$stub/stub.c"
+# The same for what the provider has beyond the verbs.
+sed -n 's/.*[ *]\(virtio_rdma_dv_[a-z_]*\)(.*/void \1(void) {}/p' "$dv/infiniband/virtio_rdma_dv.h" >"$stub/dv.c"
+"${CC:-cc}" -shared -nostdlib -fPIC -w -Wl,-soname,libvirtio_rdma.so.1 -o "$stub/libvirtio_rdma.so" "$stub/dv.c"
 
 "${CC:-cc}" -std=gnu11 -O2 -g -pthread -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Werror \
-    -isystem "$tree/include" -I "$here/../../guest-driver/provider/include" \
-    -o "$out/verbs-test.new" "$here"/*.c -L "$stub" -libverbs
+    -isystem "$tree/include" -I "$dv" \
+    -o "$out/verbs-test.new" "$here"/*.c -L "$stub" -lvirtio_rdma -libverbs
 mv "$out/verbs-test.new" "$out/verbs-test"
