@@ -234,8 +234,12 @@ static void without(int right, enum ibv_wr_opcode opcode, bool of_qp)
 	struct region from = region(p.pd[0], 4096, ALL);
 
 	POST(p.qp[0], .opcode = opcode, .id = 1, .from = &from, .length = 8, .to = &p.mr[1]);
-	expect_error(p.cq[0], 1, REM_ACCESS_ERR);
-	responder_error(&p, IBV_EVENT_QP_ACCESS_ERR);
+	/* To a queue pair that is not set up for it the request is invalid; a key that does not grant it is a violation. */
+	if (of_qp)
+		expect_error(p.cq[0], 1, REM_INV_REQ_ERR);
+	else
+		expect_error(p.cq[0], 1, REM_ACCESS_ERR);
+	responder_error(&p, of_qp ? IBV_EVENT_QP_REQ_ERR : IBV_EVENT_QP_ACCESS_ERR);
 }
 
 TEST(err_rem_access_write_right)

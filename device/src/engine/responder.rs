@@ -442,7 +442,7 @@ impl Responder {
     /// The peer may access `remote` as `wanted` says: by the queue pair's flags and by the key.
     fn check_remote(&self, at: &Place<'_>, wanted: u32, remote: &[Sge]) -> Result<(), Answer> {
         if self.access & wanted != wanted {
-            return Err(self.violation(at, vendor_err::QP_ACCESS));
+            return Err(self.invalid_request(at.tables, at.qp, vendor_err::QP_ACCESS));
         }
         check(at.tables, remote, at.remote(), wanted).map_err(|key| self.violation(at, key.0))
     }

@@ -440,12 +440,12 @@ fn queue_pairs_grant_what_their_access_flags_say() {
     ] {
         let pair = two.pair_with(&SideOptions::default(), |c| c.access = rights);
         let wqe = wqe(pair.b.mr.iova, pair.b.mr.rkey);
-        let event = Some(event_type::QP_ACCESS_ERR);
+        let event = Some(event_type::QP_REQ_ERR);
         refused_remotely(
             &two,
             &pair,
             wqe,
-            wc_status::REM_ACCESS_ERR,
+            wc_status::REM_INV_REQ_ERR,
             vendor_err::QP_ACCESS,
             event,
         );

@@ -242,9 +242,9 @@ fn bad_atomic_operations_are_refused() {
         let f = vms.pair_with(|c| c.access = access::REMOTE_READ);
         post(&f, &f.wqe(opcode, 0), 8);
         f.refused(
-            wc_status::REM_ACCESS_ERR,
+            wc_status::REM_INV_REQ_ERR,
             vendor_err::QP_ACCESS,
-            event_type::QP_ACCESS_ERR,
+            event_type::QP_REQ_ERR,
         );
         let f = vms.pair();
         post(&f, &f.wqe(opcode, 0), 7);

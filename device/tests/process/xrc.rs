@@ -236,7 +236,7 @@ fn rdma_is_checked_against_the_pd_of_the_shared_receive_queue() {
     let xrc = Xrc::with(&two, |c| c.access = access::REMOTE_READ);
     let server = Server::new(&two.b, &xrc.domain);
     let wqe = xrc.wqe(wr_opcode::RDMA_WRITE, &server);
-    xrc.assert_fails(wqe, wc_status::REM_ACCESS_ERR, vendor_err::QP_ACCESS);
+    xrc.assert_fails(wqe, wc_status::REM_INV_REQ_ERR, vendor_err::QP_ACCESS);
 }
 
 // D-XRC-001.

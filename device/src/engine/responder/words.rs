@@ -19,7 +19,7 @@ impl Responder {
         f: impl FnOnce(&AtomicU64) -> Answer,
     ) -> Answer {
         if self.access & wanted != wanted {
-            return self.violation(at, vendor_err::QP_ACCESS);
+            return self.invalid_request(at.tables, at.qp, vendor_err::QP_ACCESS);
         }
         let addr = message.remote_addr;
         if addr % 8 != 0 {
@@ -92,8 +92,9 @@ impl Responder {
         wanted: u32,
         range: Option<u64>,
     ) -> Answer {
-        if self.access & wanted != wanted {
-            return self.violation(at, vendor_err::QP_ACCESS);
+        // No queue pair has a right to persistence to refuse: the region does.
+        if wanted & !self.access & !access::FLUSH_PERSISTENT != 0 {
+            return self.invalid_request(at.tables, at.qp, vendor_err::QP_ACCESS);
         }
         let (key, addr) = (message.rkey, message.remote_addr);
         let keys = &at.tables.keys;
