@@ -43,6 +43,7 @@ bindgen "$header" --output "$out/bindings.rs.new" \
     --allowlist-function 'rdma_user_mmap_entry_(insert|remove|get|put)' \
     --opaque-type 'ib_user_mad.*|ib_mad.*|ib_umem|net_device|pci_dev|task_struct|mm_struct|vm_area_struct|net|module' \
     --opaque-type 'ib_uverbs_file|virtio_config_ops|file|inode|super_block|net_device_ops|device_driver|bus_type' \
+    --opaque-type 'ns_common.*|pid_namespace|user_namespace' \
     -- --target=x86_64-linux-gnu -w '-DKBUILD_MODNAME="virtio_rdma"' $flags
 mv "$out/bindings.rs.new" "$out/bindings.rs"
 

@@ -72,7 +72,7 @@ apt() {
     apt-get -q \
         -o Dir::Etc::SourceList="$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null \
         -o Dir::State::Lists="$work/apt/lists" -o Dir::Cache="$work/apt/cache" \
-        -o Acquire::Languages=none -o APT::Sandbox::User=root "$@"
+        -o Acquire::Languages=none -o Acquire::Check-Valid-Until=false -o APT::Sandbox::User=root "$@"
 }
 apt update >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
 # Some mirrors lack the other files of a source package; the tarball alone will do, if it is the right one.

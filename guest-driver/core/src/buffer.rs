@@ -97,7 +97,7 @@ impl QpLayout {
         Some(Self {
             sq,
             rq,
-            size: pages(rq.end()?),
+            size: pages(rq.end()?)?,
         })
     }
 }
@@ -126,7 +126,7 @@ impl SrqLayout {
         )?;
         Some(Self {
             ring,
-            size: pages(ring.end()?),
+            size: pages(ring.end()?)?,
         })
     }
 }
@@ -160,7 +160,7 @@ impl CqLayout {
         let ring = RingLayout::behind(CqRecord::SIZE as u32, cqe.next_power_of_two(), stride)?;
         Some(Self {
             ring,
-            size: pages(ring.end()?),
+            size: pages(ring.end()?)?,
         })
     }
 }
@@ -173,8 +173,8 @@ fn wq_entries(wr: u32) -> Option<u32> {
     }
 }
 
-fn pages(end: u32) -> usize {
-    (end as usize).next_multiple_of(PAGE_SIZE as usize)
+fn pages(end: u32) -> Option<usize> {
+    (end as usize).checked_next_multiple_of(PAGE_SIZE as usize)
 }
 
 #[cfg(test)]

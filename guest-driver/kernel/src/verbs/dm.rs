@@ -55,7 +55,9 @@ pub(crate) fn alloc_dm(
     if length > TOTAL {
         return Err(Errno::ENOMEM);
     }
-    let size = length.next_multiple_of(PAGE_SIZE);
+    let size = length
+        .checked_next_multiple_of(PAGE_SIZE)
+        .ok_or(Errno::EINVAL)?;
     if !device.dm_budget().take(size) {
         return Err(Errno::ENOMEM);
     }
