@@ -1,26 +1,29 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 #
-# root.sh IMAGE MIRROR
+# root.sh IMAGE MIRROR SUITE
 #
-# Makes IMAGE, the ext4 root file system of every guest: Debian 13 with rdma-core, its tools, perftest and pyverbs, and
-# the few scripts of guest/. No kernel and no modules (see kernel.sh), nothing of this project's RDMA stack (that
-# comes through a share at boot). It is mounted read-only, so all VMs share it.
+# Makes IMAGE, the ext4 root file system of all guests of a Debian suite (trixie, sid): rdma-core, its tools, perftest
+# and pyverbs, and the few scripts of guest/. No kernel and no modules (see kernel.sh), nothing of this project's RDMA
+# stack (that comes through a share at boot). It is mounted read-only, so all VMs share it.
+# A mirror may stand still for longer than a Release file is valid: its signature is what counts.
 # Needs root, mmdebstrap and mke2fs.
 set -euo pipefail
-image=$1 mirror=$2
+image=$1 mirror=$2 suite=$3
 here=$(cd "$(dirname "$0")" && pwd)
 tree=$image.tree
+sources=("deb $mirror $suite main")
+if [ "$suite" != sid ]; then sources+=("deb $mirror $suite-updates main"); fi
 
 mmdebstrap --quiet --mode=root --variant=apt --components=main \
     --aptopt='APT::Install-Recommends "false"' \
+    --aptopt='Acquire::Check-Valid-Until "false"' \
     --dpkgopt='path-exclude=/usr/share/man/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/share/doc/*' \
     --dpkgopt='path-include=/usr/share/doc/rdma-core' --dpkgopt='path-include=/usr/share/doc/rdma-core/*' \
-    --include=rdma-core,ibverbs-utils,ibverbs-providers,rdmacm-utils,perftest,python3-pyverbs,iproute2,iputils-ping,kmod,pciutils,strace,procps,busybox-static \
-    trixie "$tree" \
-    "deb $mirror trixie main" "deb $mirror trixie-updates main"
+    --include=rdma-core,ibverbs-utils,ibverbs-providers,rdmacm-utils,perftest,python3-pyverbs,iproute2,iputils-ping,kmod,mount,pciutils,strace,procps,busybox-static \
+    "$suite" "$tree" "${sources[@]}"
 
 rm -rf "$tree"/var/cache/* "$tree"/var/lib/apt/lists "$tree"/boot "$tree"/usr/share/info
 mkdir -p "$tree"/usr/lib/modules "$tree"/payload "$tree"/exchange "$tree"/lib/virtio-rdma

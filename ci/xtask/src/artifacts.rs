@@ -5,22 +5,28 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{anyhow, ensure, Context, Result};
+use anyhow::{anyhow, bail, ensure, Context, Result};
 
 use crate::cache::{self, Key};
-use crate::images::{self, BuildRoot, Kernel, KernelImage};
+use crate::images::{self, BuildRoot, Kernel, KernelImage, Suite};
 use crate::shell;
 
 /// The guest images.
 #[derive(Clone, Debug)]
 pub struct Images {
-    /// The root image.
-    pub root: PathBuf,
-    /// One for each of [`Kernel::ALL`].
-    pub kernels: Vec<(Kernel, KernelImage)>,
+    roots: Vec<(Suite, PathBuf)>,
+    kernels: Vec<(Kernel, KernelImage)>,
 }
 
 impl Images {
+    /// The root image for a kernel.
+    pub fn root(&self, kernel: Kernel) -> Result<&Path> {
+        let found = self.roots.iter().find(|(of, _)| *of == kernel.suite());
+        found
+            .map(|(_, image)| image.as_path())
+            .with_context(|| format!("no root image of {}", kernel.suite()))
+    }
+
     /// The image of a kernel.
     pub fn kernel(&self, kernel: Kernel) -> Result<&KernelImage> {
         let found = self.kernels.iter().find(|(of, _)| *of == kernel);
@@ -48,17 +54,19 @@ pub struct Everything {
     pub qemu: PathBuf,
     device: PathBuf,
     modules: Vec<(Kernel, PathBuf)>,
-    provider: PathBuf,
+    providers: Vec<(Suite, PathBuf)>,
     verbs_test: PathBuf,
 }
 
 impl Everything {
     /// The stack for a guest kernel; puts together its payload.
     pub fn stack(&self, kernel: Kernel) -> Result<Stack> {
-        let found = self.modules.iter().find(|(of, _)| *of == kernel);
-        let module = found
-            .map(|(_, module)| module)
-            .with_context(|| format!("no module for kernel {kernel}"))?;
+        let suite = kernel.suite();
+        let module = self.modules.iter().find(|(of, _)| *of == kernel);
+        let provider = self.providers.iter().find(|(of, _)| *of == suite);
+        let (Some((_, module)), Some((_, provider))) = (module, provider) else {
+            bail!("nothing was built for kernel {kernel}");
+        };
         let payload = shell::target().join("payload").join(kernel.name());
         // Guests of another command may have the old directory mounted: replace it, do not write into it.
         shell::remove(&payload)?;
@@ -70,7 +78,7 @@ impl Everything {
             }
         }
         copy(module, &payload)?;
-        copy(&self.provider, &payload)?;
+        copy(provider, &payload)?;
         copy(&self.verbs_test, &payload)?;
         Ok(Stack {
             device: self.device.clone(),
@@ -86,53 +94,67 @@ fn copy(file: &Path, directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The guest images alone.
-pub fn images() -> Result<Images> {
+/// The guest images alone, for some kernels.
+pub fn images(kernels: &[Kernel]) -> Result<Images> {
     std::thread::scope(|scope| {
-        let root = scope.spawn(images::root_image);
-        let build_root = images::build_root()?;
-        let kernels = kernel_images(&build_root)?;
+        let roots = scope.spawn(|| roots(kernels));
+        let kernels = kernel_images(&build_roots(kernels)?)?;
         Ok(Images {
-            root: join(root)?,
+            roots: join(roots)?,
             kernels,
         })
     })
 }
 
-fn kernel_images(build_root: &BuildRoot) -> Result<Vec<(Kernel, KernelImage)>> {
-    Kernel::ALL
-        .iter()
-        .map(|kernel| Ok((*kernel, images::kernel_image(build_root, *kernel)?)))
+fn roots(kernels: &[Kernel]) -> Result<Vec<(Suite, PathBuf)>> {
+    let suites = images::suites(kernels).into_iter();
+    suites
+        .map(|suite| Ok((suite, images::root_image(suite)?)))
         .collect()
 }
 
-/// Builds everything, what is independent side by side: some of it waits for the network, some for the CPUs.
-pub fn everything() -> Result<Everything> {
+/// The build root of each kernel.
+fn build_roots(kernels: &[Kernel]) -> Result<Vec<(Kernel, BuildRoot)>> {
+    let kernels = kernels.iter();
+    kernels
+        .map(|kernel| Ok((*kernel, images::build_root(kernel.suite())?)))
+        .collect()
+}
+
+fn kernel_images(build_roots: &[(Kernel, BuildRoot)]) -> Result<Vec<(Kernel, KernelImage)>> {
+    let build_roots = build_roots.iter();
+    build_roots
+        .map(|(kernel, root)| Ok((*kernel, images::kernel_image(root, *kernel)?)))
+        .collect()
+}
+
+/// Builds everything for some kernels, what is independent side by side: some of it waits for the network, some for the CPUs.
+pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
     std::thread::scope(|scope| {
         let qemu = scope.spawn(qemu);
-        let root = scope.spawn(images::root_image);
+        let roots = scope.spawn(|| roots(kernels));
         let guest = scope.spawn(|| {
-            let build_root = images::build_root()?;
-            let kernels = kernel_images(&build_root)?;
-            let modules = Kernel::ALL
+            let build_roots = build_roots(kernels)?;
+            let images = kernel_images(&build_roots)?;
+            let modules = build_roots
                 .iter()
-                .map(|kernel| Ok((*kernel, module(&build_root, *kernel)?)));
-            Ok((kernels, modules.collect::<Result<Vec<_>>>()?))
+                .map(|(kernel, root)| Ok((*kernel, module(root, *kernel)?)));
+            Ok((images, modules.collect::<Result<Vec<_>>>()?))
         });
-        let programs = programs();
+        let programs = programs(&images::suites(kernels));
         let verbs_test = verbs_test();
         let (kernels, modules) = join(guest)?;
         let images = Images {
-            root: join(root)?,
+            roots: join(roots)?,
             kernels,
         };
-        let (device, provider) = programs?;
+        let (device, providers) = programs?;
         Ok(Everything {
             images,
             qemu: join(qemu)?,
             device,
             modules,
-            provider,
+            providers,
             verbs_test: verbs_test?,
         })
     })
@@ -176,8 +198,8 @@ fn qemu() -> Result<PathBuf> {
     )
 }
 
-/// The device and the provider, built by cargo on the host.
-fn programs() -> Result<(PathBuf, PathBuf)> {
+/// The device, and the provider for each suite, built by cargo on the host.
+fn programs(suites: &[Suite]) -> Result<(PathBuf, Vec<(Suite, PathBuf)>)> {
     shell::step("Building the device and the provider", || {
         let mut build = shell::cargo();
         build.args([
@@ -192,9 +214,17 @@ fn programs() -> Result<(PathBuf, PathBuf)> {
         shell::logged("cargo-build", &mut build)
     })?;
     let release = shell::cargo_target().join("release");
+    let providers = suites.iter().map(|suite| {
+        let path = match suite {
+            // What the build takes by itself.
+            Suite::Trixie => release.join("libvirtio_rdma.so"),
+            Suite::Sid => provider(*suite)?,
+        };
+        Ok((*suite, path))
+    });
     Ok((
         release.join("vhost-device-rdma"),
-        release.join("libvirtio_rdma.so"),
+        providers.collect::<Result<_>>()?,
     ))
 }
 
@@ -207,6 +237,32 @@ fn verbs_test() -> Result<PathBuf> {
         shell::logged("verbs-test", &mut build)
     })?;
     Ok(out.join("verbs-test"))
+}
+
+/// The provider for another rdma-core than the build takes by itself.
+fn provider(suite: Suite) -> Result<PathBuf> {
+    let version = suite.rdma_core();
+    shell::step(
+        &format!("Building the provider for rdma-core {version}"),
+        || {
+            let name = format!("rdma-core-{version}");
+            let mut set_up = Command::new("sh");
+            set_up
+                .arg(shell::root().join("guest-driver/provider/set-up.sh"))
+                .arg(version);
+            shell::logged(&format!("{name}-set-up"), &mut set_up)?;
+            // In a directory of its own: the two would build each other anew every time.
+            let target = shell::cargo_target().join(&name);
+            let mut build = shell::cargo();
+            build
+                .args(["build", "--quiet", "--release"])
+                .args(["--package", "virtio-rdma-provider", "--target-dir"])
+                .arg(&target)
+                .env("VIRTIO_RDMA_RDMA_CORE", cache::directory()?.join(&name));
+            shell::logged(&format!("{name}-build"), &mut build)?;
+            Ok(target.join("release/libvirtio_rdma.so"))
+        },
+    )
 }
 
 /// The kernel module for a guest kernel, compiled in the build root; cached, as it takes a while.

@@ -11,25 +11,91 @@ use clap::ValueEnum;
 use crate::cache::{self, Key};
 use crate::shell;
 
-/// A guest kernel. The user space is the same for all.
+/// A suite of Debian that guests have their user space from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Suite {
+    /// Debian 13, with rdma-core 56.1
+    Trixie,
+    /// What Debian develops, with rdma-core 65
+    Sid,
+}
+
+impl Suite {
+    /// Its name in Debian.
+    pub fn name(self) -> &'static str {
+        match self {
+            Suite::Trixie => "trixie",
+            Suite::Sid => "sid",
+        }
+    }
+
+    /// The version of its rdma-core, as `guest-driver/provider/set-up.sh` knows it.
+    pub fn rdma_core(self) -> &'static str {
+        match self {
+            Suite::Trixie => "56.1",
+            Suite::Sid => "65.0",
+        }
+    }
+
+    /// The name of its part of the cache: what was there first has no suite in its name.
+    fn entry(self, name: &str) -> String {
+        match self {
+            Suite::Trixie => name.to_owned(),
+            Suite::Sid => format!("{name}-{}", self.name()),
+        }
+    }
+}
+
+/// A guest kernel, and with it the user space that it runs with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Kernel {
     /// Debian 13's own, 6.12
     Trixie,
-    /// The one of trixie-backports, 7.x
+    /// The one of trixie-backports, 7.x, with Debian 13's user space
     Backports,
+    /// The one of sid, 7.x, with sid's user space
+    Sid,
 }
 
 impl Kernel {
+    /// Those that run Debian 13, for what is to run on more than one. Sid changes by the day.
+    pub const STABLE: [Kernel; 2] = [Kernel::Trixie, Kernel::Backports];
+
     /// All of them.
-    pub const ALL: [Kernel; 2] = [Kernel::Trixie, Kernel::Backports];
+    const ALL: [Kernel; 3] = [Kernel::Trixie, Kernel::Backports, Kernel::Sid];
 
     /// Its name on the command line and in reports.
     pub fn name(self) -> &'static str {
         match self {
             Kernel::Trixie => "trixie",
             Kernel::Backports => "backports",
+            Kernel::Sid => "sid",
         }
+    }
+
+    /// The suite of the user space it runs with.
+    pub fn suite(self) -> Suite {
+        match self {
+            Kernel::Trixie | Kernel::Backports => Suite::Trixie,
+            Kernel::Sid => Suite::Sid,
+        }
+    }
+}
+
+/// The suites of some kernels, each once.
+pub fn suites(kernels: &[Kernel]) -> Vec<Suite> {
+    let mut suites: Vec<Suite> = Vec::new();
+    for kernel in kernels {
+        if !suites.contains(&kernel.suite()) {
+            suites.push(kernel.suite());
+        }
+    }
+    suites
+}
+
+impl std::fmt::Display for Suite {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -39,7 +105,7 @@ impl std::fmt::Display for Kernel {
     }
 }
 
-/// The root in which the kernel module is compiled, for every guest kernel.
+/// The root in which the kernel module is compiled, for every guest kernel of a suite.
 #[derive(Clone, Debug)]
 pub struct BuildRoot {
     /// The root's directory.
@@ -85,18 +151,24 @@ fn mirror() -> String {
         .unwrap_or_else(|| "http://deb.debian.org/debian".to_owned())
 }
 
-/// The build root.
-pub fn build_root() -> Result<BuildRoot> {
+/// The build root of a suite.
+pub fn build_root(suite: Suite) -> Result<BuildRoot> {
     let script = scripts().join("build-root.sh");
     let key = Key::new().path(&script)?;
-    let dir = cache::entry("build-root", key, |dir| {
-        shell::step("Making the root for compiling the kernel module", || {
+    let name = suite.entry("build-root");
+    let dir = cache::entry(&name, key, |dir| {
+        let what = format!("Making the {suite} root for compiling the kernel module");
+        shell::step(&what, || {
             let tree = dir.join("tree");
             shell::logged(
-                "build-root",
-                shell::as_root("bash").arg(&script).arg(&tree).arg(mirror()),
+                &name,
+                shell::as_root("bash")
+                    .arg(&script)
+                    .arg(&tree)
+                    .arg(mirror())
+                    .arg(suite.name()),
             )?;
-            for kernel in Kernel::ALL {
+            for kernel in Kernel::ALL.iter().filter(|kernel| kernel.suite() == suite) {
                 ensure!(
                     tree.join("etc/virtio-rdma").join(kernel.name()).exists(),
                     "the root has no {kernel} kernel"
@@ -168,20 +240,22 @@ exec chroot "$root" /bin/sh -c 'cd /src && exec "$@"' sh "$@"
     }
 }
 
-/// The root image of all guests.
-pub fn root_image() -> Result<PathBuf> {
+/// The root image of all guests of a suite.
+pub fn root_image(suite: Suite) -> Result<PathBuf> {
     let key = Key::new()
         .path(&scripts().join("root.sh"))?
         .path(&scripts().join("guest"))?;
-    let dir = cache::entry("guest-root", key, |dir| {
-        shell::step("Making the guests' root image", || {
+    let name = suite.entry("guest-root");
+    let dir = cache::entry(&name, key, |dir| {
+        shell::step(&format!("Making the root image of {suite} guests"), || {
             let script = scripts().join("root.sh");
             shell::logged(
-                "guest-root",
+                &name,
                 shell::as_root("bash")
                     .arg(script)
                     .arg(dir.join("root.img"))
-                    .arg(mirror()),
+                    .arg(mirror())
+                    .arg(suite.name()),
             )?;
             shell::own(dir)
         })

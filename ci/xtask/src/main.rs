@@ -57,6 +57,7 @@ enum Command {
     /// Formatting, lints, documentation, unit and property tests, and the VM lane `smoke`
     Test,
     /// Run VM lanes; reports go to target/reports/
+    #[command(after_help = format!("Lanes:{}", lanes::list()))]
     Lane {
         /// Names of lanes
         #[arg(required = true)]
@@ -70,7 +71,7 @@ enum Command {
     },
     /// Install the packages that the other commands need
     Setup,
-    /// Make the guest images
+    /// Make the guest images of Debian 13 (sid's are made when they are wanted)
     Images,
     /// Print the path of the root in which the module for a guest kernel is compiled, or run a command in it
     BuildRoot {
@@ -117,7 +118,7 @@ fn dispatch(command: Command) -> Result<bool> {
         Command::Setup => setup::run().map(|()| true),
         Command::Images => {
             setup::run()?;
-            artifacts::images()?;
+            artifacts::images(&Kernel::STABLE)?;
             Ok(true)
         }
         Command::BuildRoot {

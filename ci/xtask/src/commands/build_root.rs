@@ -11,7 +11,7 @@ use crate::{setup, shell};
 /// Prints the root's path, or runs a command in it.
 pub fn run(kernel: Kernel, out: Option<&Path>, command: &[String]) -> Result<bool> {
     setup::run()?;
-    let root = images::build_root()?;
+    let root = images::build_root(kernel.suite())?;
     if command.is_empty() {
         println!("{}", root.tree.display());
         return Ok(true);

@@ -18,12 +18,12 @@ const TIMEOUT: Duration = Duration::from_secs(180);
 pub fn run(kernel: Kernel) -> Result<bool> {
     let start = Instant::now();
     setup::run()?;
-    let everything = artifacts::everything()?;
+    let everything = artifacts::everything(&[kernel])?;
     let stack = everything.stack(kernel)?;
     let plan = Plan {
         stack: Some(&stack),
         qemu: &everything.qemu,
-        root: &everything.images.root,
+        root: everything.images.root(kernel)?,
         kernel: everything.images.kernel(kernel)?,
         vms: 2,
         memory: 1024,

@@ -14,7 +14,7 @@ pub fn run(names: &[String], kernel: Option<Kernel>, only: Option<&str>) -> Resu
         .map(|name| lanes::find(name))
         .collect::<Result<Vec<_>>>()?;
     setup::run()?;
-    let means = Means::prepare(&wanted)?;
+    let means = Means::prepare(&wanted, kernel)?;
     let mut good = true;
     for lane in &wanted {
         good &= lanes::run(lane, &means, kernel, only)?.good();

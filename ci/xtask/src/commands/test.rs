@@ -143,7 +143,7 @@ fn results(line: &str) -> Option<Count> {
 
 fn smoke() -> Result<Count> {
     let lane = lanes::find("smoke")?;
-    let means = Means::prepare(std::slice::from_ref(&lane))?;
+    let means = Means::prepare(std::slice::from_ref(&lane), None)?;
     let report = lanes::run(&lane, &means, None, None)?;
     Ok(Count {
         passed: report.count(Outcome::Passed),

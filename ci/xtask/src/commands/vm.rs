@@ -18,19 +18,19 @@ pub fn run(number: u8, kernel: Kernel, plain: bool, memory: u32) -> Result<bool>
     setup::packages(&["socat", "tmux"])?;
     let (images, qemu, stack) = if plain {
         (
-            artifacts::images()?,
+            artifacts::images(&[kernel])?,
             PathBuf::from("qemu-system-x86_64"),
             None,
         )
     } else {
-        let everything = artifacts::everything()?;
+        let everything = artifacts::everything(&[kernel])?;
         let stack = everything.stack(kernel)?;
         (everything.images, everything.qemu, Some(stack))
     };
     let plan = Plan {
         stack: stack.as_ref(),
         qemu: &qemu,
-        root: &images.root,
+        root: images.root(kernel)?,
         kernel: images.kernel(kernel)?,
         vms: number,
         memory,

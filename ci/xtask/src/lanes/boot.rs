@@ -13,7 +13,7 @@ use crate::vm::{wait_for, SHORT};
 /// The lane.
 pub fn lane() -> Lane {
     let cases = || {
-        Kernel::ALL
+        Kernel::STABLE
             .iter()
             .map(|kernel| (*kernel, CASES.to_vec()))
             .collect()

@@ -69,23 +69,26 @@ pub fn all() -> Vec<Lane> {
         boot::lane(),
         smoke::lane(),
         suite::lane_56(),
+        suite::lane_65(),
         verbs::lane(),
         scale::lane(),
     ]
 }
 
+/// The names of all lanes and what they are for, a line each.
+pub fn list() -> String {
+    all()
+        .iter()
+        .map(|lane| format!("\n  {}: {}", lane.name, lane.about))
+        .collect()
+}
+
 /// The lane of that name.
 pub fn find(name: &str) -> Result<Lane> {
-    let known = || {
-        all()
-            .iter()
-            .map(|lane| format!("\n  {}: {}", lane.name, lane.about))
-            .collect::<String>()
-    };
     all()
         .into_iter()
         .find(|lane| lane.name == name)
-        .with_context(|| format!("there is no lane {name:?}; the lanes are:{}", known()))
+        .with_context(|| format!("there is no lane {name:?}; the lanes are:{}", list()))
 }
 
 /// What a case works on.
@@ -253,12 +256,18 @@ pub enum Means {
 }
 
 impl Means {
-    /// Builds what a lane needs.
-    pub fn prepare(lanes: &[Lane]) -> Result<Self> {
+    /// Builds what lanes need, on all their kernels or on one.
+    pub fn prepare(lanes: &[Lane], only: Option<Kernel>) -> Result<Self> {
+        let mut kernels: Vec<Kernel> = Vec::new();
+        for (kernel, _) in lanes.iter().flat_map(|lane| (lane.runs)()) {
+            if only.is_none_or(|wanted| wanted == kernel) && !kernels.contains(&kernel) {
+                kernels.push(kernel);
+            }
+        }
         if lanes.iter().any(|lane| lane.with_device) {
-            Ok(Means::All(Box::new(artifacts::everything()?)))
+            Ok(Means::All(Box::new(artifacts::everything(&kernels)?)))
         } else {
-            Ok(Means::Stock(artifacts::images()?))
+            Ok(Means::Stock(artifacts::images(&kernels)?))
         }
     }
 }
@@ -312,7 +321,7 @@ fn run_on(
     let plan = Plan {
         stack: stack.as_ref().filter(|_| lane.with_device),
         qemu,
-        root: &images.root,
+        root: images.root(kernel)?,
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
         memory: lane.memory,

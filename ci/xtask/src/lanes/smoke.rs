@@ -17,7 +17,7 @@ const LONG: Duration = Duration::from_secs(240);
 /// The lane.
 pub fn lane() -> Lane {
     let runs = || {
-        Kernel::ALL
+        Kernel::STABLE
             .iter()
             .map(|kernel| (*kernel, CASES.to_vec()))
             .collect()

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `rdma-core-56`: rdma-core's own tests, on our device and on Soft-RoCE (rxe) in the same guest.
+//! Lanes `rdma-core-56` and `rdma-core-65`: rdma-core's own tests on our device, those of 56.1 also on Soft-RoCE (rxe) in the
+//! same guest.
 //!
 //! Each test on our device is a case of the lane. Rxe's outcomes stand beside ours to compare with, whatever they are. The devices
 //! take turns and do not share the guest: rdma_cm picks a device by its address, and both would have the same.
@@ -23,61 +24,93 @@ const LONG: Duration = Duration::from_secs(45 * 60);
 /// How often a guest may be lost before that is the result.
 const LOSSES: usize = 8;
 
-/// A version of the tests, and what is wanted of them.
-struct Suite {
-    /// How many tests have to pass on our device.
+/// What is wanted of a version of the tests.
+struct Wanted {
+    /// How many have to pass on our device.
     passing: usize,
-    /// Which tests our device may skip.
+    /// Which our device may skip.
     skippable: &'static [Skippable],
 }
 
 /// Tests that may be skipped for one reason.
+#[derive(Clone, Copy)]
 struct Skippable {
-    /// What the device does not have.
+    /// What the device or the guest does not have.
     group: &'static str,
     /// True for their names.
     is: fn(&str) -> bool,
 }
 
-const VERSION_56: Suite = Suite {
-    passing: 139,
-    skippable: &[
-        Skippable {
-            group: "on-demand paging",
-            is: |name| name.starts_with("tests.test_odp."),
-        },
-        Skippable {
-            group: "tag matching",
-            is: |name| name.starts_with("tests.test_tag_matching."),
-        },
-        Skippable {
-            group: "raw packet QPs, flows, RSS",
-            is: |name| {
-                ["tests.test_flow.", "tests.test_rss_traffic."]
-                    .iter()
-                    .any(|module| name.starts_with(module))
-                    || RAW_QUEUE_PAIRS.contains(&name)
-            },
-        },
-        Skippable {
-            group: "dma-buf",
-            is: |name| {
-                ["DmaBufMRTest", "DmaBufTestCase"]
-                    .iter()
-                    .any(|class| name.starts_with(&format!("tests.test_mr.{class}.")))
-            },
-        },
-    ],
+const ON_DEMAND_PAGING: Skippable = Skippable {
+    group: "on-demand paging",
+    is: |name| name.starts_with("tests.test_odp."),
 };
 
-/// The tests of [`Skippable`] raw packet queue pairs; others with such a name test limits of what every device has.
+const TAG_MATCHING: Skippable = Skippable {
+    group: "tag matching",
+    is: |name| name.starts_with("tests.test_tag_matching."),
+};
+
+const RAW_PACKETS: Skippable = Skippable {
+    group: "raw packet QPs, flows, RSS",
+    is: |name| {
+        name.starts_with("tests.test_flow.")
+            || name.starts_with("tests.test_rss_traffic.")
+            || RAW_QUEUE_PAIRS.contains(&name)
+    },
+};
+
+/// The tests of raw packet queue pairs; others with such a name test limits of what every device has.
 const RAW_QUEUE_PAIRS: &[&str] = &[
     "tests.test_qp.QPTest.test_create_raw_qp_no_attr",
     "tests.test_qp.QPTest.test_create_raw_qp_with_attr",
     "tests.test_qp.QPTest.test_create_raw_qp_ex_no_attr",
     "tests.test_qp.QPTest.test_create_raw_qp_ex_with_attr",
     "tests.test_qp.QPTest.test_query_raw_qp",
+    "tests.test_qp.QPTest.test_raw_qp_rate_limit_modify",
 ];
+
+const DMA_BUF: Skippable = Skippable {
+    group: "dma-buf",
+    is: |name| {
+        name.starts_with("tests.test_mr.DmaBufMRTest.")
+            || name.starts_with("tests.test_mr.DmaBufTestCase.")
+            || name == "tests.test_mr.DeviceMemoryAPITest.test_dm_export_dmabuf_fd"
+    },
+};
+
+const PROCESSING_HINTS: Skippable = Skippable {
+    group: "special hardware: PCIe TLP processing hints (DMA handles)",
+    is: |name| name.starts_with("tests.test_dmah."),
+};
+
+const HARDWARE_CLOCK: Skippable = Skippable {
+    group: "special hardware: a PTP hardware clock in the network interface",
+    is: |name| name.starts_with("tests.test_phc_timestamp."),
+};
+
+const CONFIDENTIAL: Skippable = Skippable {
+    group: "special hardware: confidential VMs with bounce buffers",
+    is: |name| name.starts_with("tests.test_buf."),
+};
+
+const VERSION_56: Wanted = Wanted {
+    passing: 139,
+    skippable: &[ON_DEMAND_PAGING, TAG_MATCHING, RAW_PACKETS, DMA_BUF],
+};
+
+const VERSION_65: Wanted = Wanted {
+    passing: 139,
+    skippable: &[
+        ON_DEMAND_PAGING,
+        TAG_MATCHING,
+        RAW_PACKETS,
+        DMA_BUF,
+        PROCESSING_HINTS,
+        HARDWARE_CLOCK,
+        CONFIDENTIAL,
+    ],
+};
 
 /// The lane for rdma-core 56.1.
 pub fn lane_56() -> Lane {
@@ -103,6 +136,30 @@ pub fn lane_56() -> Lane {
                 },
             ];
             vec![(Kernel::Backports, cases.to_vec())]
+        },
+    }
+}
+
+/// The lane for rdma-core 65.
+pub fn lane_65() -> Lane {
+    Lane {
+        name: "rdma-core-65",
+        about: "the tests of rdma-core 65, on our device in a guest with Debian sid",
+        with_device: true,
+        vms: 1,
+        memory: 1024,
+        runs: || {
+            let cases = [
+                Case {
+                    name: "the tests on our device",
+                    run: |ground| on_ours(ground, &VERSION_65),
+                },
+                Case {
+                    name: "the driver unloads after them",
+                    run: unload,
+                },
+            ];
+            vec![(Kernel::Sid, cases.to_vec())]
         },
     }
 }
@@ -232,12 +289,12 @@ fn tabulate(ground: &mut Ground, device: &str, results: &[TestResult]) {
     }
 }
 
-fn on_ours(ground: &mut Ground, suite: &Suite) -> Result<()> {
+fn on_ours(ground: &mut Ground, wanted: &Wanted) -> Result<()> {
     let before = counts(&ground.bed)?;
     let results = run(ground, "vrdma0", |_| Ok(()))?;
     tabulate(ground, "ours", &results);
     let passing = count(ground, "ours", &results);
-    for group in suite.skippable {
+    for group in wanted.skippable {
         let skipped = results
             .iter()
             .filter(|result| result.outcome == "skip" && (group.is)(&result.test))
@@ -245,21 +302,21 @@ fn on_ours(ground: &mut Ground, suite: &Suite) -> Result<()> {
         ground.figure(&format!("ours_skip: {}", group.group), skipped);
     }
     for result in &results {
-        let case = judged(result, suite);
+        let case = judged(result, wanted);
         ground.sub_case(case);
     }
     settled(&ground.bed, &before)?;
     ensure!(
-        passing >= suite.passing,
+        passing >= wanted.passing,
         "{passing} tests pass; at least {} have to",
-        suite.passing
+        wanted.passing
     );
     Ok(())
 }
 
 /// A result on our device as a case of the lane.
-fn judged(result: &TestResult, suite: &Suite) -> CaseReport {
-    let group = suite
+fn judged(result: &TestResult, wanted: &Wanted) -> CaseReport {
+    let group = wanted
         .skippable
         .iter()
         .find(|group| (group.is)(&result.test));

@@ -15,7 +15,7 @@ const LONG: Duration = Duration::from_secs(400);
 /// The lane.
 pub fn lane() -> Lane {
     let runs = || {
-        Kernel::ALL
+        Kernel::STABLE
             .iter()
             .map(|kernel| (*kernel, [ALONE, APART].concat()))
             .collect()
