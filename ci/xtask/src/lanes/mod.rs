@@ -7,6 +7,7 @@
 mod boot;
 mod scale;
 mod smoke;
+mod stock;
 mod suite;
 pub mod tools;
 mod verbs;
@@ -72,6 +73,7 @@ pub fn all() -> Vec<Lane> {
         suite::lane_65(),
         verbs::lane(),
         scale::lane(),
+        stock::lane(),
     ]
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{ensure, Context, Result};
 
-use super::tools::{counts, device_of, progress, settled, wait_progress, Pair, Table};
+use super::tools::{counts, device_of, progress, settled, wait_progress, Table};
 use super::{Case, Ground, Lane};
 use crate::images::Kernel;
 use crate::vm::{wait_for, Bed, SHORT};
@@ -130,17 +130,6 @@ const CASES: &[Case] = &[
         run: |ground| lose_guest(ground, false),
     },
 ];
-
-impl Ground<'_> {
-    /// A pair on a port of its own.
-    fn pair(&mut self, server: u8, client: u8) -> Pair {
-        Pair {
-            server,
-            client,
-            port: self.port(),
-        }
-    }
-}
 
 fn tools_show_the_device(ground: &mut Ground) -> Result<()> {
     for vm in &ground.bed.vms {

@@ -7,7 +7,8 @@ use std::time::Duration;
 use anyhow::{bail, ensure, Context, Result};
 use serde_json::Value;
 
-use crate::vm::{mac, wait_for, Bed, Job, Output};
+use super::Ground;
+use crate::vm::{mac, wait_for, Bed, Job, Output, SHORT};
 
 /// A server in one VM and a client in another, or in the same.
 #[derive(Clone, Copy)]
@@ -20,6 +21,28 @@ pub struct Pair {
     pub port: u16,
 }
 
+/// How a client learns that its server waits for it.
+#[derive(Clone, Copy, Debug)]
+pub enum Ready {
+    /// It listens on a port of TCP.
+    Tcp(u16),
+    /// It listens on a port of rdma_cm.
+    Cm(u16),
+    /// It has written this.
+    Says(&'static str),
+}
+
+impl Ground<'_> {
+    /// A pair on a port of its own.
+    pub fn pair(&mut self, server: u8, client: u8) -> Pair {
+        Pair {
+            server,
+            client,
+            port: self.port(),
+        }
+    }
+}
+
 impl Pair {
     /// The server's address.
     pub fn host(self) -> String {
@@ -28,11 +51,21 @@ impl Pair {
 
     /// Starts the server and waits until it listens on the port.
     pub fn serve(self, bed: &Bed, command: &str) -> Result<Job> {
+        self.serve_when(Ready::Tcp(self.port), bed, command)
+    }
+
+    /// Starts the server and waits until it is ready.
+    fn serve_when(self, ready: Ready, bed: &Bed, command: &str) -> Result<Job> {
         let vm = bed.vm(self.server)?;
         let job = vm.spawn(command)?;
-        if let Err(error) = vm.sh(&format!("/payload/listening {}", self.port)) {
+        let there = match ready {
+            Ready::Tcp(port) => vm.sh(&format!("/payload/listening {port}")).map(drop),
+            Ready::Cm(port) => vm.sh(&format!("/payload/cm-listening {port}")).map(drop),
+            Ready::Says(text) => job.wait_text(SHORT, |said| said.contains(text)),
+        };
+        if let Err(error) = there {
             bail!(
-                "`{command}` in vm{} does not listen ({error:#}); it wrote:\n{}",
+                "`{command}` in vm{} is not ready ({error:#}); it wrote:\n{}",
                 self.server,
                 job.text()
             );
@@ -48,7 +81,19 @@ impl Pair {
         client: &str,
         timeout: Duration,
     ) -> Result<(String, String)> {
-        let serving = self.serve(bed, server)?;
+        self.run_when(Ready::Tcp(self.port), bed, server, client, timeout)
+    }
+
+    /// As [`Self::run`], with a server that is ready in another way.
+    pub fn run_when(
+        self,
+        ready: Ready,
+        bed: &Bed,
+        server: &str,
+        client: &str,
+        timeout: Duration,
+    ) -> Result<(String, String)> {
+        let serving = self.serve_when(ready, bed, server)?;
         let output = bed.vm(self.client)?.run(client, timeout);
         let output = match output {
             Ok(output) if output.status == 0 => output,
@@ -198,7 +243,8 @@ pub struct Table {
 }
 
 impl Table {
-    fn parse(text: &str) -> Result<Self> {
+    /// Reads what a tool wrote.
+    pub fn parse(text: &str) -> Result<Self> {
         let rows = text.lines().filter_map(|line| {
             let numbers = line
                 .split_ascii_whitespace()

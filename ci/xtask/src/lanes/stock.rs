@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Lane `tools`: the stock tools of libibverbs and librdmacm between two VMs, and perftest over rdma_cm.
+
+use std::time::Duration;
+
+use anyhow::{ensure, Result};
+
+use super::tools::Ready;
+use super::{Case, Ground, Lane};
+use crate::images::Kernel;
+
+/// How long one run of a tool may take on a busy machine without KVM.
+const LONG: Duration = Duration::from_secs(240);
+
+/// The port of the tools that have no option for it.
+const FIXED_PORT: u16 = 7174;
+
+/// The lane.
+pub fn lane() -> Lane {
+    let runs = || {
+        Kernel::STABLE
+            .iter()
+            .map(|kernel| (*kernel, CASES.to_vec()))
+            .collect()
+    };
+    Lane {
+        name: "tools",
+        about: "the stock tools of libibverbs and librdmacm between two VMs",
+        with_device: true,
+        vms: 2,
+        memory: 1024,
+        runs,
+    }
+}
+
+const CASES: &[Case] = &[
+    Case {
+        name: "ibv_rc_pingpong",
+        run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c", "-c -e", "-c -s 65536"]),
+    },
+    Case {
+        name: "ibv_rc_pingpong with the extended post-send interface",
+        run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c -N"]),
+    },
+    // Not with events as well: the tool then takes an event whose completion it has polled already for an error.
+    Case {
+        name: "ibv_rc_pingpong with completion time stamps",
+        run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c -t"]),
+    },
+    Case {
+        name: "ibv_rc_pingpong with device memory",
+        run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c -j"]),
+    },
+    Case {
+        name: "ibv_uc_pingpong",
+        run: |ground| pingpong(ground, "ibv_uc_pingpong", &["-c", "-c -e", "-c -s 65536"]),
+    },
+    Case {
+        name: "ibv_ud_pingpong",
+        run: |ground| pingpong(ground, "ibv_ud_pingpong", &["-c -s 1024", "-c -s 1024 -e"]),
+    },
+    Case {
+        name: "ibv_srq_pingpong",
+        run: |ground| pingpong(ground, "ibv_srq_pingpong", &["-c", "-c -e", "-c -q 64"]),
+    },
+    Case {
+        name: "ibv_xsrq_pingpong",
+        run: |ground| pingpong(ground, "ibv_xsrq_pingpong", &["", "-e"]),
+    },
+    Case {
+        name: "rping",
+        run: rping,
+    },
+    Case {
+        name: "ucmatose",
+        run: ucmatose,
+    },
+    Case {
+        name: "udaddy",
+        run: udaddy,
+    },
+    Case {
+        name: "mckey",
+        run: mckey,
+    },
+    Case {
+        name: "rstream",
+        run: rstream,
+    },
+    Case {
+        name: "cmtime",
+        run: cmtime,
+    },
+    Case {
+        name: "ib_send_bw -R",
+        run: send_bw,
+    },
+];
+
+/// Runs a ping-pong of libibverbs with each of the options.
+fn pingpong(ground: &mut Ground, tool: &str, options: &[&str]) -> Result<()> {
+    for option in options {
+        let pair = ground.pair(2, 1);
+        let start = format!("{tool} -g $(/payload/gid) -p {} {option}", pair.port);
+        let client = format!("{start} {}", pair.host());
+        pair.run(&ground.bed, &start, &client, LONG)?;
+    }
+    Ok(())
+}
+
+fn rping(ground: &mut Ground) -> Result<()> {
+    for (server, client) in [(2, 1), (1, 2), (1, 1)] {
+        for size in [64, 4096, 65000] {
+            let pair = ground.pair(server, client);
+            let start = |side: &str| {
+                format!(
+                    "rping {side} -a {} -p {} -C 20 -V -S {size}",
+                    pair.host(),
+                    pair.port
+                )
+            };
+            pair.run_when(
+                Ready::Cm(pair.port),
+                &ground.bed,
+                &start("-s"),
+                &start("-c"),
+                LONG,
+            )?;
+        }
+    }
+    Ok(())
+}
+
+fn ucmatose(ground: &mut Ground) -> Result<()> {
+    for options in ["-c 1 -C 10 -S 100", "-c 16 -C 4 -S 4096"] {
+        let pair = ground.pair(2, 1);
+        let (host, port) = (pair.host(), pair.port);
+        let start = |side: &str| format!("ucmatose {side} {host} -p {port} {options}");
+        let (client, server) = pair.run_when(
+            Ready::Cm(port),
+            &ground.bed,
+            &start("-b"),
+            &start("-s"),
+            LONG,
+        )?;
+        good_status(&client)?;
+        good_status(&server)?;
+    }
+    Ok(())
+}
+
+fn udaddy(ground: &mut Ground) -> Result<()> {
+    for options in ["-c 1 -C 10 -S 100", "-c 8 -C 4 -S 1024"] {
+        let pair = ground.pair(2, 1);
+        let start = |side: &str| format!("udaddy {side} {} {options}", pair.host());
+        let (client, server) = pair.run_when(
+            Ready::Cm(FIXED_PORT),
+            &ground.bed,
+            &start("-b"),
+            &start("-s"),
+            LONG,
+        )?;
+        good_status(&client)?;
+        good_status(&server)?;
+    }
+    Ok(())
+}
+
+fn mckey(ground: &mut Ground) -> Result<()> {
+    for (receiver, sender) in [(2, 1), (1, 2), (1, 1)] {
+        let pair = ground.pair(receiver, sender);
+        // The receiver says in time that it has joined only if its lines are not held back.
+        let start = |number: u8, side: &str| {
+            format!(
+                "stdbuf -oL mckey -m 239.7.7.{receiver} -b 10.10.0.{number} {side} -C 10 -S 1000"
+            )
+        };
+        let (client, server) = pair.run_when(
+            Ready::Says("joined dgid"),
+            &ground.bed,
+            &start(receiver, ""),
+            &start(sender, "-s"),
+            LONG,
+        )?;
+        good_status(&client)?;
+        good_status(&server)?;
+        ensure!(
+            server.contains("data transfers complete"),
+            "the receiver did not get all:\n{server}"
+        );
+    }
+    Ok(())
+}
+
+fn rstream(ground: &mut Ground) -> Result<()> {
+    for options in [
+        "-S 64 -I 500 -C 1",
+        "-S 65536 -I 20 -C 10",
+        "-S 1048576 -I 5 -C 4",
+    ] {
+        // Not asynchronously (-T a): the tool then takes the end of the connection behind the last message for an error.
+        for test in ["-T v", "-T v -T b"] {
+            let pair = ground.pair(2, 1);
+            let (host, port) = (pair.host(), pair.port);
+            let start = |side: &str| format!("rstream {side} {host} -p {port} {options} {test}");
+            let (text, _) = pair.run_when(
+                Ready::Cm(port),
+                &ground.bed,
+                &start("-b"),
+                &start("-s"),
+                LONG,
+            )?;
+            ensure!(
+                text.contains("custom"),
+                "no result from rstream {options} {test}:\n{text}"
+            );
+        }
+    }
+    Ok(())
+}
+
+fn cmtime(ground: &mut Ground) -> Result<()> {
+    let pair = ground.pair(2, 1);
+    let (host, port) = (pair.host(), pair.port);
+    let start = |side: &str| format!("cmtime {side} {host} -p {port} -c 50");
+    // It listens with rdma_cm first, and then on the same port of TCP, where the two ends agree on what comes next.
+    pair.run(&ground.bed, &start("-b"), &start("-s"), LONG)
+        .map(drop)
+}
+
+fn send_bw(ground: &mut Ground) -> Result<()> {
+    let pair = ground.pair(2, 1);
+    let start = |host: &str| format!("ib_send_bw -F -R -a -n 100 -p {} {host}", pair.port);
+    let (text, _) = pair.run_when(
+        Ready::Cm(pair.port),
+        &ground.bed,
+        &start(""),
+        &start(&pair.host()),
+        LONG,
+    )?;
+    let sizes = super::tools::Table::parse(&text)?.sizes();
+    ensure!(
+        sizes.last() == Some(&(8 << 20)),
+        "the table ends at {:?}:\n{text}",
+        sizes.last()
+    );
+    Ok(())
+}
+
+/// What the tools of librdmacm say last.
+fn good_status(text: &str) -> Result<()> {
+    ensure!(text.contains("return status 0"), "no good end:\n{text}");
+    Ok(())
+}
