@@ -190,10 +190,14 @@ impl Vm {
             if !self.links.iter().all(|link| link.exists()) {
                 return Ok(None);
             }
+            // QEMU opens one after the other.
+            let Ok(qmp) = Qmp::connect(&qmp_path) else {
+                return Ok(None);
+            };
             let Ok(agent) = Agent::connect(&control) else {
                 return Ok(None);
             };
-            Ok(Some((agent, Qmp::connect(&qmp_path)?)))
+            Ok(Some((agent, qmp)))
         })?;
         let (agent, qmp) = connected
             .with_context(|| format!("QEMU of vm{} does not open its sockets", self.number))?;
