@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import gzip
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -164,6 +165,8 @@ def say(**what):
 
 def main(device, first="0"):
     unpack()
+    # Newer Pythons start processes in another way by default; the tests start some with what only a fork can pass on.
+    multiprocessing.set_start_method("fork")
     tests = load(device)
     names = [test.id() for test in tests]
     say(total=len(names))

@@ -5,6 +5,7 @@
 //! kernel log. After a case that failed it puts the bed back into order, so that the next case has a fair start.
 
 mod boot;
+mod perftest;
 mod scale;
 mod smoke;
 mod stock;
@@ -74,6 +75,7 @@ pub fn all() -> Vec<Lane> {
         verbs::lane(),
         scale::lane(),
         stock::lane(),
+        perftest::lane(),
     ]
 }
 

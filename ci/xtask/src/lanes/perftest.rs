@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Lane `perftest`: every operation of perftest on every transport, in the variants that perftest has, between two VMs.
+//!
+//! Each combination is a case and a cell of the lane's table: a figure, or what perftest itself says about a combination that
+//! it does not have.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{ensure, Result};
+
+use super::tools::{Ready, Table};
+use super::{Case, Ground, Lane};
+use crate::images::Kernel;
+use crate::report::{CaseReport, Outcome};
+
+/// How long one run may take on a busy machine without KVM.
+const LONG: Duration = Duration::from_secs(120);
+
+/// How long perftest may take to refuse its arguments.
+const REFUSAL: Duration = Duration::from_secs(20);
+
+/// The lane.
+pub fn lane() -> Lane {
+    Lane {
+        name: "perftest",
+        about: "all operations, transports and variants of perftest between two VMs",
+        with_device: true,
+        vms: 2,
+        memory: 1024,
+        runs: || vec![(Kernel::Trixie, CASES.to_vec())],
+    }
+}
+
+/// A case for each operation and transport, which consists of one for each variant.
+macro_rules! cases {
+    ($($operation:literal $transport:literal,)*) => {
+        &[$(Case {
+            name: concat!($operation, " ", $transport),
+            run: |ground| all_variants(ground, $operation, $transport),
+        },)*]
+    };
+}
+
+const CASES: &[Case] = cases![
+    "send" "RC", "send" "UC", "send" "UD", "send" "XRC",
+    "write" "RC", "write" "UC", "write" "UD", "write" "XRC",
+    "read" "RC", "read" "UC", "read" "UD", "read" "XRC",
+    "atomic" "RC", "atomic" "UC", "atomic" "UD", "atomic" "XRC",
+];
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Bandwidth,
+    Latency,
+}
+
+/// In which way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Variant {
+    Plain,
+    Events,
+    Srq,
+    RdmaCm,
+    ManyQueuePairs,
+    Bidirectional,
+}
+
+impl Variant {
+    const ALL: [Variant; 6] = [
+        Variant::Plain,
+        Variant::Events,
+        Variant::Srq,
+        Variant::RdmaCm,
+        Variant::ManyQueuePairs,
+        Variant::Bidirectional,
+    ];
+
+    /// The table's column.
+    fn column(self) -> &'static str {
+        match self {
+            Variant::Plain => "plain",
+            Variant::Events => "events (-e)",
+            Variant::Srq => "SRQ (--use-srq)",
+            Variant::RdmaCm => "rdma_cm (-R)",
+            Variant::ManyQueuePairs => "64 QPs (-q 64)",
+            Variant::Bidirectional => "both ways (-b)",
+        }
+    }
+
+    fn option(self) -> &'static str {
+        match self {
+            Variant::Plain => "",
+            Variant::Events => "-e",
+            Variant::Srq => "--use-srq",
+            Variant::RdmaCm => "-R",
+            Variant::ManyQueuePairs => "-q 64",
+            Variant::Bidirectional => "-b",
+        }
+    }
+}
+
+/// One combination.
+#[derive(Clone, Copy, Debug)]
+struct Combination {
+    operation: &'static str,
+    transport: &'static str,
+    kind: Kind,
+    variant: Variant,
+}
+
+impl Combination {
+    /// True if InfiniBand defines it and perftest has it.
+    fn exists(self) -> bool {
+        let send = self.operation == "send";
+        let defined = match self.transport {
+            "UC" => send || self.operation == "write",
+            "UD" => send,
+            _ => true,
+        };
+        let has = match self.variant {
+            Variant::Plain => true,
+            Variant::Events => self.operation != "write",
+            Variant::Srq => send,
+            Variant::RdmaCm => self.transport == "RC" || self.transport == "UD",
+            Variant::ManyQueuePairs | Variant::Bidirectional => self.kind == Kind::Bandwidth,
+        };
+        defined && has
+    }
+
+    fn tool(self) -> String {
+        let kind = match self.kind {
+            Kind::Bandwidth => "bw",
+            Kind::Latency => "lat",
+        };
+        format!("ib_{}_{kind}", self.operation)
+    }
+
+    fn row(self) -> String {
+        format!("{} {}", self.tool(), self.transport)
+    }
+
+    /// True if it goes through all message sizes. Atomic operations have one size, and 64 queue pairs with buffers of 8 MiB each
+    /// are more than a guest has memory for.
+    fn all_sizes(self) -> bool {
+        self.operation != "atomic" && self.variant != Variant::ManyQueuePairs
+    }
+
+    /// The arguments but for those that name the peer.
+    fn arguments(self) -> String {
+        let size = match (self.all_sizes(), self.operation, self.transport) {
+            (true, ..) => "-a",
+            (false, "atomic", _) => "",
+            (false, _, "UD") => "-s 1024",
+            (false, ..) => "-s 65536",
+        };
+        let words = ["-n 100", "-c", self.transport, size, self.variant.option()];
+        words
+            .into_iter()
+            .filter(|word| !word.is_empty())
+            .collect::<Vec<_>>()
+            .join(" ")
+    }
+}
+
+fn all_variants(
+    ground: &mut Ground,
+    operation: &'static str,
+    transport: &'static str,
+) -> Result<()> {
+    for kind in [Kind::Bandwidth, Kind::Latency] {
+        for variant in Variant::ALL {
+            let combination = Combination {
+                operation,
+                transport,
+                kind,
+                variant,
+            };
+            one(ground, combination)?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs a combination, and puts it into the report.
+fn one(ground: &mut Ground, combination: Combination) -> Result<()> {
+    let start = Instant::now();
+    let exists = combination.exists();
+    let result = if exists {
+        measure(ground, combination)
+    } else {
+        refusal(ground, combination)
+    };
+    let result = result.and_then(|cell| ground.aftermath().map(|()| cell));
+    let (outcome, cell, reason) = match result {
+        Ok(cell) if exists => (Outcome::Passed, cell, String::new()),
+        Ok(cell) => (Outcome::Skipped, format!("not there: {cell}"), cell),
+        Err(error) => {
+            let reason = format!("{error:#}{}", ground.circumstances());
+            (Outcome::Failed, "FAILED".to_owned(), reason)
+        }
+    };
+    let (row, column) = (combination.row(), combination.variant.column());
+    println!("         {row}, {column}: {cell}");
+    ground.cell(&row, column, &cell);
+    ground.sub_case(CaseReport {
+        name: format!("{row}, {column}"),
+        outcome,
+        reason,
+        seconds: (start.elapsed().as_secs_f64() * 100.0).round() / 100.0,
+        tabulated: true,
+    });
+    if outcome == Outcome::Failed {
+        ground.mend()?;
+    }
+    Ok(())
+}
+
+/// Runs a combination between the VMs; its figure.
+fn measure(ground: &mut Ground, combination: Combination) -> Result<String> {
+    let pair = ground.pair(2, 1);
+    let (tool, arguments) = (combination.tool(), combination.arguments());
+    let (text, table) = if combination.variant == Variant::RdmaCm {
+        let start = |host: &str| format!("{tool} -F -p {} {arguments} {host}", pair.port);
+        let (text, _) = pair.run_when(
+            Ready::Cm(pair.port),
+            &ground.bed,
+            &start(""),
+            &start(&pair.host()),
+            LONG,
+        )?;
+        let table = Table::parse(&text)?;
+        (text, table)
+    } else {
+        pair.perftest(&ground.bed, &tool, &arguments, LONG)?
+    };
+    let sizes = table.sizes();
+    if combination.all_sizes() {
+        // UD messages end at the MTU.
+        let last = if combination.transport == "UD" {
+            10
+        } else {
+            23
+        };
+        let missing: Vec<u64> = (1..=last)
+            .map(|shift| 1 << shift)
+            .filter(|size| !sizes.contains(size))
+            .collect();
+        ensure!(
+            missing.is_empty(),
+            "no result for {missing:?} bytes in:\n{text}"
+        );
+    }
+    match combination.kind {
+        Kind::Bandwidth => {
+            let size = [65536, 1024, 8]
+                .into_iter()
+                .find(|size| sizes.contains(size));
+            let size = size.unwrap_or_default();
+            Ok(format!("{:.0} MiB/s at {size} B", table.bandwidth(size)?))
+        }
+        Kind::Latency => {
+            let size = sizes.first().copied().unwrap_or_default();
+            Ok(format!("{:.1} µs at {size} B", table.latency(size)?))
+        }
+    }
+}
+
+/// Asks perftest for a combination that it does not have; what it answers.
+fn refusal(ground: &Ground, combination: Combination) -> Result<String> {
+    let command = format!("{} {}", combination.tool(), combination.arguments());
+    let output = ground.vm(1)?.run(&command, REFUSAL)?;
+    ensure!(
+        output.status != 0,
+        "`{command}` was expected to refuse, and did not:\n{}",
+        output.text
+    );
+    let said = output
+        .text
+        .lines()
+        .map(str::trim)
+        .find(|line| line.chars().any(char::is_alphabetic));
+    Ok(said.unwrap_or("refused without a word").to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn combination(
+        operation: &'static str,
+        transport: &'static str,
+        kind: Kind,
+        variant: Variant,
+    ) -> Combination {
+        Combination {
+            operation,
+            transport,
+            kind,
+            variant,
+        }
+    }
+
+    #[test]
+    fn commands_are_as_perftest_wants_them() {
+        let of = |operation, transport, variant| {
+            combination(operation, transport, Kind::Bandwidth, variant).arguments()
+        };
+        assert_eq!(of("send", "RC", Variant::Plain), "-n 100 -c RC -a");
+        assert_eq!(of("atomic", "XRC", Variant::Events), "-n 100 -c XRC -e");
+        assert_eq!(
+            of("send", "UD", Variant::ManyQueuePairs),
+            "-n 100 -c UD -s 1024 -q 64"
+        );
+        assert_eq!(
+            combination("read", "RC", Kind::Latency, Variant::Plain).row(),
+            "ib_read_lat RC"
+        );
+    }
+
+    #[test]
+    fn what_infiniband_and_perftest_do_not_have_is_known() {
+        let exists = |operation, transport, kind, variant| {
+            combination(operation, transport, kind, variant).exists()
+        };
+        assert!(exists("write", "UC", Kind::Latency, Variant::Plain));
+        assert!(!exists("read", "UC", Kind::Latency, Variant::Plain));
+        assert!(!exists("write", "RC", Kind::Latency, Variant::Events));
+        assert!(!exists("send", "UC", Kind::Bandwidth, Variant::RdmaCm));
+        assert!(!exists("send", "RC", Kind::Latency, Variant::Bidirectional));
+        let all = ["send", "write", "read", "atomic"]
+            .iter()
+            .flat_map(|operation| {
+                ["RC", "UC", "UD", "XRC"].iter().flat_map(move |transport| {
+                    [Kind::Bandwidth, Kind::Latency]
+                        .iter()
+                        .flat_map(move |kind| {
+                            Variant::ALL.iter().filter(move |variant| {
+                                exists(operation, transport, *kind, **variant)
+                            })
+                        })
+                })
+            });
+        assert_eq!(all.count(), 78);
+    }
+}
