@@ -69,13 +69,14 @@ LONG_TEST(atomic_against_processors, 120)
 struct locking {
 	volatile uint64_t *lock, *guarded;
 	unsigned int rounds;
+	bool stop;
 };
 
 static void *locker(void *argument)
 {
 	struct locking *locking = argument;
 
-	for (unsigned int i = 0; i < locking->rounds; i++) {
+	for (; !__atomic_load_n(&locking->stop, __ATOMIC_RELAXED); locking->rounds++) {
 		uint64_t free = 0;
 
 		while (!__atomic_compare_exchange_n(locking->lock, &free, 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
@@ -92,8 +93,8 @@ LONG_TEST(atomic_lock_shared_with_processors, 120)
 {
 	struct pair p = PAIR(.type = IBV_QPT_RC);
 	volatile uint64_t *words = (uint64_t *)p.mr[1].p, *mine = (uint64_t *)p.mr[0].p;
-	struct locking locking = { .lock = &words[0], .guarded = &words[8], .rounds = 500 };
-	unsigned int rounds = 500;
+	struct locking locking = { .lock = &words[0], .guarded = &words[8] };
+	const unsigned int rounds = 500;
 	pthread_t thread;
 
 	CHECK(pthread_create(&thread, NULL, locker, &locking) == 0);
@@ -114,8 +115,10 @@ LONG_TEST(atomic_lock_shared_with_processors, 120)
 		expect_ok(p.cq[0], 4, COMP_SWAP);
 		EQ(mine[16], 2);
 	}
+	__atomic_store_n(&locking.stop, true, __ATOMIC_SEQ_CST);
 	CHECK(pthread_join(thread, NULL) == 0);
 	EQ(words[8], rounds + locking.rounds);
+	CHECK(locking.rounds > 0);
 	EQ(dev.orig_attr.atomic_cap, IBV_ATOMIC_GLOB);
 }
 

@@ -382,7 +382,7 @@ TEST(cq_ex_timestamps)
 	}
 	/* It runs as fast as its frequency says, kHz. */
 	uint64_t ns = now_ns(), ticks = raw_clock();
-	sleep_ms(500);
+	sleep_ms(1000);
 	ticks = raw_clock() - ticks;
 	ns = now_ns() - ns;
 	double ratio = (double)ticks / ((double)ns * dev.hca_core_clock / 1e6);
@@ -398,7 +398,7 @@ TEST(cq_ex_wallclock)
 	struct ibv_qp *qp = make_qp(p.pd[0], ibv_cq_ex_to_cq(cq), &with);
 	struct conn to = conn(qp->qp_num);
 	/* How far two readings of clocks may be apart on a busy machine. */
-	const uint64_t tolerance = 20000000;
+	const uint64_t tolerance = 100000000;
 
 	connect_qp(qp, &to);
 	for (uint64_t i = 0; i < 15; i++) {

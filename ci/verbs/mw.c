@@ -397,3 +397,38 @@ TEST(mw_bad_parameters)
 	/* The call is for type 1. */
 	FAILS(EINVAL, ibv_bind_mw(p.qp[1], two, &request));
 }
+
+/* A window's key is for others, not for local access. */
+TEST(mw_is_no_lkey)
+{
+	struct pair p = windowed(0);
+	struct ibv_mw *mw = MAKE(ibv_alloc_mw(p.pd[1], IBV_MW_TYPE_1));
+	struct ibv_sge list;
+
+	bind1(&p, mw, info(&p.mr[1], 0, 4096, REMOTE), IBV_WC_SUCCESS);
+	list = (struct ibv_sge){ (uintptr_t)p.mr[1].p, 8, mw->rkey };
+	POST(p.qp[1], .opcode = IBV_WR_SEND, .id = 1, .list = &list, .num_sge = 1);
+	expect_error(p.cq[1], 1, LOC_PROT_ERR);
+}
+
+/* A window of type 2 loses its binding with the queue pair that it was bound through. */
+TEST(mw2_without_its_qp)
+{
+	struct pair p = windowed(0);
+	struct pair_with with = { .type = IBV_QPT_RC };
+	struct ibv_mw *mw = MAKE(ibv_alloc_mw(p.pd[1], IBV_MW_TYPE_2));
+	struct region mr = region(p.pd[1], 4096, BINDABLE);
+
+	bind2(p.qp[1], p.cq[1], mw, info(&mr, 0, 512, REMOTE), IBV_WC_SUCCESS, false);
+	FAILS(EBUSY, ibv_dereg_mr(mr.mr));
+	OK(ibv_destroy_qp(p.qp[1]));
+	OK(ibv_dereg_mr(mr.mr));
+	struct ibv_qp *other = make_qp(p.pd[1], p.cq[1], &with);
+	struct conn to = conn(p.qp[0]->qp_num);
+	connect_qp(other, &to);
+	set_state(p.qp[0], IBV_QPS_RESET);
+	to = conn(other->qp_num);
+	connect_qp(p.qp[0], &to);
+	bind2(other, p.cq[1], mw, info(&p.mr[1], 0, 512, REMOTE), IBV_WC_SUCCESS, false);
+	put_ok(&p, mw->rkey, (uintptr_t)p.mr[1].p, 8);
+}

@@ -489,3 +489,37 @@ TEST(large_messages)
 	EQ(expect_ok(p.cq[1], 3, RECV).byte_len, size);
 	CHECK(filled(p.mr[1].p, size, 5));
 }
+
+/* As many scatter/gather entries as there may be, on both sides; those of no length are nothing, whatever their key. */
+TEST(post_max_sge)
+{
+	uint32_t most = dev.orig_attr.max_sge;
+	struct pair p = PAIR(.type = IBV_QPT_RC, .sge = most, .size = 65536);
+	struct ibv_sge *from = calloc(most, sizeof(*from)), *to = calloc(most, sizeof(*to));
+	struct ibv_recv_wr *bad, wr = { .wr_id = 10, .sg_list = to, .num_sge = most };
+	uint8_t *wanted = pages(65536);
+	size_t length = 0, at = 0;
+
+	fill(p.mr[0].p, 65536, 6);
+	for (uint32_t i = 0; i < most; i++) {
+		from[i] = sge(&p.mr[0], i * 500, i % 3 == 2 ? 0 : 100 + i);
+		if (from[i].length == 0)
+			from[i].lkey = 0xbad;
+		memcpy(wanted + length, p.mr[0].p + i * 500, from[i].length);
+		length += from[i].length;
+	}
+	for (uint32_t i = 0; i < most; i++)
+		to[i] = sge(&p.mr[1], i * 600, 200);
+	OK(ibv_post_recv(p.qp[1], &wr, &bad));
+	POST(p.qp[0], .opcode = IBV_WR_SEND, .id = 1, .list = from, .num_sge = most);
+	expect_ok(p.cq[0], 1, SEND);
+	EQ(expect_ok(p.cq[1], 10, RECV).byte_len, length);
+	for (uint32_t i = 0; i < most && at < length; i++) {
+		size_t part = length - at < 200 ? length - at : 200;
+
+		CHECK(memcmp(p.mr[1].p + i * 600, wanted + at, part) == 0);
+		CHECK(all_bytes(p.mr[1].p + i * 600 + part, 600 - part, 0));
+		at += part;
+	}
+	EQ(at, length);
+}

@@ -658,3 +658,26 @@ TEST(data_in_order)
 		expect_ok(p.cq[0], i, RDMA_WRITE);
 	}
 }
+
+/* What the device does not have is refused with the one error that says so. */
+TEST(unsupported_is_said)
+{
+	struct pair p = PAIR(.type = IBV_QPT_RC);
+	struct ibv_wq_init_attr wq = { .wq_type = IBV_WQT_RQ, .max_wr = 1, .max_sge = 1, .pd = p.pd[0], .cq = p.cq[0] };
+	struct ibv_rwq_ind_table_init_attr table = { .log_ind_tbl_size = 0, .ind_tbl = NULL };
+	struct ibv_counters_init_attr counters = { .comp_mask = 0 };
+	struct ibv_flow_attr flow = { .type = IBV_FLOW_ATTR_NORMAL, .size = sizeof(flow), .port = PORT };
+	struct ibv_sge range = sge(&p.mr[0], 0, 4096);
+	struct ibv_ece ece = { .vendor_id = 0 };
+
+	MAKE_FAILS(EOPNOTSUPP, ibv_create_wq(ctx, &wq));
+	MAKE_FAILS(EOPNOTSUPP, ibv_create_rwq_ind_table(ctx, &table));
+	MAKE_FAILS(EOPNOTSUPP, ibv_create_counters(ctx, &counters));
+	MAKE_FAILS(EOPNOTSUPP, ibv_create_flow(p.qp[0], &flow));
+	FAILS(EOPNOTSUPP, ibv_advise_mr(p.pd[0], IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &range, 1));
+	FAILS(EOPNOTSUPP, ibv_query_ece(p.qp[0], &ece));
+	EQ(dev.odp_caps.general_caps, 0);
+	EQ(dev.tm_caps.max_num_tags, 0);
+	EQ(dev.rss_caps.supported_qpts, 0);
+	EQ(dev.raw_packet_caps, 0);
+}

@@ -291,3 +291,19 @@ TEST(state_self_connected)
 	EQ(one.wr_id + two.wr_id, 11);
 	CHECK(filled(mr.p + 4096, 100, 1));
 }
+
+/* What a queue pair grants can change while it is connected. */
+TEST(state_access_change_in_rts)
+{
+	struct pair p = PAIR(.type = IBV_QPT_RC);
+	struct ibv_qp_attr attr = { .qp_access_flags = IBV_ACCESS_REMOTE_READ };
+
+	POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 1, .from = &p.mr[0], .length = 8, .to = &p.mr[1]);
+	expect_ok(p.cq[0], 1, RDMA_WRITE);
+	OK(ibv_modify_qp(p.qp[1], &attr, IBV_QP_ACCESS_FLAGS));
+	POST(p.qp[0], .opcode = IBV_WR_RDMA_READ, .id = 2, .from = &p.mr[0], .length = 8, .to = &p.mr[1]);
+	expect_ok(p.cq[0], 2, RDMA_READ);
+	POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 3, .from = &p.mr[0], .length = 8, .to = &p.mr[1]);
+	expect_error(p.cq[0], 3, REM_INV_REQ_ERR);
+	CHECK(wait_event(QP_REQ_ERR).element.qp == p.qp[1]);
+}
