@@ -9,7 +9,7 @@ use virtio_rdma_driver_core::abi::AllocPdResponse;
 
 use super::buffer::Allocator;
 use super::lock::SpinLock;
-use super::{object, status, sys, zeroed, Errno, With, EINVAL};
+use super::{object, status, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
 
 /// Something that must not go away yet.
 const EBUSY: Errno = Errno(libc::EBUSY);
@@ -134,8 +134,12 @@ pub unsafe extern "C" fn alloc_parent_domain(
     const PD_CONTEXT: u32 = sys::IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
     // SAFETY: objects are ours and alive, and so are the attributes.
     let attr = unsafe { &*attr };
-    if attr.pd.is_null() || attr.comp_mask & !(ALLOCATORS | PD_CONTEXT) != 0 {
+    if attr.pd.is_null() {
         return object(Err(EINVAL));
+    }
+    // Such as memory that a confidential VM shares with its host.
+    if attr.comp_mask & !(ALLOCATORS | PD_CONTEXT) != 0 {
+        return object(Err(EOPNOTSUPP));
     }
     let functions = if attr.comp_mask & ALLOCATORS == 0 {
         None
