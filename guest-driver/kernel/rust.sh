@@ -86,6 +86,7 @@ has has_dmah '^pub struct ib_dmah\b'
 has has_create_user_cq '^ *pub create_user_cq:'
 has has_resize_user_cq '^ *pub resize_user_cq:'
 has has_report_port_event '^ *pub report_port_event:'
+has has_query_port_speed '^ *pub query_port_speed:'
 has has_robust_udata 'fn set_uverbs_robust_udata\('
 
 crate() {

@@ -587,6 +587,21 @@ int vrdma_counters_set(struct rdma_hw_stats *stats, const u64 *values, size_t co
 	return i;
 }
 
+#ifdef HAVE_QUERY_PORT_SPEED
+int vrdma_query_port_speed(struct ib_device *ib, u32 port, u64 *speed)
+{
+	struct ib_port_speed_info info;
+	struct ib_port_attr attr;
+	int ret = ib_query_port(ib, port, &attr);
+
+	if (!ret)
+		ret = ib_port_attr_to_speed_info(&attr, &info);
+	if (!ret)
+		*speed = info.rate;
+	return ret;
+}
+#endif
+
 bool vrdma_pma_is_query(const struct ib_mad *in)
 {
 	return in->mad_hdr.mgmt_class == IB_MGMT_CLASS_PERF_MGMT &&

@@ -139,6 +139,10 @@ int vrdma_attr_write(struct uverbs_attr_bundle *attrs, const void *from, size_t 
 int vrdma_details_put(struct sk_buff *msg, const struct vrdma_detail *details, size_t count);
 struct rdma_hw_stats *vrdma_counters_alloc(void);
 int vrdma_counters_set(struct rdma_hw_stats *stats, const u64 *values, size_t count);
+#ifdef HAVE_QUERY_PORT_SPEED
+/* In units of 100 Mbit/s. */
+int vrdma_query_port_speed(struct ib_device *ib, u32 port, u64 *speed);
+#endif
 /* Performance management: is it a query, and its answer from the first four of the counters. */
 bool vrdma_pma_is_query(const struct ib_mad *in);
 void vrdma_pma_answer(const struct ib_mad *in, struct ib_mad *out, const u64 *values);

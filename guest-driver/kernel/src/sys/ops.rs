@@ -166,6 +166,10 @@ pub(super) fn table(features: Features) -> ib_device_ops {
     ops.query_pkey = Some(device::query_pkey);
     ops.add_gid = Some(device::add_gid);
     ops.del_gid = Some(device::del_gid);
+    #[cfg(has_query_port_speed)]
+    {
+        ops.query_port_speed = Some(vrdma_query_port_speed);
+    }
     #[cfg(has_report_port_event)]
     {
         ops.report_port_event = Some(device::report_port_event);
