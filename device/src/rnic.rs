@@ -19,6 +19,7 @@ use virtio_rdma_spec::doorbell::{worker_status, STATUS_STRIDE};
 use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
+use crate::engine::notify;
 use crate::fabric::local::Ports;
 use crate::memory::GuestMemory;
 use crate::verbs::tables::Tables;
@@ -424,6 +425,12 @@ impl Rnic {
         announce_all(&tables, self.workers.len(), worker_status::SLEEPING);
         for (_, qp) in tables.qps.iter() {
             qp.worker.schedule(qp);
+        }
+        // Their timers may have ended meanwhile.
+        for (_, cq) in tables.cqs.iter() {
+            if cq.release() {
+                notify(&tables, cq);
+            }
         }
         drop(tables);
         for worker in &self.workers {

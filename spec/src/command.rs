@@ -47,6 +47,8 @@ constants! {
         DESTROY_CQ = 0x41,
         /// Gives a completion queue another buffer.
         RESIZE_CQ = 0x42,
+        /// Moderates the events of a completion queue.
+        MODIFY_CQ = 0x43,
         /// Creates a queue pair.
         CREATE_QP = 0x50,
         /// Modifies a queue pair.
@@ -261,8 +263,12 @@ layouts! {
         128 => max_xrcd: u32,
         /// The null lkey: reading it gives zeros, what is written to it is discarded. Zero: there is none.
         132 => null_lkey: u32,
+        /// Largest `count` of MODIFY_CQ.
+        136 => max_cq_moderation_count: u16,
+        /// Largest `period` of MODIFY_CQ, microseconds.
+        138 => max_cq_moderation_period: u16,
         /// Reserved, zero.
-        136 => reserved: u64,
+        140 => reserved: u32,
     }
 
     /// Body of QUERY_PORT.
@@ -532,6 +538,18 @@ layouts! {
         16 => buffer: PageList,
         /// Reserved, zero.
         32 => reserved1: u64,
+    }
+
+    /// Body of MODIFY_CQ.
+    pub struct ModifyCq(16) {
+        /// Completion queue.
+        0 => cqn: u32,
+        /// An event is held back for so many completions at most; zero: `period` alone counts.
+        4 => count: u16,
+        /// An event is held back for so long at most, microseconds; zero with `count` above 1: for the longest period.
+        6 => period: u16,
+        /// Reserved, zero.
+        8 => reserved: u64,
     }
 
     /// Body of CREATE_SRQ. The response is a `CreateSrqResponse`.

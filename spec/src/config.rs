@@ -67,5 +67,7 @@ constants! {
         PHYSICAL_MR = 11,
         /// RESIZE_SRQ. Needs SRQ.
         SRQ_RESIZE = 12,
+        /// MODIFY_CQ: fewer completion events.
+        CQ_MODERATION = 13,
     }
 }

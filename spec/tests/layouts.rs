@@ -92,6 +92,7 @@ round_trips! {
     rereg_mr: command::ReregMr,
     alloc_mw: command::AllocMw,
     resize_cq: command::ResizeCq,
+    modify_cq: command::ModifyCq,
     resize_srq: command::ResizeSrq,
     create_srq: command::CreateSrq,
     create_srq_response: command::CreateSrqResponse,

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use virtio_rdma_spec::command::{CreateCq, PageList, QueryClockResponse, ResizeCq};
+use virtio_rdma_spec::command::{CreateCq, ModifyCq, PageList, QueryClockResponse, ResizeCq};
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::{CqRecord, MAX_CQ_ENTRIES};
 use virtio_rdma_spec::PAGE_SIZE;
@@ -46,9 +46,10 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error
         entries: body.entries,
         stride,
     };
-    let number = tables
-        .cqs
-        .insert_with(|number| Ok(Arc::new(Cq::new(number, body.comp_vector, ring))));
+    let number = tables.cqs.insert_with(|number| {
+        let rnic = Arc::downgrade(rnic);
+        Ok(Arc::new(Cq::new(number, body.comp_vector, rnic, ring)))
+    });
     number
         .inspect_err(|_| tables.release(footprint))
         .map(handle_response)
@@ -81,6 +82,18 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeCq) -> Result<Vec<u8>, Error
         notify(&tables, &cq);
     }
     Ok(handle_response(moved))
+}
+
+pub(super) fn modify(rnic: &Rnic, body: &ModifyCq) -> Result<Vec<u8>, Error> {
+    needs(rnic, feature::CQ_MODERATION)?;
+    // All values of `count` and `period` are within the limits that we report.
+    zero(body.reserved == 0)?;
+    let tables = rnic.tables();
+    let cq = find(&tables, body.cqn)?;
+    if cq.moderate(body.count, body.period) {
+        notify(&tables, &cq);
+    }
+    Ok(Vec::new())
 }
 
 pub(super) fn query_clock(rnic: &Rnic) -> Result<Vec<u8>, Error> {

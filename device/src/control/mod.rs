@@ -21,7 +21,7 @@ use virtio_rdma_spec::PAGE_SIZE;
 
 use crate::memory::{read_page_list, Pages};
 use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
-use crate::verbs::cq::Source;
+use crate::verbs::cq::{Source, MAX_MODERATION_COUNT, MAX_MODERATION_PERIOD};
 use crate::verbs::keys::NULL_LKEY;
 use crate::verbs::qp::MAX_RD_ATOMIC;
 use crate::verbs::tables::{Context, Pd, Slots, Tables};
@@ -86,6 +86,7 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::CREATE_CQ => cq::create(rnic, &parse(body)?),
         opcode::DESTROY_CQ => cq::destroy(rnic, parse_handle(body)?),
         opcode::RESIZE_CQ => cq::resize(rnic, &parse(body)?),
+        opcode::MODIFY_CQ => cq::modify(rnic, &parse(body)?),
         opcode::CREATE_QP => queue_pair::create(rnic, &parse(body)?),
         opcode::MODIFY_QP => queue_pair::modify(rnic, &parse(body)?),
         opcode::QUERY_QP => queue_pair::query(rnic, parse_handle(body)?),
@@ -189,6 +190,8 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         max_mcast_qp_attach: limits.multicast,
         max_xrcd: limits.xrcds,
         null_lkey: NULL_LKEY,
+        max_cq_moderation_count: MAX_MODERATION_COUNT,
+        max_cq_moderation_period: MAX_MODERATION_PERIOD,
         ..QueryDeviceResponse::default()
     };
     encode(response.to_bytes())

@@ -11,6 +11,8 @@ pub mod queue;
 pub mod requester;
 pub mod responder;
 
+use std::sync::Arc;
+
 use virtio_rdma_spec::event::AsyncEvent;
 use virtio_rdma_spec::ring::Cqe;
 
@@ -23,15 +25,22 @@ pub const SLICE: u64 = 64 * 1024;
 pub const BURST: u32 = 32;
 
 /// Writes a completion to a queue of the VM of `tables`, with all that follows from it.
-pub(crate) fn complete(tables: &Tables, cq: &Cq, cqe: &Cqe, solicited: bool) {
+pub(crate) fn complete(tables: &Tables, cq: &Arc<Cq>, cqe: &Cqe, solicited: bool) {
     complete_from(tables, cq, cqe, &Source::default(), solicited);
 }
 
 /// The same, of a datagram from `source`.
-pub(crate) fn complete_from(tables: &Tables, cq: &Cq, cqe: &Cqe, source: &Source, solicited: bool) {
+pub(crate) fn complete_from(
+    tables: &Tables,
+    cq: &Arc<Cq>,
+    cqe: &Cqe,
+    source: &Source,
+    solicited: bool,
+) {
     match cq.push_from(cqe, source, solicited) {
         Pushed::Quiet | Pushed::Dropped => {}
         Pushed::Event => notify(tables, cq),
+        Pushed::Held => cq.hold(),
         Pushed::Error(reason) => {
             raise(
                 tables,

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Completion queues (specification: "Completion queues").
-use std::sync::atomic::{fence, AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{fence, AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use virtio_rdma_spec::ring::{self, Cqe, CqeExtension};
 use virtio_rdma_spec::verbs::vendor_err;
 
 use super::Error;
 use crate::memory::{GuestMemory, Pages};
+use crate::rnic::Rnic;
 
 /// Stride of entries without and with [`CqeExtension`], bytes.
 pub const STRIDES: [u32; 2] = [Cqe::SIZE as u32, (Cqe::SIZE + CqeExtension::SIZE) as u32];
@@ -16,6 +17,11 @@ pub const STRIDES: [u32; 2] = [Cqe::SIZE as u32, (Cqe::SIZE + CqeExtension::SIZE
 const CONSUMER: u64 = 0;
 /// Offset of `CqRecord::arm`.
 const ARM: u64 = 4;
+
+/// Largest `count` of MODIFY_CQ.
+pub const MAX_MODERATION_COUNT: u16 = u16::MAX;
+/// Largest `period` of MODIFY_CQ, microseconds.
+pub const MAX_MODERATION_PERIOD: u16 = u16::MAX;
 
 /// Where a datagram comes from; all zero for other completions.
 #[derive(Debug, Clone, Copy, Default)]
@@ -56,6 +62,52 @@ impl Ring {
     }
 }
 
+/// How long events are held back (specification: "Moderation").
+#[derive(Debug, Clone, Copy)]
+struct Moderation {
+    /// For so many completions: with 1, not at all.
+    count: u32,
+    /// For so long, microseconds.
+    period: u16,
+}
+
+impl Moderation {
+    const NONE: Self = Self {
+        count: 1,
+        period: 0,
+    };
+
+    /// With the meaning that zero has: a limit that is not used, but there is always an end to the wait.
+    fn new(count: u16, period: u16) -> Self {
+        match (count, period) {
+            (1, _) | (0, 0) => Self::NONE,
+            (0, _) => Self {
+                count: u32::MAX,
+                period,
+            },
+            (_, 0) => Self {
+                count: count.into(),
+                period: MAX_MODERATION_PERIOD,
+            },
+            _ => Self {
+                count: count.into(),
+                period,
+            },
+        }
+    }
+}
+
+/// An event that is held back.
+#[derive(Debug, Clone, Copy, Default)]
+struct Hold {
+    /// Changes with each hold.
+    number: u32,
+    /// Completions so far that the event is for; zero: there is none.
+    completions: u32,
+    /// The last arming that it is for.
+    sequence: u32,
+}
+
 #[derive(Debug)]
 struct Producer {
     ring: Ring,
@@ -67,6 +119,8 @@ struct Producer {
     consumer: u32,
     /// Sequence of the arming that was last answered by an event, or the idle one.
     fired: u32,
+    moderation: Moderation,
+    hold: Hold,
 }
 
 /// What pushing a completion led to.
@@ -76,6 +130,8 @@ pub enum Pushed {
     Quiet,
     /// Written, and the queue was armed: it wants an event.
     Event,
+    /// Written, and the event that it wants is held back from now on: [`Cq::hold`].
+    Held,
     /// There was no room, or its memory is gone: it is in error now, for this reason (`vendor_err`).
     Error(u8),
     /// The queue was in error before: dropped.
@@ -91,6 +147,12 @@ pub struct Cq {
     pub vector: u16,
     /// Work queues that use it.
     pub users: AtomicU32,
+    /// Whose it is.
+    pub(crate) rnic: Weak<Rnic>,
+    /// When the worker's timer for the event that is held back ends, nanoseconds. Only the worker uses it.
+    pub(crate) timer: AtomicU64,
+    /// The worker is about to look at the event that is held back.
+    pub(crate) handed: AtomicBool,
     errored: AtomicBool,
     producer: Mutex<Producer>,
 }
@@ -98,7 +160,7 @@ pub struct Cq {
 impl Cq {
     /// A queue with an empty ring.
     #[must_use]
-    pub fn new(number: u32, vector: u16, ring: Ring) -> Self {
+    pub fn new(number: u32, vector: u16, rnic: Weak<Rnic>, ring: Ring) -> Self {
         let fired = ring
             .buffer
             .half_word(ARM)
@@ -110,11 +172,16 @@ impl Cq {
             position: 0,
             consumer: 0,
             fired,
+            moderation: Moderation::NONE,
+            hold: Hold::default(),
         };
         Self {
             number,
             vector,
             users: AtomicU32::new(0),
+            rnic,
+            timer: AtomicU64::new(0),
+            handed: AtomicBool::new(false),
             errored: AtomicBool::new(false),
             producer: Mutex::new(producer),
         }
@@ -177,10 +244,43 @@ impl Cq {
                 return Pushed::Error(vendor_err::MEMORY_GONE);
             }
         }
-        if producer.fires(solicited || cqe.status != 0) {
-            return Pushed::Event;
+        let failed = cqe.status != 0;
+        producer.check(solicited || failed, failed)
+    }
+
+    /// Takes over when to hold back events, and raises the one that is held back: whether there is one.
+    pub fn moderate(&self, count: u16, period: u16) -> bool {
+        let mut producer = self.producer();
+        producer.moderation = Moderation::new(count, period);
+        producer.end_hold()
+    }
+
+    /// Has the event that is held back raised in time.
+    pub(crate) fn hold(self: &Arc<Self>) {
+        if let Some(rnic) = self.rnic.upgrade() {
+            let workers = &rnic.workers;
+            if let Some(worker) = workers.get(self.number as usize % workers.len().max(1)) {
+                worker.hold(self);
+            }
         }
-        Pushed::Quiet
+    }
+
+    /// The number of the event that is held back, if there is one, and for how long, nanoseconds.
+    pub(crate) fn held(&self) -> Option<(u32, u64)> {
+        let producer = self.producer();
+        let period = u64::from(producer.moderation.period) * 1000;
+        (producer.hold.completions != 0).then_some((producer.hold.number, period))
+    }
+
+    /// The time of the event that is held back is over: whether it is still that of this `number`, and to be raised.
+    pub(crate) fn expire(&self, number: u32) -> bool {
+        let mut producer = self.producer();
+        producer.hold.number == number && producer.end_hold()
+    }
+
+    /// Whether there is an event that is held back: it is to be raised.
+    pub(crate) fn release(&self) -> bool {
+        self.producer().end_hold()
     }
 
     /// Resolves the buffer anew after a change of the memory table.
@@ -234,28 +334,50 @@ impl Cq {
         producer.ring = ring;
         producer.position = count;
         producer.consumer = 0;
-        Ok((count, count > 0 && producer.fires(false)))
+        let event = count > 0 && producer.check(false, true) == Pushed::Event;
+        Ok((count, event))
     }
 }
 
 impl Producer {
-    /// Whether an event is wanted now that entries were written, and was not raised yet. `solicited`: also where only
-    /// solicited completions and errors count.
-    fn fires(&mut self, solicited: bool) -> bool {
+    /// Looks whether an event is wanted now that an entry was written, and was not raised yet. `solicited`: also where only
+    /// solicited completions and errors count. `urgent`: it is not held back.
+    fn check(&mut self, solicited: bool, urgent: bool) -> Pushed {
         // The consumer stores `arm`, then, past a full fence, looks for entries; we store the entry, then, past a full fence,
         // load `arm`. One of the two sees the other.
         fence(Ordering::SeqCst);
         let Some(arm) = self.ring.buffer.half_word(ARM) else {
-            return false;
+            return Pushed::Quiet;
         };
         let arm = u32::from_le(arm.load(Ordering::Relaxed));
         let sequence = arm & !(ring::ARM_SEQUENCE - 1);
         let wanted = arm & ring::ARM_NEXT != 0 || (arm & ring::ARM_SOLICITED != 0 && solicited);
-        let fires = wanted && sequence != self.fired;
-        if fires {
-            self.fired = sequence;
+        if !wanted || sequence == self.fired {
+            return Pushed::Quiet;
         }
-        fires
+        let hold = &mut self.hold;
+        hold.sequence = sequence;
+        hold.completions = hold.completions.saturating_add(1);
+        if urgent || hold.completions >= self.moderation.count {
+            self.end_hold();
+            Pushed::Event
+        } else if hold.completions == 1 {
+            hold.number = hold.number.wrapping_add(1);
+            Pushed::Held
+        } else {
+            Pushed::Quiet
+        }
+    }
+
+    /// Whether there is an event that is held back. It counts as raised: nothing is needed for that but what is kept here, so
+    /// that it does not matter what the guest did to `arm` since.
+    fn end_hold(&mut self) -> bool {
+        let held = self.hold.completions != 0;
+        if held {
+            self.hold.completions = 0;
+            self.fired = self.hold.sequence;
+        }
+        held
     }
 
     /// Whether there was room; `None` if the memory is gone.
@@ -386,7 +508,7 @@ mod tests {
             stride,
             position: 0,
         };
-        (Cq::new(7, 0, ring), consumer)
+        (Cq::new(7, 0, Weak::new(), ring), consumer)
     }
 
     fn cqe(wr_id: u64) -> Cqe {
@@ -450,6 +572,175 @@ mod tests {
         assert_eq!(cq.push(&cqe(4), false), Pushed::Quiet);
         let (new, _) = resized(2, armed(3));
         assert_eq!(cq.resize(new), Ok((2, true)));
+    }
+
+    /// An arming for any completion.
+    fn arm_any(n: u32) -> u32 {
+        n * ring::ARM_SEQUENCE + ring::ARM_NEXT
+    }
+
+    /// Pushes that many completions, none of which ends a hold.
+    fn push_quietly(cq: &Cq, consumer: &mut Consumer, count: u32) {
+        for _ in 0..count {
+            assert_eq!(cq.push(&cqe(0), false), Pushed::Quiet);
+            assert!(consumer.poll().is_some());
+            consumer.publish();
+        }
+    }
+
+    /// Pushes one after which an event is held back.
+    fn push_held(cq: &Cq, consumer: &mut Consumer) -> u32 {
+        assert_eq!(cq.push(&cqe(0), false), Pushed::Held);
+        assert!(consumer.poll().is_some());
+        consumer.publish();
+        cq.held().unwrap().0
+    }
+
+    #[test]
+    fn the_count_ends_a_hold() {
+        // D-CQM-003, D-CQM-005.
+        let (cq, mut consumer) = queue(4, 32);
+        assert!(!cq.moderate(3, 0));
+        push_quietly(&cq, &mut consumer, 5);
+        for round in 1..10 {
+            consumer.record(ARM, arm_any(round));
+            push_held(&cq, &mut consumer);
+            push_quietly(&cq, &mut consumer, 1);
+            assert_eq!(cq.push(&cqe(0), false), Pushed::Event);
+            assert!(consumer.poll().is_some());
+            assert_eq!(cq.held(), None);
+            consumer.publish();
+            push_quietly(&cq, &mut consumer, 5);
+        }
+    }
+
+    #[test]
+    fn time_ends_the_hold_that_it_was_measured_for() {
+        // D-CQM-004, D-CQM-005.
+        let (cq, mut consumer) = queue(4, 32);
+        assert!(!cq.moderate(0, 7));
+        consumer.record(ARM, arm_any(1));
+        let first = push_held(&cq, &mut consumer);
+        assert_eq!(cq.held(), Some((first, 7000)));
+        push_quietly(&cq, &mut consumer, 100);
+        assert!(cq.expire(first) && !cq.expire(first));
+        push_quietly(&cq, &mut consumer, 1);
+        // Of two that count, the second is told of by its own time alone.
+        assert!(!cq.moderate(2, 9));
+        consumer.record(ARM, arm_any(2));
+        let second = push_held(&cq, &mut consumer);
+        assert_eq!(cq.push(&cqe(0), false), Pushed::Event);
+        assert!(consumer.poll().is_some());
+        consumer.publish();
+        consumer.record(ARM, arm_any(3));
+        let third = push_held(&cq, &mut consumer);
+        assert_eq!(cq.held(), Some((third, 9000)));
+        assert!(!cq.expire(second) && cq.expire(third));
+    }
+
+    #[test]
+    fn zero_is_a_limit_that_is_not_used_but_waits_end() {
+        // D-CQM-003, D-CQM-004, D-CQM-007.
+        for (count, period, held) in [
+            (0, 0, None),
+            (1, 0, None),
+            (1, 7, None),
+            (0, 7, Some(7000)),
+            (2, 7, Some(7000)),
+            (2, 0, Some(65_535_000)),
+        ] {
+            let (cq, mut consumer) = queue(4, 32);
+            assert!(!cq.moderate(count, period));
+            consumer.record(ARM, arm_any(1));
+            let pushed = cq.push(&cqe(0), false);
+            assert_eq!(pushed == Pushed::Held, held.is_some());
+            assert_eq!(pushed == Pushed::Event, held.is_none());
+            assert_eq!(cq.held().map(|(_, period)| period), held);
+            assert!(consumer.poll().is_some());
+        }
+    }
+
+    #[test]
+    fn what_is_armed_while_an_event_is_held_back_is_not_lost() {
+        // D-ARM-001, D-CQM-003.
+        let (cq, mut consumer) = queue(4, 32);
+        cq.moderate(3, 7);
+        consumer.record(ARM, arm_any(1));
+        let first = push_held(&cq, &mut consumer);
+        // Armed again, and nothing came: the event is that of the first arming, and the second stands.
+        consumer.record(ARM, arm_any(2));
+        assert!(cq.expire(first));
+        let second = push_held(&cq, &mut consumer);
+        // Armed again, and met: one event for both.
+        consumer.record(ARM, arm_any(3));
+        push_quietly(&cq, &mut consumer, 1);
+        assert!(cq.expire(second));
+        push_quietly(&cq, &mut consumer, 5);
+    }
+
+    #[test]
+    fn solicited_arming_counts_solicited_completions() {
+        // D-CQM-002, D-CQM-003.
+        let (cq, mut consumer) = queue(64, 32);
+        cq.moderate(2, 7);
+        let armed = |n: u32| n * ring::ARM_SEQUENCE + ring::ARM_SOLICITED;
+        consumer.record(ARM, armed(1));
+        push_quietly(&cq, &mut consumer, 5);
+        assert_eq!(cq.push(&cqe(0), true), Pushed::Held);
+        assert_eq!(cq.push(&cqe(0), false), Pushed::Quiet);
+        assert_eq!(cq.push(&cqe(0), true), Pushed::Event);
+        consumer.record(ARM, armed(2));
+        let failed = Cqe {
+            status: 1,
+            ..cqe(0)
+        };
+        assert_eq!(cq.push(&failed, false), Pushed::Event);
+        consumer.record(ARM, armed(3));
+        assert_eq!(cq.push(&cqe(0), true), Pushed::Held);
+        assert_eq!(cq.push(&failed, false), Pushed::Event);
+        assert_eq!(cq.held(), None);
+    }
+
+    #[test]
+    fn changes_end_a_hold() {
+        // D-CQM-001, D-RSZ-002.
+        let (cq, mut consumer) = queue(4, 32);
+        cq.moderate(3, 7);
+        consumer.record(ARM, arm_any(1));
+        push_held(&cq, &mut consumer);
+        assert!(cq.moderate(3, 9));
+        assert!(!cq.release() && !cq.moderate(3, 7));
+        consumer.record(ARM, arm_any(2));
+        assert_eq!(cq.push(&cqe(0), false), Pushed::Held);
+        let resized = |arm| {
+            let (new, memory) = ring(8, 32);
+            let consumer = Consumer {
+                memory,
+                entries: 8,
+                stride: 32,
+                position: 0,
+            };
+            consumer.record(ARM, arm);
+            (new, consumer)
+        };
+        let new;
+        (new, consumer) = resized(arm_any(2));
+        assert_eq!(cq.resize(new), Ok((1, true)));
+        assert_eq!(cq.held(), None);
+        assert!(consumer.poll().is_some());
+        consumer.publish();
+        // With nothing to move it goes on.
+        consumer.record(ARM, arm_any(3));
+        let number = push_held(&cq, &mut consumer);
+        let new;
+        (new, consumer) = resized(arm_any(3));
+        assert_eq!(cq.resize(new), Ok((0, false)));
+        assert!(consumer.poll().is_none() && cq.expire(number));
+        // Nothing of the guest's memory is needed.
+        consumer.record(ARM, arm_any(4));
+        push_held(&cq, &mut consumer);
+        cq.rebase(None);
+        assert!(cq.release());
     }
 
     #[test]

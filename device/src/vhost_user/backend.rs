@@ -47,6 +47,7 @@ const FEATURES: u64 = 1 << feature::RC
     | 1 << feature::FLUSH
     | 1 << feature::PHYSICAL_MR
     | 1 << feature::SRQ_RESIZE
+    | 1 << feature::CQ_MODERATION
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1

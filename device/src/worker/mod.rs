@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -26,10 +26,13 @@ use virtio_rdma_spec::doorbell::{
 use virtio_rdma_spec::verbs::qp_state;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
+use vmm_sys_util::timerfd::TimerFd;
 
+use crate::engine::notify;
 use crate::engine::requester::Turn;
 use crate::memory::Pages;
 use crate::rnic::{announce, Rnic};
+use crate::verbs::cq::Cq;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Context, Rung, Tables};
 
@@ -41,6 +44,20 @@ const FLUSH: u32 = 64;
 const KICK: u64 = 1;
 /// Epoll data of wake-ups from other threads.
 const WAKE: u64 = 0;
+
+/// Epoll data of the end of the first timer.
+const TIMER: u64 = 2;
+/// How long to leave an event held back whose VM's tables are being changed, nanoseconds.
+const BUSY_RETRY: u64 = 10_000;
+
+/// What others hand to a worker.
+#[derive(Debug, Default)]
+struct Inbox {
+    /// Queue pairs to give a turn.
+    qps: Vec<Arc<Qp>>,
+    /// Completion queues whose event is held back.
+    cqs: Vec<Weak<Cq>>,
+}
 
 /// What a worker counts. Only the worker writes.
 #[derive(Debug, Default)]
@@ -63,7 +80,7 @@ fn count(counter: &AtomicU64) {
 pub struct Worker {
     /// Its number, and that of its doorbell queue in every VM.
     pub index: u16,
-    inbox: Mutex<Vec<Arc<Qp>>>,
+    inbox: Mutex<Inbox>,
     inbox_filled: AtomicBool,
     asleep: AtomicBool,
     wake: EventFd,
@@ -95,6 +112,12 @@ impl Worker {
             wake.as_raw_fd(),
             EpollEvent::new(events, WAKE),
         )?;
+        let timer = TimerFd::new()?;
+        epoll.ctl(
+            ControlOperation::Add,
+            timer.as_raw_fd(),
+            EpollEvent::new(events, TIMER),
+        )?;
         let worker = Arc::new(Self {
             index,
             inbox: Mutex::default(),
@@ -115,7 +138,7 @@ impl Worker {
                 if let Some(cpu) = cpu {
                     pin(index, cpu);
                 }
-                Loop::new(this, poll_budget).run();
+                Loop::new(this, timer, poll_budget).run();
             })?;
         *worker.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(worker)
@@ -142,10 +165,18 @@ impl Worker {
         if qp.scheduled.swap(true, Ordering::SeqCst) {
             return;
         }
-        self.inbox
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(qp.clone());
+        self.put(|inbox| inbox.qps.push(qp.clone()));
+    }
+
+    /// Raises the event that a completion queue holds back when its time is over.
+    pub fn hold(&self, cq: &Arc<Cq>) {
+        if !cq.handed.swap(true, Ordering::SeqCst) {
+            self.put(|inbox| inbox.cqs.push(Arc::downgrade(cq)));
+        }
+    }
+
+    fn put(&self, put: impl FnOnce(&mut Inbox)) {
+        put(&mut self.inbox.lock().unwrap_or_else(PoisonError::into_inner));
         self.inbox_filled.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
@@ -243,6 +274,10 @@ struct Loop {
     queue: VecDeque<Arc<Qp>>,
     /// Parked queue pairs by time; each is in it once at most.
     timers: BTreeMap<(u64, usize), Arc<Qp>>,
+    /// Completion queues whose event is held back by time, with the number of that event; each is in it once at most.
+    holds: BTreeMap<(u64, usize), (Weak<Cq>, u32)>,
+    /// Wakes us from sleep.
+    timer: TimerFd,
     epoch: Instant,
     /// Bounds of the time to look for work before sleeping, nanoseconds.
     max_budget: u64,
@@ -266,7 +301,7 @@ const SOON: u64 = 8;
 const MIN_BUDGET: u64 = 4_000;
 
 impl Loop {
-    fn new(worker: Arc<Worker>, poll_budget: Duration) -> Self {
+    fn new(worker: Arc<Worker>, timer: TimerFd, poll_budget: Duration) -> Self {
         let max_budget = u64::try_from(poll_budget.as_nanos()).unwrap_or(u64::MAX);
         Self {
             worker,
@@ -274,6 +309,8 @@ impl Loop {
             generation: u64::MAX,
             queue: VecDeque::new(),
             timers: BTreeMap::new(),
+            holds: BTreeMap::new(),
+            timer,
             epoch: Instant::now(),
             max_budget,
             budget: max_budget,
@@ -295,6 +332,7 @@ impl Loop {
             self.scan();
             let now = self.now();
             self.expire(now);
+            self.release(now);
             if looked.is_some_and(|before| now.saturating_sub(before) > LOST_CPU) {
                 self.contended_until = now.saturating_add(CONTENDED);
             }
@@ -347,15 +385,65 @@ impl Loop {
     }
 
     fn take_inbox(&mut self) {
-        if self.worker.inbox_filled.load(Ordering::Relaxed) {
-            let mut inbox = self
-                .worker
-                .inbox
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            self.worker.inbox_filled.store(false, Ordering::SeqCst);
-            self.queue.extend(inbox.drain(..));
+        if !self.worker.inbox_filled.load(Ordering::Relaxed) {
+            return;
         }
+        let mut inbox = self
+            .worker
+            .inbox
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.worker.inbox_filled.store(false, Ordering::SeqCst);
+        self.queue.extend(inbox.qps.drain(..));
+        let cqs = std::mem::take(&mut inbox.cqs);
+        drop(inbox);
+        if !cqs.is_empty() {
+            self.take_holds(cqs);
+        }
+    }
+
+    /// Begins to measure the time of events that are held back.
+    fn take_holds(&mut self, cqs: Vec<Weak<Cq>>) {
+        let now = self.now();
+        for weak in cqs {
+            let Some(cq) = weak.upgrade() else {
+                continue;
+            };
+            // Before we look: another event after that needs another look.
+            cq.handed.store(false, Ordering::SeqCst);
+            let id = Arc::as_ptr(&cq) as usize;
+            self.holds.remove(&(cq.timer.load(Ordering::Relaxed), id));
+            if let Some((number, period)) = cq.held() {
+                let until = now.saturating_add(period);
+                cq.timer.store(until, Ordering::Relaxed);
+                self.holds.insert((until, id), (weak, number));
+            }
+        }
+    }
+
+    /// Raises the events that were held back and whose time is over.
+    fn release(&mut self, now: u64) {
+        while let Some(entry) = self.holds.first_entry() {
+            if entry.key().0 > now {
+                break;
+            }
+            let ((_, id), (weak, number)) = entry.remove_entry();
+            let Some(cq) = weak.upgrade() else {
+                continue;
+            };
+            if !release(&cq, number) {
+                let until = now.saturating_add(BUSY_RETRY);
+                cq.timer.store(until, Ordering::Relaxed);
+                self.holds.insert((until, id), (weak, number));
+            }
+        }
+    }
+
+    /// When the first timer ends, nanoseconds.
+    fn next_timer(&self) -> Option<u64> {
+        let timers = self.timers.first_key_value().map(|((at, _), _)| *at);
+        let holds = self.holds.first_key_value().map(|((at, _), _)| *at);
+        timers.into_iter().chain(holds).min()
     }
 
     /// Collects the queue pairs whose doorbell rang.
@@ -415,6 +503,18 @@ impl Loop {
         }
     }
 
+    /// Sets the timer that wakes us. Returns how long to wait for it at most, milliseconds, as epoll has it.
+    fn set_timer(&mut self, left: u64) -> i32 {
+        // Zero would be no timer.
+        match self.timer.reset(Duration::from_nanos(left.max(1)), None) {
+            Ok(()) => -1,
+            Err(error) => {
+                log::error!("worker {}: cannot set a timer: {error}", self.worker.index);
+                1
+            }
+        }
+    }
+
     /// Sleeps, unless there is something to do after all.
     fn sleep(&mut self, now: u64) {
         count(&self.worker.stats.sleeps);
@@ -422,11 +522,8 @@ impl Loop {
         self.worker.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if told && !self.anything() {
-            let timeout = match self.timers.first_key_value() {
-                // Round up: waking too early is a wake-up for nothing.
-                Some(((at, _), _)) => {
-                    i32::try_from(at.saturating_sub(now).div_ceil(1_000_000)).unwrap_or(i32::MAX)
-                }
+            let timeout = match self.next_timer() {
+                Some(at) => self.set_timer(at.saturating_sub(now)),
                 None => -1,
             };
             let mut events = [EpollEvent::default(); 16];
@@ -537,6 +634,25 @@ fn scan_context(worker: &Worker, context: &Context, queue: &mut VecDeque<Arc<Qp>
             },
         );
     });
+}
+
+/// Raises the event `number` that a completion queue holds back, if it still does; false if that is not possible now.
+fn release(cq: &Arc<Cq>, number: u32) -> bool {
+    let Some(rnic) = cq.rnic.upgrade() else {
+        return true;
+    };
+    let Some(tables) = rnic.try_tables() else {
+        return false;
+    };
+    // The start of a stopped VM raises what was held back.
+    let present = tables.cqs.get(cq.number);
+    if tables.running
+        && present.is_some_and(|cq_there| Arc::ptr_eq(cq_there, cq))
+        && cq.expire(number)
+    {
+        notify(&tables, cq);
+    }
+    true
 }
 
 /// A turn of a queue pair.

@@ -905,6 +905,7 @@ fn creating_datagram_queue_pairs_is_checked() {
         assert!(limits.max_ah > 0 && limits.max_mcast_grp > 0 && limits.max_mcast_qp_attach > 0);
         assert!(limits.max_srq > 0 && limits.max_srq_wr > 0 && limits.max_srq_sge > 0);
         assert!(limits.max_xrcd > 0 && limits.max_mw > 0);
+        assert!(limits.max_cq_moderation_count > 0 && limits.max_cq_moderation_period > 0);
     }
 }
 

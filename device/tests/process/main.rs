@@ -11,6 +11,7 @@ mod events;
 mod frontend;
 mod lifecycle;
 mod memory;
+mod moderation;
 mod order;
 mod scale;
 mod srq;

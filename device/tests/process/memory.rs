@@ -321,6 +321,7 @@ fn without_its_feature_nothing_of_this_exists() {
     unsupported(side.pd.register_physical(0).map(|_| ()));
     unsupported(side.pd.window(mw_type::TYPE_1).map(|_| ()));
     unsupported(side.send_cq.resize(8, false).map(|_| ()));
+    unsupported(side.send_cq.moderate(8, 8));
     unsupported(rereg(&two.a, &side.mr, rereg_flag::ACCESS, |_| ()).map(|_| ()));
     let extended = Cq::extended(&two.a, 8, 0).unwrap_err();
     assert_eq!(extended.status(), Some(status::EINVAL));

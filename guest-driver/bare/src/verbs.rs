@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::command::{
     AllocMw, AttachMcast, CreateContext, CreateCq, CreatePd, CreateQp, DeallocMw, DeregMr,
-    DestroyContext, DestroyCq, DestroyPd, DestroyQp, DetachMcast, ModifyQp, QueryQp, RegMr,
-    ResizeCq,
+    DestroyContext, DestroyCq, DestroyPd, DestroyQp, DetachMcast, ModifyCq, ModifyQp, QueryQp,
+    RegMr, ResizeCq,
 };
 use virtio_rdma_driver_core::{
     ArmMode, CompletionQueue, Doorbell, RecvQueue, SendEntry, SendQueue,
@@ -421,6 +421,20 @@ impl Cq {
         queue.resized(next);
         *self.resized.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
         Ok(response.handle)
+    }
+
+    /// Has the device hold back events: for `count` completions or `period` microseconds.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn moderate(&self, count: u16, period: u16) -> Result<(), Error> {
+        let body = spec::ModifyCq {
+            cqn: self.cqn,
+            count,
+            period,
+            reserved: 0,
+        };
+        self.vm.execute::<ModifyCq>(&body).map(drop)
     }
 
     /// Takes completions until `into` is full or there are no more; returns how many.

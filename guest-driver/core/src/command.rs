@@ -63,6 +63,7 @@ commands! {
     CreateCq, CREATE_CQ, spec::CreateCq, spec::HandleResponse;
     DestroyCq, DESTROY_CQ, spec::Handle, Empty;
     ResizeCq, RESIZE_CQ, spec::ResizeCq, spec::HandleResponse;
+    ModifyCq, MODIFY_CQ, spec::ModifyCq, Empty;
     CreateQp, CREATE_QP, spec::CreateQp, spec::CreateQpResponse;
     ModifyQp, MODIFY_QP, spec::ModifyQp, Empty;
     QueryQp, QUERY_QP, spec::Handle, spec::QueryQpResponse;

@@ -57,6 +57,7 @@ static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_FLUSH,
 	VRDMA_FEATURE_PHYSICAL_MR,
 	VRDMA_FEATURE_SRQ_RESIZE,
+	VRDMA_FEATURE_CQ_MODERATION,
 };
 
 /* A device must not offer these without what they need. If one does, we go without. */

@@ -195,7 +195,6 @@ pub(super) fn table(features: Features) -> ib_device_ops {
     {
         ops.create_user_cq = Some(queues::create_cq);
     }
-    ops.modify_cq = Some(queues::modify_cq);
     ops.destroy_cq = Some(queues::destroy_cq);
     ops.fill_res_cq_entry = Some(queues::fill_res_cq_entry);
     ops.size_ib_cq = size_of::<Object<ib_cq>>();
@@ -248,6 +247,9 @@ fn add_features(ops: &mut ib_device_ops, features: Features) {
     }
     if features.has(feature::REREG_MR) {
         ops.rereg_user_mr = Some(memory::rereg_user_mr);
+    }
+    if features.has(feature::CQ_MODERATION) {
+        ops.modify_cq = Some(queues::modify_cq);
     }
     if features.has(feature::RESIZE_CQ) {
         #[cfg(has_resize_user_cq)]

@@ -11,7 +11,7 @@ use crate::sys::table::Registration;
 use core::sync::atomic::{AtomicU32, Ordering};
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::{CqLayout, RingLayout};
-use virtio_rdma_spec::command::{opcode, CreateCq, HandleResponse, ResizeCq};
+use virtio_rdma_spec::command::{opcode, CreateCq, HandleResponse, ModifyCq, ResizeCq};
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::{CqRecord, Cqe, CqeExtension};
 use virtio_rdma_spec::verbs::access;
@@ -195,6 +195,17 @@ pub(crate) fn resize_cq(device: &Device, cq: &Cq, entries: u32, udata: Udata<'_>
         Ok(handle)
     })?;
     udata.write(&abi::ResizeCqResponse { moved, reserved: 0 }.to_bytes())
+}
+
+/// Has the device hold back events of a completion queue: for `count` completions or `period` microseconds.
+pub(crate) fn modify_cq(device: &Device, cq: &Cq, count: u16, period: u16) -> Result<()> {
+    let body = ModifyCq {
+        cqn: cq.number,
+        count,
+        period,
+        reserved: 0,
+    };
+    device.simple_command(opcode::MODIFY_CQ, &body)
 }
 
 /// Destroys a completion queue.

@@ -14,7 +14,7 @@ mod qp;
 mod srq;
 
 pub(crate) use ah::{create_ah, multicast, Ah};
-pub(crate) use cq::{create_cq, destroy_cq, resize_cq, Cq, CqInit};
+pub(crate) use cq::{create_cq, destroy_cq, modify_cq, resize_cq, Cq, CqInit};
 pub(crate) use dm::{alloc_dm, dealloc_dm, reg_dm_mr, Dm, TOTAL as DM_TOTAL};
 pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, Mr, Place};
 pub(crate) use mw::{alloc_mw, dealloc_mw, Mw};
@@ -121,9 +121,10 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
         attr.timestamp_mask = u64::MAX;
         attr.hca_core_clock = CLOCK_KHZ;
     }
-    // Moderation is a hint that events may come late; ours never do.
-    attr.cq_caps.max_cq_moderation_count = u16::MAX;
-    attr.cq_caps.max_cq_moderation_period = u16::MAX;
+    if features.has(feature::CQ_MODERATION) {
+        attr.cq_caps.max_cq_moderation_count = limits.max_cq_moderation_count;
+        attr.cq_caps.max_cq_moderation_period = limits.max_cq_moderation_period;
+    }
     attr.max_dm_size = DM_TOTAL;
     attr.max_qp = limit(limits.max_qp) as _;
     attr.max_qp_wr = limit(limits.max_qp_wr) as _;

@@ -451,7 +451,7 @@ unsafe fn try_resize_cq(cq: *mut sys::ibv_cq, cqe: c_int) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Moderation: the kernel module keeps it.
+/// Moderation of events: the device's, which the kernel module asks for it.
 pub unsafe extern "C" fn modify_cq(
     cq: *mut sys::ibv_cq,
     attr: *mut sys::ibv_modify_cq_attr,

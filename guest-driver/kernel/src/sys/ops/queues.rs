@@ -56,13 +56,20 @@ pub(in crate::sys) unsafe extern "C" fn resize_cq(
     })
 }
 
-/// Moderation: events may come late, and ours never do.
+/// Moderation of its events.
 pub(in crate::sys) unsafe extern "C" fn modify_cq(
-    _cq: *mut ib_cq,
-    _count: u16,
-    _period: u16,
+    cq: *mut ib_cq,
+    count: u16,
+    period: u16,
 ) -> c_int {
-    0
+    // SAFETY: see the module.
+    code(unsafe {
+        let object = NonNull::new(cq).ok_or(Errno::EINVAL);
+        object.and_then(|object| {
+            let data: &verbs::Cq = Object::data(object);
+            verbs::modify_cq(device((*cq).device)?, data, count, period)
+        })
+    })
 }
 
 pub(in crate::sys) unsafe extern "C" fn fill_res_cq_entry(
