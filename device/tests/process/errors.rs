@@ -550,8 +550,9 @@ fn nobody_answers(a: &Side, retry_cnt: u32, timeout: u32) {
     let expected = Duration::from_nanos(4096) * (1 << timeout) * (retry_cnt + 1);
     let took = start.elapsed();
     assert!(took >= expected, "{took:?} of {expected:?}");
+    // Much longer would be a wake-up that was lost; a bit longer is a machine with other things to do.
     assert!(
-        took < expected * 4 + Duration::from_secs(1),
+        took < expected * 4 + Duration::from_secs(10),
         "{took:?} of {expected:?}"
     );
     assert_in_error(a);
