@@ -54,7 +54,7 @@ enum Command {
         #[arg(long, default_value_t = 1024)]
         memory: u32,
     },
-    /// Formatting, lints, documentation, unit and property tests, and the VM lane `smoke`
+    /// Formatting, lints, documentation, unit and property tests, the VM lane `smoke`, and rdma-core's own tests in a VM
     Test,
     /// Run VM lanes; reports go to target/reports/
     #[command(after_help = format!("Lanes:{}", lanes::list()))]

@@ -20,7 +20,8 @@ pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, 
 pub(crate) use mw::{alloc_mw, dealloc_mw, Mw};
 pub(crate) use qp::{create_qp, destroy_qp, modify_qp, query_qp, Qp, QpInit};
 pub(crate) use srq::{
-    alloc_xrcd, create_srq, dealloc_xrcd, destroy_srq, modify_srq, query_srq, resize_srq, Srq, SrqInit, Xrcd,
+    alloc_xrcd, create_srq, dealloc_xrcd, destroy_srq, modify_srq, query_srq, resize_srq, Srq,
+    SrqInit, Xrcd,
 };
 
 use crate::device::Device;
