@@ -62,6 +62,10 @@ const CASES: &[Case] = &[
         run: pingpong_loopback,
     },
     Case {
+        name: "counters in sysfs and in rdma statistic",
+        run: counters,
+    },
+    Case {
         name: "data arrives as it was sent",
         run: verified,
     },
@@ -130,6 +134,46 @@ const CASES: &[Case] = &[
         run: |ground| lose_guest(ground, false),
     },
 ];
+
+fn counters(ground: &mut Ground) -> Result<()> {
+    const ITERATIONS: u64 = 1000;
+    const SIZE: u64 = 4096;
+    let read = |ground: &Ground| -> Result<Vec<u64>> {
+        let text = ground.vm(1)?.sh(
+            "cd /sys/class/infiniband/*/ports/1; cat counters/port_{xmit,rcv}_{packets,data} hw_counters/tx_messages; \
+             rdma statistic show | tr -s ' \\n' '\\n\\n' | grep -A1 tx_messages | tail -n 1",
+        )?;
+        let numbers = text
+            .lines()
+            .map(|line| line.trim().parse())
+            .collect::<Result<_, _>>();
+        numbers.with_context(|| format!("not counters:\n{text}"))
+    };
+    let before = read(ground)?;
+    let arguments = format!("-n {ITERATIONS} -s {SIZE}");
+    ground.pair(1, 2).pingpong(&ground.bed, &arguments, SHORT)?;
+    let after = read(ground)?;
+    // Data are counted in words of four bytes.
+    let least = [
+        ITERATIONS,
+        ITERATIONS * SIZE / 4,
+        ITERATIONS,
+        ITERATIONS * SIZE / 4,
+        ITERATIONS,
+        ITERATIONS,
+    ];
+    ensure!(
+        before.len() == least.len() && after.len() == least.len(),
+        "counters are missing: {after:?}"
+    );
+    for ((before, after), least) in before.iter().zip(&after).zip(least) {
+        ensure!(
+            after - before >= least,
+            "a counter went from {before} to {after}, and at least {least} were sent"
+        );
+    }
+    Ok(())
+}
 
 fn tools_show_the_device(ground: &mut Ground) -> Result<()> {
     for vm in &ground.bed.vms {
