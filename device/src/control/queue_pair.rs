@@ -237,7 +237,7 @@ fn insert(
             number,
             rnic: rnic.clone(),
             worker: worker.clone(),
-            pd: body.pd,
+            pd: if refs.send_cq.is_some() { body.pd } else { 0 },
             context: body.context,
             slot,
             qp_type: body.qp_type,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use vhost_device_rdma_bare::core::command::{CreateXrcd, DestroySrq, DestroyXrcd};
+use vhost_device_rdma_bare::core::command::{self, CreateXrcd, DestroySrq, DestroyXrcd};
 use vhost_device_rdma_bare::spec::command::{opcode, status, CommandHeader, CreateQp, Handle};
 use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::SendWqe;
@@ -368,6 +368,41 @@ fn a_bad_receive_is_told_in_the_completion_queue_of_its_queue() {
 
 // D-XRC-002.
 #[test]
+fn a_target_keeps_no_protection_domain() {
+    let two = Two::with_all_types();
+    let domain = Xrcd::new(&two.b).unwrap();
+    let of = |handle| Handle {
+        handle,
+        reserved: 0,
+    };
+    let create = |pd| {
+        let body = CreateQp {
+            qp_type: qp_type::XRC_TGT,
+            xrcd: domain.handle(),
+            pd,
+            ..CreateQp::default()
+        };
+        two.b.execute::<command::CreateQp>(&body).unwrap().qpn
+    };
+    let first = Pd::new(&two.b).unwrap();
+    let next = first.handle() + 1;
+    let targets = [create(first.handle()), create(next)];
+    let destroyed = two.b.execute::<command::DestroyPd>(&of(first.handle()));
+    destroyed.unwrap();
+    // Nor does it let go of one that it never had.
+    let second = Pd::new(&two.b).unwrap();
+    assert_eq!(second.handle(), next);
+    let _mr = second.register(PAGE, ALL).unwrap();
+    for target in targets {
+        let destroyed = two.b.execute::<command::DestroyQp>(&of(target));
+        destroyed.unwrap();
+    }
+    let refused = two.b.execute::<command::DestroyPd>(&of(next));
+    assert_refused(refused, status::EBUSY);
+}
+
+// D-XRC-002.
+#[test]
 fn the_target_outlives_those_that_used_it() {
     let two = Two::with_all_types();
     let xrc = Xrc::new(&two);
@@ -666,10 +701,7 @@ fn creating_is_checked() {
     let two = Two::with_all_types();
     let side = Side::new(&two.b, &SideOptions::default());
     let domain = Xrcd::new(&two.b).unwrap();
-    let create = |body: &CreateQp| {
-        two.b
-            .execute::<vhost_device_rdma_bare::core::command::CreateQp>(body)
-    };
+    let create = |body: &CreateQp| two.b.execute::<command::CreateQp>(body);
     let target = CreateQp {
         qp_type: qp_type::XRC_TGT,
         xrcd: domain.handle(),
@@ -677,7 +709,7 @@ fn creating_is_checked() {
     };
     let created = create(&target).unwrap();
     two.b
-        .execute::<vhost_device_rdma_bare::core::command::DestroyQp>(&Handle {
+        .execute::<command::DestroyQp>(&Handle {
             handle: created.qpn,
             reserved: 0,
         })
