@@ -22,6 +22,10 @@ use virtio_rdma_spec::verbs::{qp_state, qp_type};
 use crate::engine::notify;
 use crate::fabric::local::Ports;
 use crate::memory::GuestMemory;
+use crate::verbs::cq::Cq;
+use crate::verbs::mr::Mr;
+use crate::verbs::qp::Qp;
+use crate::verbs::srq::Srq;
 use crate::verbs::tables::Tables;
 use crate::worker::Worker;
 
@@ -305,6 +309,9 @@ pub struct Totals {
     /// Datagrams with a wrong Q_Key.
     pub qkey_violations: u64,
 }
+
+/// Objects of a kind that the status lists, at most.
+const LISTED: usize = 1024;
 
 /// Log lines per second about what a guest does wrong.
 const COMPLAINTS: u32 = 10;
@@ -610,61 +617,28 @@ impl Rnic {
     #[must_use]
     pub fn status(&self) -> Value {
         let totals = self.totals();
+        // Each list by itself, and not all of a long one: who changes the tables waits meanwhile.
+        let qps: Vec<_> = self.tables().qps.iter().take(LISTED).map(list_qp).collect();
+        let cqs: Vec<_> = self.tables().cqs.iter().take(LISTED).map(list_cq).collect();
+        let srqs: Vec<_> = self
+            .tables()
+            .srqs
+            .iter()
+            .take(LISTED)
+            .map(list_srq)
+            .collect();
+        let mrs: Vec<_> = self
+            .tables()
+            .keys
+            .regions()
+            .take(LISTED)
+            .map(list_mr)
+            .collect();
         let tables = self.tables();
         let [a, b, c, d, e, f] = self.settings.mac;
         let gids = tables.gids.iter().enumerate().filter_map(|(index, gid)| {
             let gid = std::net::Ipv6Addr::from((*gid)?);
             Some(json!({ "index": index, "gid": gid.to_string() }))
-        });
-        let qps = tables.qps.iter().map(|(qpn, qp)| {
-            let attr = qp.query();
-            json!({
-                "qpn": qpn,
-                "type": qp_type::name(qp.qp_type).unwrap_or("?"),
-                "state": qp_state::name(attr.qp_state).unwrap_or("?"),
-                "dest_qpn": attr.dest_qp_num,
-                "dest_gid": std::net::Ipv6Addr::from(attr.av.dgid).to_string(),
-                "pd": qp.pd,
-                "send_cq": qp.send_cq.as_ref().map(|cq| cq.number),
-                "recv_cq": qp.recv_cq.as_ref().map(|cq| cq.number),
-                "srq": qp.srq.as_ref().map(|srq| srq.number),
-                "context": qp.context,
-                "worker": qp.worker.index,
-                "slot": qp.slot,
-                "sends": qp.requester().position(),
-                "receives": qp.responder().position(),
-            })
-        });
-        let cqs = tables.cqs.iter().map(|(cqn, cq)| {
-            json!({
-                "cqn": cqn,
-                "entries": cq.entries(),
-                "vector": cq.vector,
-                "completions": cq.position(),
-                "users": cq.users.load(Ordering::Relaxed),
-                "error": cq.errored(),
-            })
-        });
-        let srqs = tables.srqs.iter().map(|(srqn, srq)| {
-            json!({
-                "srqn": srqn,
-                "pd": srq.pd,
-                "entries": srq.entries(),
-                "limit": srq.limit(),
-                "receives": srq.position(),
-                "xrcd": srq.xrc.as_ref().map(|xrc| xrc.domain),
-                "users": srq.users.load(Ordering::Relaxed),
-            })
-        });
-        let mrs = tables.keys.regions().map(|mr| {
-            json!({
-                "key": mr.key,
-                "pd": mr.pd,
-                "access": mr.access,
-                "iova": mr.iova,
-                "length": mr.length,
-                "pages": mr.backing.count(),
-            })
         });
         json!({
             "name": self.settings.name,
@@ -695,12 +669,66 @@ impl Rnic {
                 "errors": totals.errors,
                 "qkey_violations": totals.qkey_violations,
             },
-            "qps": qps.collect::<Vec<_>>(),
-            "cqs": cqs.collect::<Vec<_>>(),
-            "mrs": mrs.collect::<Vec<_>>(),
-            "srqs": srqs.collect::<Vec<_>>(),
+            "qps": qps,
+            "cqs": cqs,
+            "mrs": mrs,
+            "srqs": srqs,
         })
     }
+}
+
+fn list_qp((qpn, qp): (u32, &Arc<Qp>)) -> Value {
+    let attr = qp.query();
+    json!({
+        "qpn": qpn,
+        "type": qp_type::name(qp.qp_type).unwrap_or("?"),
+        "state": qp_state::name(attr.qp_state).unwrap_or("?"),
+        "dest_qpn": attr.dest_qp_num,
+        "dest_gid": std::net::Ipv6Addr::from(attr.av.dgid).to_string(),
+        "pd": qp.pd,
+        "send_cq": qp.send_cq.as_ref().map(|cq| cq.number),
+        "recv_cq": qp.recv_cq.as_ref().map(|cq| cq.number),
+        "srq": qp.srq.as_ref().map(|srq| srq.number),
+        "context": qp.context,
+        "worker": qp.worker.index,
+        "slot": qp.slot,
+        "sends": qp.requester().position(),
+        "receives": qp.responder().position(),
+    })
+}
+
+fn list_cq((cqn, cq): (u32, &Arc<Cq>)) -> Value {
+    json!({
+        "cqn": cqn,
+        "entries": cq.entries(),
+        "vector": cq.vector,
+        "completions": cq.position(),
+        "users": cq.users.load(Ordering::Relaxed),
+        "error": cq.errored(),
+    })
+}
+
+fn list_srq((srqn, srq): (u32, &Arc<Srq>)) -> Value {
+    json!({
+        "srqn": srqn,
+        "pd": srq.pd,
+        "entries": srq.entries(),
+        "limit": srq.limit(),
+        "receives": srq.position(),
+        "xrcd": srq.xrc.as_ref().map(|xrc| xrc.domain),
+        "users": srq.users.load(Ordering::Relaxed),
+    })
+}
+
+fn list_mr(mr: &Mr) -> Value {
+    json!({
+        "key": mr.key,
+        "pd": mr.pd,
+        "access": mr.access,
+        "iova": mr.iova,
+        "length": mr.length,
+        "pages": mr.backing.count(),
+    })
 }
 
 /// Writes a worker's status word for the guest.

@@ -120,7 +120,9 @@ fn serve(listener: &UnixListener, adapter: &Adapter, exit: &AtomicBool) {
         }
         let told = stream.and_then(|mut stream| {
             stream.set_write_timeout(Some(TIMEOUT))?;
-            writeln!(stream, "{}", adapter.status())?;
+            // In one piece: it is formatted in very many.
+            let status = format!("{}\n", adapter.status());
+            stream.write_all(status.as_bytes())?;
             stream.shutdown(Shutdown::Both)
         });
         if let Err(e) = told {

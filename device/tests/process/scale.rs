@@ -76,6 +76,26 @@ fn a_thousand_queue_pairs_with_a_completion_queue_each() {
     }
 }
 
+#[test]
+fn the_status_counts_all_objects_and_lists_some() {
+    const COUNT: u64 = 1100;
+    let process = process(1);
+    let vm = Vm::connect(process.socket(0), VmOptions::default()).unwrap();
+    let pd = Pd::new(&vm).unwrap();
+    let region = pd.register(1 << 20, ALL).unwrap();
+    let cqs: Vec<_> = (0..COUNT).map(|_| Cq::new(&vm, 16, 0).unwrap()).collect();
+    let status = process.status().unwrap();
+    let device = &status["devices"][0];
+    assert_eq!(device["counts"]["cqs"], COUNT);
+    let listed = device["cqs"].as_array().unwrap();
+    assert_eq!(listed.len(), 1024);
+    for (listed, cq) in listed.iter().zip(&cqs) {
+        assert_eq!(listed["cqn"], cq.number());
+    }
+    let listed = device["mrs"].as_array().unwrap();
+    assert_eq!((listed.len(), &listed[0]["key"]), (1, &region.rkey.into()));
+}
+
 // D-RC-004.
 #[test]
 fn a_queue_pair_with_long_messages_does_not_starve_another() {
