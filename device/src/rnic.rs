@@ -4,6 +4,7 @@
 //! An [`Adapter`] owns the workers and knows who has which GID. An [`Rnic`] is one VM's device: its objects are in
 //! [`Tables`], behind a lock that has a shard per reader: workers hold it for reading during a bounded turn, commands and changes
 //! of memory or run state take it for writing. Whoever holds it for writing knows that nobody accesses guest memory.
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
@@ -26,7 +27,7 @@ use crate::verbs::cq::Cq;
 use crate::verbs::mr::Mr;
 use crate::verbs::qp::Qp;
 use crate::verbs::srq::Srq;
-use crate::verbs::tables::Tables;
+use crate::verbs::tables::{Gid, Tables};
 use crate::worker::Worker;
 
 /// Entries of the GID table.
@@ -464,8 +465,11 @@ impl Rnic {
         tables.gsi = None;
         tables.srqs.clear();
         tables.xrcds.clear();
-        self.ports.leave_all(self);
-        tables.multicast = 0;
+        let groups: BTreeSet<Gid> = tables.multicast.iter().map(|(_, gid)| *gid).collect();
+        for gid in groups {
+            self.ports.leave(gid, self, None);
+        }
+        tables.multicast.clear();
         tables.contexts.clear();
         tables.keys.clear();
         tables.cqs.clear();

@@ -310,6 +310,13 @@ fn count_users(tables: &mut Tables, qp: &Qp, change: i32) {
     for users in shared.chain(qp.srq.iter().map(|srq| &srq.users)) {
         users.fetch_add(change as u32, Ordering::Relaxed);
     }
+    for cq in [&qp.send_cq, &qp.recv_cq].into_iter().flatten() {
+        if change > 0 {
+            cq.queue_pairs().insert(qp.number);
+        } else {
+            cq.queue_pairs().remove(&qp.number);
+        }
+    }
 }
 
 fn get(rnic: &Rnic, number: u32) -> Result<Arc<Qp>, Error> {
@@ -346,14 +353,22 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     if tables.gsi == Some(number) {
         tables.gsi = None;
     }
-    let left = rnic.ports().leave_groups(rnic, number);
-    tables.multicast = tables.multicast.saturating_sub(left);
+    let mut groups = Vec::new();
+    groups.extend(
+        tables
+            .multicast
+            .range((number, [0; 16])..=(number, [0xff; 16])),
+    );
+    for (_, gid) in groups.iter().copied() {
+        tables.multicast.remove(&(number, gid));
+        rnic.ports().leave(gid, rnic, Some(number));
+    }
     tables.keys.forget_qp(number);
     release_slot(tables, qp.context, qp.worker.index, qp.slot);
     count_users(tables, &qp, -1);
     if qp.requester().is_parked() {
         // Its worker has a timer for it: let it go now and not when that ends.
-        qp.worker.announce_again();
+        qp.worker.schedule(&qp);
     }
     Ok(Vec::new())
 }
@@ -371,23 +386,23 @@ fn group(rnic: &Rnic, tables: &Tables, body: &Multicast) -> Result<(), Error> {
 pub(super) fn attach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Error> {
     let mut tables = rnic.tables_mut();
     group(rnic, &tables, body)?;
-    if !rnic.ports().join(body.gid, rnic, body.qpn) {
+    if tables.multicast.contains(&(body.qpn, body.gid)) {
         return Ok(Vec::new());
     }
-    if tables.multicast >= rnic.settings.limits.multicast {
-        rnic.ports().leave(body.gid, rnic, body.qpn);
+    if tables.multicast.len() >= rnic.settings.limits.multicast as usize {
         return Err(Error::NoMemory);
     }
-    tables.multicast += 1;
+    tables.multicast.insert((body.qpn, body.gid));
+    rnic.ports().join(body.gid, rnic, body.qpn);
     Ok(Vec::new())
 }
 
 pub(super) fn detach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Error> {
     let mut tables = rnic.tables_mut();
     group(rnic, &tables, body)?;
-    if !rnic.ports().leave(body.gid, rnic, body.qpn) {
+    if !tables.multicast.remove(&(body.qpn, body.gid)) {
         return Err(Error::NotFound);
     }
-    tables.multicast = tables.multicast.saturating_sub(1);
+    rnic.ports().leave(body.gid, rnic, Some(body.qpn));
     Ok(Vec::new())
 }

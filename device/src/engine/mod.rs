@@ -48,8 +48,8 @@ pub(crate) fn complete_from(
                 cq.number,
                 reason,
             );
-            for (_, qp) in tables.qps.iter() {
-                if qp.uses_cq(cq.number) {
+            for number in cq.queue_pairs().iter() {
+                if let Some(qp) = tables.qps.get(*number) {
                     qp.fail();
                 }
             }

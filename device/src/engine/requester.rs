@@ -21,7 +21,7 @@ use super::operation::{completion_opcode, Kind, Operation};
 use super::queue::WorkQueue;
 use super::responder::Payload;
 use super::{complete, raise, BURST, SLICE};
-use crate::fabric::local::{self, Route};
+use crate::fabric::local::{self, Fanout, Route};
 use crate::memory::Pages;
 use crate::rnic::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
 use crate::verbs::keys::Accessor;
@@ -79,6 +79,8 @@ pub struct Requester {
     operation: Operation,
     /// Where the active one goes, if it is a datagram.
     datagram: Option<Datagram>,
+    /// How far the active one is, if it goes to a multicast group.
+    fanout: Option<Fanout>,
     route: Route,
     /// Nothing is tried before this time.
     parked: Option<u64>,
@@ -118,6 +120,7 @@ impl Requester {
             active: None,
             operation: Operation::None,
             datagram: None,
+            fanout: None,
             route: Route::default(),
             parked: None,
             retries: 0,
@@ -337,7 +340,8 @@ impl Requester {
         }
     }
 
-    /// A turn of a queue pair that sends datagrams: each goes its own way, whole, and is done with.
+    /// A turn of a queue pair that sends datagrams: each goes its own way, whole, and is done with. One to a group counts as
+    /// often as there are queue pairs in it.
     fn datagrams(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Turn {
         let mut budget = SLICE;
         for _ in 0..BURST {
@@ -351,9 +355,12 @@ impl Requester {
                 return Turn::Again;
             };
             let answer = if datagram.multicast() {
-                local::multicast(tables, qp, &active.message, &datagram, || {
-                    self.source(tables, qp, &active)
-                })
+                let fanout = self.fanout.take();
+                let mut fanout = fanout.unwrap_or_else(|| Fanout::new(qp, datagram.dgid));
+                let source = self.source(tables, qp, &active);
+                let answer = fanout.next(tables, qp, &active.message, &datagram, source);
+                self.fanout = Some(fanout);
+                answer
             } else {
                 let route = std::mem::take(&mut self.route).refresh(&qp.rnic, datagram.dgid);
                 let answer = local::with_peer(&route, &qp.rnic, tables, |peer| {
@@ -369,12 +376,14 @@ impl Requester {
                     self.fail(tables, qp, status, reason);
                     return Turn::Again;
                 }
-                _ => {}
+                Answer::Progress => {}
+                _ => {
+                    self.finish(tables, qp, &active);
+                    qp.rnic
+                        .count_message(qp.worker.index, active.message.length);
+                }
             }
             budget = budget.saturating_sub(active.message.length);
-            self.finish(tables, qp, &active);
-            qp.rnic
-                .count_message(qp.worker.index, active.message.length);
             if budget == 0 {
                 return Turn::Again;
             }
@@ -445,6 +454,7 @@ impl Requester {
         };
         self.active = Some(active);
         self.datagram = None;
+        self.fanout = None;
         let kind = Kind::of(wqe.opcode)
             .filter(|(kind, _)| kind.allowed(wqe.opcode, self.qp_type))
             .filter(|(_, feature)| feature.is_none_or(|feature| qp.rnic.accepted(feature)));

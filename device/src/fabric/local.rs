@@ -20,7 +20,7 @@ pub struct Ports {
     owners: RwLock<HashMap<(String, Gid), Arc<Rnic>>>,
     /// Changes whenever `owners` does.
     generation: AtomicU64,
-    groups: RwLock<HashMap<(String, Gid), Vec<Member>>>,
+    groups: RwLock<HashMap<(String, Gid), Members>>,
 }
 
 /// A queue pair in a multicast group.
@@ -29,6 +29,9 @@ struct Member {
     rnic: Arc<Rnic>,
     qpn: u32,
 }
+
+/// The queue pairs of a multicast group. A message goes to those that it found, however long that takes.
+type Members = Arc<Vec<Member>>;
 
 impl Ports {
     /// Gives a GID to an RNIC. Returns false if another has it already: the first keeps it.
@@ -55,52 +58,33 @@ impl Ports {
         }
     }
 
-    /// Attaches a queue pair to a multicast group. Returns false if it is in it already.
-    pub fn join(&self, gid: Gid, rnic: &Arc<Rnic>, qpn: u32) -> bool {
+    /// Attaches a queue pair to a multicast group that it is not in yet.
+    pub fn join(&self, gid: Gid, rnic: &Arc<Rnic>, qpn: u32) {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         let members = groups.entry((rnic.network().to_owned(), gid)).or_default();
-        if members
-            .iter()
-            .any(|m| m.qpn == qpn && Arc::ptr_eq(&m.rnic, rnic))
-        {
-            return false;
-        }
-        members.push(Member {
+        Arc::make_mut(members).push(Member {
             rnic: rnic.clone(),
             qpn,
         });
-        true
     }
 
-    /// Detaches queue pairs from the groups for which `leaves` holds; returns how many attachments ended.
-    fn detach(&self, leaves: impl Fn(&Gid, &Member) -> bool) -> u32 {
+    /// Detaches a queue pair of an RNIC from a multicast group, or all that it has in it.
+    pub fn leave(&self, gid: Gid, rnic: &Arc<Rnic>, qpn: Option<u32>) {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
-        let mut ended = 0;
-        groups.retain(|(_, gid), members| {
-            let before = members.len();
-            members.retain(|member| !leaves(gid, member));
-            ended += (before - members.len()) as u32;
-            !members.is_empty()
-        });
-        ended
+        let key = (rnic.network().to_owned(), gid);
+        let Some(members) = groups.get_mut(&key) else {
+            return;
+        };
+        let leaves = |member: &Member| {
+            qpn.is_none_or(|qpn| qpn == member.qpn) && Arc::ptr_eq(&member.rnic, rnic)
+        };
+        Arc::make_mut(members).retain(|member| !leaves(member));
+        if members.is_empty() {
+            groups.remove(&key);
+        }
     }
 
-    /// Detaches a queue pair from a multicast group. Returns false if it is not in it.
-    pub fn leave(&self, gid: Gid, rnic: &Arc<Rnic>, qpn: u32) -> bool {
-        self.detach(|group, m| *group == gid && m.qpn == qpn && Arc::ptr_eq(&m.rnic, rnic)) != 0
-    }
-
-    /// Detaches a queue pair from all groups; returns from how many.
-    pub fn leave_groups(&self, rnic: &Arc<Rnic>, qpn: u32) -> u32 {
-        self.detach(|_, m| m.qpn == qpn && Arc::ptr_eq(&m.rnic, rnic))
-    }
-
-    /// Detaches all queue pairs of an RNIC.
-    pub fn leave_all(&self, rnic: &Arc<Rnic>) {
-        self.detach(|_, m| Arc::ptr_eq(&m.rnic, rnic));
-    }
-
-    fn members(&self, network: &str, gid: Gid) -> Vec<Member> {
+    fn members(&self, network: &str, gid: Gid) -> Members {
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
         groups
             .get(&(network.to_owned(), gid))
@@ -270,47 +254,59 @@ fn give(
     responder.receive_datagram(tables, qp, sender, message, datagram, source)
 }
 
-/// Hands a datagram to all queue pairs of a multicast group.
-pub(crate) fn multicast<'a>(
-    own: &Tables,
-    sender: &Arc<Qp>,
-    message: &Message,
-    datagram: &Datagram,
-    source: impl Fn() -> From<'a>,
-) -> Answer {
-    let mut members = sender
-        .rnic
-        .ports()
-        .members(sender.rnic.network(), datagram.dgid);
-    let here = |rnic: &Arc<Rnic>| Arc::ptr_eq(rnic, &sender.rnic);
-    if sender.block_multicast_loopback {
-        members.retain(|member| !here(&member.rnic));
-    }
-    // All or, for now, none: so that nobody gets it twice, and nobody misses it whose tables are being changed.
-    let mut guards = Vec::with_capacity(members.len());
-    for member in &members {
-        let guard = if here(&member.rnic) {
-            None
-        } else {
-            match member.rnic.try_tables() {
-                Some(guard) => Some(guard),
-                None => return Answer::Busy,
-            }
-        };
-        guards.push(guard);
-    }
-    for (member, guard) in members.iter().zip(&guards) {
-        let tables: &Tables = guard.as_deref().unwrap_or(own);
-        let Some(qp) = tables.qps.get(member.qpn).filter(|_| tables.running) else {
-            continue;
-        };
-        match give(tables, qp, sender, message, datagram, source()) {
-            Answer::Done => member
-                .rnic
-                .count_received(sender.worker.index, message.length),
-            Answer::Local(status, reason) => return Answer::Local(status, reason),
-            _ => {}
+/// A datagram on its way to the queue pairs of a multicast group, one after the other.
+#[derive(Debug)]
+pub(crate) struct Fanout {
+    members: Members,
+    done: usize,
+}
+
+impl Fanout {
+    /// The way of a datagram of `sender` to a group.
+    pub(crate) fn new(sender: &Qp, group: Gid) -> Self {
+        let rnic = &sender.rnic;
+        Self {
+            members: rnic.ports().members(rnic.network(), group),
+            done: 0,
         }
     }
-    Answer::Done
+
+    /// Hands the datagram to the next queue pair. [`Answer::Progress`]: there are more.
+    pub(crate) fn next(
+        &mut self,
+        own: &Tables,
+        sender: &Arc<Qp>,
+        message: &Message,
+        datagram: &Datagram,
+        source: From<'_>,
+    ) -> Answer {
+        let Some(Member { rnic, qpn }) = self.members.get(self.done) else {
+            return Answer::Done;
+        };
+        let ours = Arc::ptr_eq(rnic, &sender.rnic);
+        if !(ours && sender.block_multicast_loopback) {
+            let guard = if ours { None } else { rnic.try_tables() };
+            let tables: &Tables = match &guard {
+                Some(guard) => guard,
+                None if ours => own,
+                None => return Answer::Busy,
+            };
+            // It may have left since.
+            let attached = tables.multicast.contains(&(*qpn, datagram.dgid));
+            let qp = tables.qps.get(*qpn);
+            if let Some(qp) = qp.filter(|_| tables.running && attached) {
+                match give(tables, qp, sender, message, datagram, source) {
+                    Answer::Done => rnic.count_received(sender.worker.index, message.length),
+                    Answer::Local(status, reason) => return Answer::Local(status, reason),
+                    _ => {}
+                }
+            }
+        }
+        self.done += 1;
+        if self.done < self.members.len() {
+            Answer::Progress
+        } else {
+            Answer::Done
+        }
+    }
 }

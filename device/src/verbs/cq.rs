@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Completion queues (specification: "Completion queues").
+use std::collections::BTreeSet;
 use std::sync::atomic::{fence, AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -147,6 +148,8 @@ pub struct Cq {
     pub vector: u16,
     /// Work queues that use it.
     pub users: AtomicU32,
+    /// The queue pairs among them.
+    queue_pairs: Mutex<BTreeSet<u32>>,
     /// Whose it is.
     pub(crate) rnic: Weak<Rnic>,
     /// When the worker's timer for the event that is held back ends, nanoseconds. Only the worker uses it.
@@ -179,6 +182,7 @@ impl Cq {
             number,
             vector,
             users: AtomicU32::new(0),
+            queue_pairs: Mutex::default(),
             rnic,
             timer: AtomicU64::new(0),
             handed: AtomicBool::new(false),
@@ -189,6 +193,13 @@ impl Cq {
 
     fn producer(&self) -> MutexGuard<'_, Producer> {
         self.producer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Numbers of the queue pairs that use it.
+    pub(crate) fn queue_pairs(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+        self.queue_pairs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Entries.

@@ -192,14 +192,6 @@ impl Qp {
             .any(|cq| cq.errored())
     }
 
-    /// Whether it uses completion queue `cqn`.
-    pub(crate) fn uses_cq(&self, cqn: u32) -> bool {
-        [&self.send_cq, &self.recv_cq]
-            .into_iter()
-            .flatten()
-            .any(|cq| cq.number == cqn)
-    }
-
     /// The requester.
     pub(crate) fn requester(&self) -> MutexGuard<'_, Requester> {
         self.requester

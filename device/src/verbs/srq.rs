@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Shared receive queues (specification: "Shared receive queues").
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{fence, AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -30,6 +30,44 @@ pub struct Xrc {
     pub cq: Arc<Cq>,
 }
 
+/// Who waits, each once.
+#[derive(Debug)]
+struct Waiters<T> {
+    /// By address: none is used twice while somebody is known by it.
+    known: HashMap<usize, Weak<T>>,
+    /// Those that are gone are forgotten when there are as many as this.
+    tidy_at: usize,
+}
+
+impl<T> Waiters<T> {
+    fn new() -> Self {
+        Self {
+            known: HashMap::new(),
+            tidy_at: 0,
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.known.is_empty()
+    }
+
+    fn add(&mut self, waiter: &Arc<T>) {
+        if self.known.len() >= self.tidy_at {
+            self.known.retain(|_, other| other.strong_count() != 0);
+            self.tidy_at = 2 * self.known.len() + 64;
+        }
+        let address = Arc::as_ptr(waiter) as usize;
+        self.known.insert(address, Arc::downgrade(waiter));
+    }
+
+    /// Takes out all that are still there.
+    fn take(&mut self) -> impl Iterator<Item = Arc<T>> {
+        let known = std::mem::take(&mut self.known);
+        self.tidy_at = 0;
+        known.into_values().filter_map(|waiter| waiter.upgrade())
+    }
+}
+
 #[derive(Debug)]
 struct Inner {
     buffer: Pages,
@@ -38,7 +76,7 @@ struct Inner {
     queue: WorkQueue,
     limit: u32,
     /// The queue pairs whose messages wait for a receive.
-    waiters: Vec<Weak<Qp>>,
+    waiters: Waiters<Qp>,
     /// What was taken and given back: the first to be taken again. Each XRC_TGT queue pair gives back one at a time, and
     /// nothing is taken from the ring meanwhile, so these are no more than such queue pairs.
     returned: VecDeque<(u64, Vec<Sge>)>,
@@ -112,7 +150,7 @@ impl Srq {
             buffer,
             queue,
             limit,
-            waiters: Vec::new(),
+            waiters: Waiters::new(),
             returned: VecDeque::new(),
         };
         inner.set_waited(false);
@@ -164,11 +202,7 @@ impl Srq {
                         head
                     }
                     None => {
-                        inner.waiters.retain(|other| {
-                            other.strong_count() != 0
-                                && !std::ptr::eq(other.as_ptr(), Arc::as_ptr(waiter))
-                        });
-                        inner.waiters.push(Arc::downgrade(waiter));
+                        inner.waiters.add(waiter);
                         return None;
                     }
                 }
@@ -223,11 +257,7 @@ impl Srq {
             return;
         }
         inner.set_waited(false);
-        for sender in inner
-            .waiters
-            .drain(..)
-            .filter_map(|sender| sender.upgrade())
-        {
+        for sender in inner.waiters.take() {
             sender.wake.store(true, Ordering::SeqCst);
             sender.worker.schedule(&sender);
         }
@@ -354,5 +384,35 @@ impl Inner {
         if let Some(word) = self.buffer.half_word(RQ_WAITED) {
             word.store(u32::from(waited).to_le(), Ordering::SeqCst);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_waits_once_and_is_woken_once() {
+        let mut waiters = Waiters::new();
+        let all: Vec<_> = (0..1000).map(Arc::new).collect();
+        for waiter in all.iter().chain(&all) {
+            waiters.add(waiter);
+        }
+        let mut woken: Vec<_> = waiters.take().map(|waiter| *waiter).collect();
+        woken.sort_unstable();
+        assert!(woken.into_iter().eq(0..1000));
+        assert!(waiters.is_empty());
+    }
+
+    #[test]
+    fn those_who_are_gone_are_forgotten() {
+        let mut waiters = Waiters::new();
+        let stays = Arc::new(0);
+        waiters.add(&stays);
+        for gone in 1..10_000 {
+            waiters.add(&Arc::new(gone));
+            assert!(waiters.known.len() < 100);
+        }
+        assert_eq!(waiters.take().collect::<Vec<_>>(), [stays]);
     }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Everything one VM has: the tables of its objects.
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use virtio_rdma_spec::doorbell;
@@ -68,6 +69,12 @@ impl Slots {
         }
     }
 
+    /// No slot is at or above this.
+    #[must_use]
+    pub fn end(&self) -> u32 {
+        self.entries.len() as u32
+    }
+
     /// What is in a slot.
     #[inline]
     #[must_use]
@@ -122,8 +129,8 @@ pub struct Tables {
     pub srqs: Slab<Arc<Srq>>,
     /// XRC domains, with the number of what is in them.
     pub xrcds: Slab<Pd>,
-    /// Attachments to multicast groups.
-    pub multicast: u32,
+    /// Attachments to multicast groups: queue pairs with the group's GID.
+    pub multicast: BTreeSet<(u32, Gid)>,
     /// What all page lists take of our memory, bytes.
     pub footprint: u64,
 }
@@ -156,7 +163,7 @@ impl Tables {
             gsi: None,
             srqs: Slab::new(1, limits.srqs),
             xrcds: Slab::new(1, limits.xrcds),
-            multicast: 0,
+            multicast: BTreeSet::new(),
             footprint: 0,
         }
     }

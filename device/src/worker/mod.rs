@@ -484,6 +484,11 @@ impl Loop {
             qp.scheduled.store(false, Ordering::SeqCst);
             count(&self.worker.stats.turns);
             match run(&qp, now) {
+                Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
+                    let id = Arc::as_ptr(&qp) as usize;
+                    let until = *qp.timer.lock().unwrap_or_else(PoisonError::into_inner);
+                    self.timers.remove(&(until, id));
+                }
                 Turn::Idle => {}
                 Turn::Again => {
                     if !qp.scheduled.swap(true, Ordering::SeqCst) {
@@ -611,9 +616,14 @@ fn scan_context(worker: &Worker, context: &Context, queue: &mut VecDeque<Arc<Qp>
         }
         None => {}
     };
+    // Bits of slots that nobody has cost nothing more: a guest may set all of them all the time.
+    let end = slots.end();
     drain(pages, root, |bit| {
         if bit >= DIRECT_SHIFT {
             ring(bit - DIRECT_SHIFT);
+            return;
+        }
+        if 64 * 64 * bit >= end {
             return;
         }
         drain(
@@ -621,6 +631,9 @@ fn scan_context(worker: &Worker, context: &Context, queue: &mut VecDeque<Arc<Qp>
             block + SUMMARY_OFFSET as u64 + 8 * u64::from(bit),
             |second| {
                 let leaf = 64 * bit + second;
+                if 64 * leaf >= end {
+                    return;
+                }
                 drain(
                     pages,
                     block + LEAF_OFFSET as u64 + 8 * u64::from(leaf),
@@ -700,5 +713,44 @@ fn run(qp: &Arc<Qp>, now: u64) -> Turn {
             }
             Turn::Idle
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{region, GuestMemory};
+    use crate::verbs::tables::Slots;
+    use virtio_rdma_spec::doorbell::BLOCK_PAGES;
+
+    #[test]
+    fn bits_of_slots_that_nobody_has_are_not_looked_at() {
+        let memory = GuestMemory::new(vec![region(0, u64::from(BLOCK_PAGES))]).unwrap();
+        let pages = (0..u64::from(BLOCK_PAGES)).map(|page| page << 12).collect();
+        let doorbell = Pages::resolve(&memory, pages, 12).unwrap();
+        let words = || (0..BLOCK_SIZE as u64).step_by(8);
+        for at in words() {
+            doorbell.word(at).unwrap().store(!0, Ordering::Relaxed);
+        }
+        let mut slots = Slots::default();
+        // One leaf, and one slot of the next.
+        for slot in 0..65 {
+            assert_eq!(slots.reserve(), Ok(slot));
+        }
+        let context = Context {
+            doorbell,
+            workers: vec![slots],
+            users: 0,
+            footprint: 0,
+        };
+        let worker = Worker::start(0, Duration::ZERO, None).unwrap();
+        scan_context(&worker, &context, &mut VecDeque::new());
+        worker.stop();
+        let read: Vec<u64> = words()
+            .filter(|at| context.doorbell.word(*at).unwrap().load(Ordering::Relaxed) == 0)
+            .collect();
+        let leaf = LEAF_OFFSET as u64;
+        let summary = SUMMARY_OFFSET as u64;
+        assert_eq!(read, [ROOT_OFFSET as u64, summary, leaf, leaf + 8]);
     }
 }

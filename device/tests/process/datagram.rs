@@ -693,6 +693,59 @@ fn multicast_messages_reach_all_members() {
     members[1].assert_quiet();
 }
 
+// D-RC-004 has the same for other messages.
+#[test]
+fn large_groups_take_many_turns() {
+    const MEMBERS: u64 = 100;
+    const MESSAGES: u64 = 20;
+    /// Messages moved in a turn.
+    const BURST: u64 = 32;
+    let two = Two::with_all_types();
+    let group = mapped([224, 0, 1, 7]);
+    let (sender, base) = (side(&two.a), side(&two.b));
+    let recv_cq = Cq::new(&two.b, 4096, 0).unwrap();
+    let uses = Uses {
+        context: Some(&base.context),
+        pd: Some(&base.pd),
+        send_cq: Some(&base.send_cq),
+        recv_cq: Some(&recv_cq),
+        ..Uses::default()
+    };
+    let members: Vec<Qp> = (0..MEMBERS)
+        .map(|i| {
+            let qp = Qp::create(&two.b, &uses, &QpOptions::of(qp_type::UD)).unwrap();
+            qp.connect(&Connection::datagram(QKEY)).unwrap();
+            qp.attach(group).unwrap();
+            for message in 0..MESSAGES {
+                qp.post_recv(message, &[base.mr.sge(i * 128, 128)]).unwrap();
+            }
+            qp
+        })
+        .collect();
+    let turns = || {
+        let status = two.process.status().unwrap();
+        let workers = status["workers"].as_array().unwrap();
+        let turns = workers.iter().map(|worker| worker["turns"].as_u64());
+        turns.sum::<Option<u64>>().unwrap()
+    };
+    let before = turns();
+    let to_group = Address::group(group, QKEY);
+    for message in 0..MESSAGES {
+        send(&sender, to_group.send(message), 8);
+    }
+    // Each member has got each message once, and in order.
+    let mut next = vec![0; members.len()];
+    for _ in 0..MEMBERS * MESSAGES {
+        let cqe = recv_cq.wait(TIMEOUT).expect("a receive completion");
+        assert_success(&cqe);
+        let index = members.iter().position(|qp| qp.number() == cqe.qp_num);
+        let next = &mut next[index.unwrap()];
+        assert_eq!(cqe.wr_id, *next);
+        *next += 1;
+    }
+    assert!(turns() - before >= MEMBERS * MESSAGES / BURST);
+}
+
 #[test]
 fn groups_forget_who_is_gone() {
     let mut two = Two::with_all_types();
