@@ -172,12 +172,7 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
     if body.qp_type == qp_type::GSI && tables.gsi.is_some() {
         return Err(Error::Busy);
     }
-    let index = rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16);
-    let worker = rnic
-        .workers
-        .get(usize::from(index))
-        .ok_or(Error::Invalid)?
-        .clone();
+    let (index, worker) = next_worker(rnic)?;
     // Without a send queue there is nothing to ring for.
     let slot = if kind.sends {
         reserve_slot(tables, body.context, index)?
@@ -258,6 +253,13 @@ fn insert(
             Err(error)
         }
     }
+}
+
+/// The worker of the next queue, and its index. (The next one comes when the queue is made.)
+pub(super) fn next_worker(rnic: &Rnic) -> Result<(u16, Arc<Worker>), Error> {
+    let index = rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16);
+    let worker = rnic.workers.get(usize::from(index)).ok_or(Error::Invalid)?;
+    Ok((index, worker.clone()))
 }
 
 /// Reserves a slot in the doorbell block of worker `index`.

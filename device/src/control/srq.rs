@@ -10,7 +10,7 @@ use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::{recv_stride, SrqRecord, MAX_SGE};
 use virtio_rdma_spec::PAGE_SIZE;
 
-use super::queue_pair::{check_queue, fill_slot, release_slot, reserve_slot};
+use super::queue_pair::{check_queue, fill_slot, next_worker, release_slot, reserve_slot};
 use super::{encode, handle_response, needs, resolve_ring, zero};
 use crate::rnic::Rnic;
 use crate::verbs::srq::{Parts, Srq, Xrc};
@@ -62,12 +62,7 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateSrq) -> Result<Vec<u8>, Erro
     } else {
         None
     };
-    let index = rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16);
-    let worker = rnic
-        .workers
-        .get(usize::from(index))
-        .ok_or(Error::Invalid)?
-        .clone();
+    let (index, worker) = next_worker(rnic)?;
     let slot = reserve_slot(tables, body.context, index)?;
     let inserted = tables.adopt(pages).and_then(|buffer| {
         let footprint = buffer.footprint();

@@ -2,7 +2,7 @@
 //! The consumer's side of a work queue in guest memory.
 use std::sync::atomic::Ordering;
 
-use virtio_rdma_spec::ring::{Sge, PHASE};
+use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
 
 use crate::memory::Pages;
 use crate::verbs::Error;
@@ -84,6 +84,30 @@ impl WorkQueue {
             high.copy_from_slice(&self.word(buffer, at + 8));
             sges.push(Sge::from_bytes(&bytes));
         }
+    }
+
+    /// Takes the current entry of a receive queue, whose first 8 bytes are `head`: its id, and whether it is a receive of
+    /// at most `max_sge` entries, which go to `sges` then.
+    pub fn take_receive(
+        &mut self,
+        buffer: &Pages,
+        head: [u8; 8],
+        max_sge: usize,
+        sges: &mut Vec<Sge>,
+    ) -> (u64, bool) {
+        let mut bytes = [0; RecvWqe::SIZE];
+        let (low, high) = bytes.split_at_mut(8);
+        low.copy_from_slice(&head);
+        high.copy_from_slice(&self.word(buffer, 8));
+        let wqe = RecvWqe::from_bytes(&bytes);
+        let count = usize::from(wqe.count);
+        let good =
+            count <= max_sge && wqe.flags & !PHASE == 0 && wqe.reserved0 == 0 && wqe.reserved1 == 0;
+        if good {
+            self.read_sges(buffer, RECV_DATA_OFFSET, count, sges);
+        }
+        self.advance();
+        (wqe.wr_id, good)
     }
 
     /// Goes to the next entry.

@@ -19,7 +19,7 @@ use super::cursor::{check, Cursor, From};
 use super::message::{Answer, Datagram, Message};
 use super::operation::{completion_opcode, Kind, Operation};
 use super::queue::WorkQueue;
-use super::responder::Payload;
+use super::responder::{Payload, Slice};
 use super::{complete, raise, BURST, SLICE};
 use crate::fabric::local::{self, Fanout, Route};
 use crate::memory::Pages;
@@ -580,15 +580,13 @@ impl Requester {
             _ if active.kind == Kind::Read => Payload::Into(sink()),
             _ => Payload::From(self.source(tables, qp, active)),
         };
-        peer.deliver(
-            tables,
-            qp,
-            self.dest_qp,
-            &active.message,
-            active.done,
+        let slice = Slice {
+            message: &active.message,
+            offset: active.done,
             len,
             payload,
-        )
+        };
+        peer.deliver(tables, qp, self.dest_qp, slice)
     }
 
     /// Carries out a work request that is no message.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::event::event_type;
-use virtio_rdma_spec::ring::{Cqe, RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
+use virtio_rdma_spec::ring::{Cqe, Sge};
 use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
 };
@@ -215,27 +215,22 @@ impl Responder {
         self.remote_qp == qp && gids.contains(&Some(self.remote_gid))
     }
 
-    /// Takes a slice of a message: `len` bytes at `offset`, from `payload` (or, for RDMA READ, into it). `sender` is the
-    /// requester, for a wake-up.
-    #[allow(clippy::too_many_arguments)]
+    /// Takes a slice of a message. `sender` is the requester, for a wake-up.
     pub(crate) fn receive(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
         sender: &Arc<Qp>,
-        message: &Message,
-        offset: u64,
-        len: u64,
-        payload: Payload<'_>,
+        slice: Slice<'_>,
     ) -> Answer {
-        let first = offset == 0;
+        let first = slice.offset == 0;
         let establishes = first && !self.communication_established && qp.state() == qp_state::RTR;
         // A UC message that is dropped was never there.
         let acknowledged = qp.qp_type != qp_type::UC;
         if establishes && acknowledged {
             self.establish(tables, qp);
         }
-        let answer = self.take_slice(tables, qp, sender, message, offset, len, payload);
+        let answer = self.take_slice(tables, qp, sender, slice);
         if establishes && !acknowledged && matches!(answer, Answer::Progress | Answer::Done) {
             self.establish(tables, qp);
         }
@@ -247,17 +242,19 @@ impl Responder {
         raise(tables, event_type::COMM_EST, qp.number, 0);
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn take_slice(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
         sender: &Arc<Qp>,
-        message: &Message,
-        offset: u64,
-        len: u64,
-        payload: Payload<'_>,
+        slice: Slice<'_>,
     ) -> Answer {
+        let Slice {
+            message,
+            offset,
+            len,
+            payload,
+        } = slice;
         let first = offset == 0;
         let last = offset + len >= message.length;
         // An XRC message names the shared receive queue, whose protection domain counts.
@@ -546,26 +543,15 @@ impl Responder {
             }
             return Err(Answer::NotReady(self.rnr_timer));
         };
-        let mut bytes = [0; RecvWqe::SIZE];
-        let (low, high) = bytes.split_at_mut(8);
-        low.copy_from_slice(&head);
-        high.copy_from_slice(&self.queue.word(&self.buffer, 8));
-        let wqe = RecvWqe::from_bytes(&bytes);
+        let index = self.queue.index();
+        let (wr_id, good) =
+            self.queue
+                .take_receive(&self.buffer, head, self.max_sge, &mut self.sges);
         self.inbound = Some(Inbound {
-            wr_id: wqe.wr_id,
-            index: self.queue.index(),
+            wr_id,
+            index,
             srq: None,
         });
-        let count = usize::from(wqe.count);
-        let good = count <= self.max_sge
-            && wqe.flags & !PHASE == 0
-            && wqe.reserved0 == 0
-            && wqe.reserved1 == 0;
-        if good {
-            self.queue
-                .read_sges(&self.buffer, RECV_DATA_OFFSET, count, &mut self.sges);
-        }
-        self.queue.advance();
         if good {
             return Ok(());
         }
@@ -710,6 +696,17 @@ fn push(
             qp.fail();
         }
     }
+}
+
+/// A slice of a message.
+#[derive(Debug)]
+pub(crate) struct Slice<'a> {
+    pub message: &'a Message,
+    /// Where in the message it is.
+    pub offset: u64,
+    /// Its length, bytes.
+    pub len: u64,
+    pub payload: Payload<'a>,
 }
 
 /// Where a slice's payload comes from, or goes to.

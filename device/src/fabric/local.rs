@@ -9,7 +9,7 @@ use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::cursor::From;
 use crate::engine::message::{Answer, Datagram, Message};
-use crate::engine::responder::Payload;
+use crate::engine::responder::Slice;
 use crate::rnic::{Rnic, GSI_QPN};
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
@@ -163,16 +163,12 @@ pub(crate) fn with_peer<R>(
 
 impl Peer<'_> {
     /// Hands a slice of a message to the responder of queue pair `dest_qp`.
-    #[allow(clippy::too_many_arguments)]
     pub(crate) fn deliver(
         &self,
         own: &Tables,
         sender: &Arc<Qp>,
         dest_qp: u32,
-        message: &Message,
-        offset: u64,
-        len: u64,
-        payload: Payload<'_>,
+        slice: Slice<'_>,
     ) -> Answer {
         let tables = match self {
             Self::Here(_, tables) => tables,
@@ -191,7 +187,7 @@ impl Peer<'_> {
         if qp.qp_type != kind || !listens(qp) || !responder.connected_to(sender.number, &own.gids) {
             return Answer::NoAnswer;
         }
-        responder.receive(tables, qp, sender, message, offset, len, payload)
+        responder.receive(tables, qp, sender, slice)
     }
 
     /// Hands a datagram to its queue pair. Only a peer that is busy for a moment is worth another try.

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{fence, AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
+use virtio_rdma_spec::ring::{Sge, PHASE};
 use virtio_rdma_spec::verbs::vendor_err;
 
 use super::cq::Cq;
@@ -208,22 +208,9 @@ impl Srq {
                 }
             }
         };
-        let mut bytes = [0; RecvWqe::SIZE];
-        let (low, high) = bytes.split_at_mut(8);
-        low.copy_from_slice(&head);
-        high.copy_from_slice(&inner.queue.word(&inner.buffer, 8));
-        let wqe = RecvWqe::from_bytes(&bytes);
-        let count = usize::from(wqe.count);
-        let good = count <= self.max_sge
-            && wqe.flags & !PHASE == 0
-            && wqe.reserved0 == 0
-            && wqe.reserved1 == 0;
-        if good {
-            inner
-                .queue
-                .read_sges(&inner.buffer, RECV_DATA_OFFSET, count, sges);
-        }
-        inner.queue.advance();
+        let (wr_id, good) = inner
+            .queue
+            .take_receive(&inner.buffer, head, self.max_sge, sges);
         inner.store_consumed();
         let consumed = inner.queue.position;
         let mut limit_reached = false;
@@ -238,7 +225,7 @@ impl Srq {
             }
         }
         Some(Taken {
-            wr_id: wqe.wr_id,
+            wr_id,
             limit_reached,
             bad: (!good).then_some(vendor_err::BAD_RECEIVE),
         })

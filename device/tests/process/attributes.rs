@@ -10,8 +10,8 @@ use vhost_device_rdma_bare::spec::verbs::{qp_state, wc_status, wr_opcode, MASK_2
 use vhost_device_rdma_bare::{Connection, Qp, QpOptions, PAGE};
 
 use crate::common::{
-    assert_status, assert_success, caps, counts, process, vm, Side, SideOptions, Two, ALL, NOTHING,
-    TIMEOUT,
+    assert_event, assert_reaches, assert_status, assert_success, counts, overflown, process, vm,
+    Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
 };
 
 // D-CFG-001, D-CFG-003, D-VQ-001.
@@ -229,29 +229,13 @@ fn a_region_goes_while_it_is_written() {
 #[test]
 fn a_completion_queue_in_error_takes_new_queue_pairs_to_error() {
     let two = Two::new();
-    let options = SideOptions {
-        qp: QpOptions {
-            caps: caps(64, 1, 0),
-            ..QpOptions::default()
-        },
-        cqe: 16,
-        ..SideOptions::default()
-    };
-    let pair = two.pair_with(&options, |_| ());
+    let pair = overflown(&two);
     let (a, b) = (&pair.a, &pair.b);
-    for i in 0..32 {
-        a.qp.write(i, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
-            .unwrap();
-    }
-    let event = two.a.wait_async_event(TIMEOUT).unwrap().expect("CQ_ERR");
-    assert_eq!(event.event_type, event_type::CQ_ERR);
-    let qp = Qp::new(&a.context, &a.pd, &a.send_cq, &a.recv_cq, &options.qp).unwrap();
+    assert_event(&two.a, event_type::CQ_ERR, a.send_cq.number());
+    let options = QpOptions::default();
+    let qp = Qp::new(&a.context, &a.pd, &a.send_cq, &a.recv_cq, &options).unwrap();
     assert_eq!(qp.state().unwrap(), qp_state::RESET);
     // It may be refused, or be in error afterwards.
     let _ = qp.modify(Connection::to(&b.qp).init());
-    let deadline = std::time::Instant::now() + TIMEOUT;
-    while qp.state().unwrap() != qp_state::ERR {
-        assert!(std::time::Instant::now() < deadline, "not in error");
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
+    assert_reaches(&qp, qp_state::ERR);
 }

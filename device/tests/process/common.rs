@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What the tests have in common: a process, its VMs, connected queue pairs.
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use vhost_device_rdma_bare::core::buffer::QpCaps;
 use vhost_device_rdma_bare::spec::command::status;
 use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::spec::event::event_type;
-use vhost_device_rdma_bare::spec::ring::Cqe;
+use vhost_device_rdma_bare::spec::ring::{Cqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{access, qp_state, wc_status};
 use vhost_device_rdma_bare::{
     Connection, Context, Cq, DeviceProcess, Error, Mr, Pd, ProcessOptions, Qp, QpOptions, Uses, Vm,
@@ -219,6 +220,14 @@ impl Two {
         Pair::new(&self.a, &self.b)
     }
 
+    /// Whatever was done to the process, it is there, and nothing in it panicked.
+    #[track_caller]
+    pub fn assert_unharmed(&mut self) {
+        assert!(self.process.is_alive());
+        let log = self.process.log();
+        assert!(!log.contains("panic"), "{log}");
+    }
+
     /// A pair connected as told.
     pub fn pair_with(&self, options: &SideOptions, change: impl Fn(&mut Connection)) -> Pair {
         Pair::connect(&self.a, &self.b, options, change)
@@ -264,6 +273,55 @@ pub fn assert_status(cqe: &Cqe, status: u8) {
         "vendor_err {} in {cqe:?}",
         cqe.vendor_err
     );
+}
+
+/// A message gets through, and both sides are as they were.
+#[track_caller]
+pub fn assert_works(pair: &Pair) {
+    let (a, b) = (&pair.a, &pair.b);
+    assert_eq!(a.qp.state().unwrap(), qp_state::RTS);
+    assert_eq!(b.qp.state().unwrap(), qp_state::RTS);
+    b.qp.post_recv(500, &[b.mr.sge(0, 64)]).unwrap();
+    a.qp.send(501, &[a.mr.sge(0, 64)]).unwrap();
+    assert_success(&a.sent());
+    assert_success(&b.received());
+}
+
+/// A pair whose first side has written more often than its completion queue has entries.
+pub fn overflown(two: &Two) -> Pair {
+    let options = SideOptions {
+        qp: QpOptions {
+            caps: caps(64, 1, 0),
+            ..QpOptions::default()
+        },
+        cqe: 16,
+        ..SideOptions::default()
+    };
+    let pair = two.pair_with(&options, |_| ());
+    let (a, b) = (&pair.a, &pair.b);
+    for i in 0..32 {
+        a.qp.write(i, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+            .unwrap();
+    }
+    pair
+}
+
+/// Puts an entry, whatever it is, and scatter/gather entries behind it into the buffer of a queue pair; what makes it valid
+/// comes last.
+pub fn put_entry(qp: &Qp, at: usize, entry: &[u8], sges: &[(u64, u32, u32)]) {
+    let memory = qp.memory();
+    let (head, rest) = entry.split_at(8);
+    memory.write(at + 8, rest);
+    for (i, (addr, length, lkey)) in sges.iter().enumerate() {
+        let sge = Sge {
+            addr: *addr,
+            length: *length,
+            lkey: *lkey,
+        };
+        memory.write(at + entry.len() + Sge::SIZE * i, &sge.to_bytes());
+    }
+    let head = u64::from_ne_bytes(head.try_into().unwrap());
+    memory.u64(at).store(head, Ordering::Release);
 }
 
 /// The device refused with this status.

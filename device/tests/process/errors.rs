@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{access, qp_state, vendor_err, wc_status, wr_opcode};
-use vhost_device_rdma_bare::{Cq, Pd, QpOptions, Vm, RECV_FLAG};
+use vhost_device_rdma_bare::{Cq, Pd, QpOptions, RECV_FLAG};
 
 use crate::common::{
-    assert_status, assert_success, caps, Pair, Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
+    assert_event, assert_no_event, assert_reaches, assert_status, assert_success, assert_works,
+    caps, overflown, Pair, Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
 };
 
 fn write(remote_addr: u64, rkey: u32) -> SendWqe {
@@ -56,34 +57,6 @@ fn assert_in_error(side: &Side) {
     assert_status(&flushed, wc_status::WR_FLUSH_ERR);
     assert_eq!(flushed.wr_id, 78);
     assert_eq!(flushed.opcode & RECV_FLAG, RECV_FLAG);
-}
-
-#[track_caller]
-fn assert_works(pair: &Pair) {
-    let (a, b) = (&pair.a, &pair.b);
-    assert_eq!(a.qp.state().unwrap(), qp_state::RTS);
-    assert_eq!(b.qp.state().unwrap(), qp_state::RTS);
-    b.qp.post_recv(500, &[b.mr.sge(0, 64)]).unwrap();
-    a.qp.send(501, &[a.mr.sge(0, 64)]).unwrap();
-    assert_success(&a.sent());
-    assert_success(&b.received());
-}
-
-#[track_caller]
-fn async_event(vm: &Vm, event: u16, number: u32) {
-    let got = vm
-        .wait_async_event(TIMEOUT)
-        .unwrap()
-        .expect("an asynchronous event");
-    assert_eq!(
-        (event_type::name(got.event_type), got.number),
-        (event_type::name(event), number)
-    );
-}
-
-#[track_caller]
-fn no_async_event(vm: &Vm) {
-    assert_eq!(vm.wait_async_event(NOTHING).unwrap(), None);
 }
 
 /// Posts `wqe` at side a; expects that the device refuses it there, and that the peer notices nothing.
@@ -350,8 +323,8 @@ fn refused_remotely(
         vendor_err::name(reason)
     );
     match event {
-        Some(event) => async_event(&two.b, event, b.qp.number()),
-        None => no_async_event(&two.b),
+        Some(event) => assert_event(&two.b, event, b.qp.number()),
+        None => assert_no_event(&two.b),
     }
     assert_in_error(a);
     assert_in_error(b);
@@ -787,26 +760,10 @@ fn unsignaled_sends_are_told_of_when_they_fail() {
 #[test]
 fn a_completion_queue_that_overflows_is_in_error_with_its_queue_pairs() {
     let two = Two::new();
-    let options = SideOptions {
-        qp: QpOptions {
-            caps: caps(64, 1, 0),
-            ..QpOptions::default()
-        },
-        cqe: 16,
-        ..SideOptions::default()
-    };
-    let pair = two.pair_with(&options, |_| ());
-    let (a, b) = (&pair.a, &pair.b);
-    for i in 0..32 {
-        a.qp.write(i, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
-            .unwrap();
-    }
-    async_event(&two.a, event_type::CQ_ERR, a.send_cq.number());
-    let deadline = Instant::now() + TIMEOUT;
-    while a.qp.state().unwrap() != qp_state::ERR {
-        assert!(Instant::now() < deadline, "the queue pair is not in error");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    let pair = overflown(&two);
+    let a = &pair.a;
+    assert_event(&two.a, event_type::CQ_ERR, a.send_cq.number());
+    assert_reaches(&a.qp, qp_state::ERR);
     // What is in the queue is right, and no more comes.
     for i in 0..16 {
         let cqe = a.sent();

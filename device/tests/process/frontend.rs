@@ -69,12 +69,7 @@ fn random_messages_end_their_connection_at_most() {
         Ok(())
     });
     result.unwrap();
-    assert!(two.process.is_alive());
-    assert!(
-        !two.process.log().contains("panic"),
-        "{}",
-        two.process.log()
-    );
+    two.assert_unharmed();
     assert_served(&two.a);
     two.b = vm(&path);
     assert_served(&two.b);

@@ -12,8 +12,8 @@ use vhost_device_rdma_bare::spec::verbs::{
 use vhost_device_rdma_bare::{Connection, QpOptions};
 
 use crate::common::{
-    assert_event, assert_no_event, assert_reaches, assert_status, assert_success, pattern, Pair,
-    Side, SideOptions, Two, NOTHING, TIMEOUT,
+    assert_event, assert_no_event, assert_reaches, assert_status, assert_success, pattern,
+    put_entry, Pair, Side, SideOptions, Two, NOTHING, TIMEOUT,
 };
 
 fn options() -> SideOptions {
@@ -451,21 +451,7 @@ fn random_entries_do_no_harm() {
                 rkey: *rkey,
                 ..SendWqe::default()
             };
-            let bytes = wqe.to_bytes();
-            let memory = a.qp.memory();
-            memory.write(at + 8, &bytes[8..]);
-            for (j, (addr, length, lkey)) in sges.iter().enumerate() {
-                let sge = Sge {
-                    addr: *addr,
-                    length: *length,
-                    lkey: *lkey,
-                };
-                memory.write(at + 48 + 16 * j, &sge.to_bytes());
-            }
-            memory.u64(at).store(
-                u64::from_le_bytes(bytes[..8].try_into().unwrap()).to_le(),
-                std::sync::atomic::Ordering::Release,
-            );
+            put_entry(&a.qp, at, &wqe.to_bytes(), sges);
         }
         a.qp.ring().unwrap();
         for _ in &entries {
@@ -478,10 +464,5 @@ fn random_entries_do_no_harm() {
     });
     result.unwrap();
     assert_gets_through(&witness);
-    assert!(two.process.is_alive());
-    assert!(
-        !two.process.log().contains("panic"),
-        "{}",
-        two.process.log()
-    );
+    two.assert_unharmed();
 }
