@@ -253,7 +253,7 @@ impl Keys {
     ///
     /// # Errors
     /// The reason, where not.
-    #[inline]
+    #[inline(always)]
     pub fn grant(
         &self,
         key: u32,
@@ -262,15 +262,29 @@ impl Keys {
         addr: u64,
         len: u64,
     ) -> Result<Grant<'_>, KeyError> {
+        // Every message comes here, and seldom for anything else than a region.
+        if let Some(Key::Region(mr)) = self.slab.get(key >> 8) {
+            mr.check(key, accessor.pd, access, addr, len)?;
+            return Ok(Grant {
+                to: To::Region(mr),
+                shift: 0,
+                _window: None,
+            });
+        }
+        self.grant_other(key, accessor, access, addr, len)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn grant_other(
+        &self,
+        key: u32,
+        accessor: Accessor,
+        access: u32,
+        addr: u64,
+        len: u64,
+    ) -> Result<Grant<'_>, KeyError> {
         match self.slab.get(key >> 8) {
-            Some(Key::Region(mr)) => {
-                mr.check(key, accessor.pd, access, addr, len)?;
-                Ok(Grant {
-                    to: To::Region(mr),
-                    shift: 0,
-                    _window: None,
-                })
-            }
             Some(Key::Window(mw)) => {
                 self.grant_window(mw, key, accessor, access, Some((addr, len)))
             }
@@ -284,7 +298,7 @@ impl Keys {
                 shift: 0,
                 _window: None,
             }),
-            None => Err(KeyError(vendor_err::KEY_UNKNOWN)),
+            _ => Err(KeyError(vendor_err::KEY_UNKNOWN)),
         }
     }
 
@@ -302,8 +316,6 @@ impl Keys {
         }
     }
 
-    #[cold]
-    #[inline(never)]
     fn grant_window<'a>(
         &'a self,
         mw: &'a Mw,
