@@ -50,6 +50,8 @@ pub struct Responder {
     max_sge: usize,
     /// Scatter list of the receive work request in use; its capacity was reserved at creation.
     sges: Vec<Sge>,
+    /// The part of them that the message in progress goes to. What it does not reach need not be accessible.
+    reached: Vec<Sge>,
     inbound: Option<Inbound>,
     /// The sender that waits for a receive work request.
     waiter: Option<Weak<Qp>>,
@@ -78,6 +80,7 @@ impl Responder {
             srq,
             max_sge,
             sges: Vec::with_capacity(max_sge),
+            reached: Vec::with_capacity(max_sge),
             inbound: None,
             waiter: None,
             communication_established: false,
@@ -293,8 +296,13 @@ impl Responder {
                 if let Err(answer) = self.take_receive(&at, first, message, 0) {
                     return answer;
                 }
-                let mut to =
-                    Cursor::new(tables, &self.sges, at.local(), access::LOCAL_WRITE, offset);
+                let mut to = Cursor::new(
+                    tables,
+                    &self.reached,
+                    at.local(),
+                    access::LOCAL_WRITE,
+                    offset,
+                );
                 let moved = transfer(&mut to, &mut source, len, last);
                 drop(to);
                 match moved {
@@ -396,7 +404,7 @@ impl Responder {
         }
         let grh = datagram.grh(message.length);
         let header = &mut From::Bytes(&grh);
-        let to = |skip| Cursor::new(tables, &self.sges, at.local(), access::LOCAL_WRITE, skip);
+        let to = |skip| Cursor::new(tables, &self.reached, at.local(), access::LOCAL_WRITE, skip);
         let placed = transfer(&mut to(0), header, GRH as u64, false)
             .and_then(|()| transfer(&mut to(GRH as u64), &mut source, message.length, true));
         match placed {
@@ -474,8 +482,7 @@ impl Responder {
             return Ok(());
         }
         let datagram = header != 0;
-        let room: u64 = self.sges.iter().map(|sge| u64::from(sge.length)).sum();
-        if room < message.length + header {
+        if !self.reach(message.length + header) {
             if datagram {
                 // It stays claimed for the next datagram.
                 return Err(Answer::NoAnswer);
@@ -483,7 +490,7 @@ impl Responder {
             let (status, reason) = (wc_status::LOC_LEN_ERR, vendor_err::RECV_TOO_SHORT);
             return Err(self.bad_receive(at, status, reason, wc_status::REM_INV_REQ_ERR));
         }
-        if let Err(key) = check(at.tables, &self.sges, at.local(), access::LOCAL_WRITE) {
+        if let Err(key) = check(at.tables, &self.reached, at.local(), access::LOCAL_WRITE) {
             return Err(self.bad_receive(
                 at,
                 wc_status::LOC_PROT_ERR,
@@ -492,6 +499,21 @@ impl Responder {
             ));
         }
         Ok(())
+    }
+
+    /// Finds the part of the receive that its first `length` bytes are in. Returns whether there is as much.
+    fn reach(&mut self, length: u64) -> bool {
+        let mut left = length;
+        self.reached.clear();
+        for sge in &self.sges {
+            let part = u32::try_from(left).map_or(sge.length, |left| left.min(sge.length));
+            self.reached.push(Sge {
+                length: part,
+                ..*sge
+            });
+            left -= u64::from(part);
+        }
+        left == 0
     }
 
     /// Consumes a receive work request.

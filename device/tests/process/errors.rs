@@ -531,6 +531,30 @@ fn nobody_answers(a: &Side, retry_cnt: u32, timeout: u32) {
     assert_in_error(a);
 }
 
+#[test]
+fn a_receive_need_not_be_accessible_where_the_message_does_not_reach() {
+    let two = Two::new();
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    let end = b.mr.length - 100;
+    let unknown = Sge {
+        lkey: b.mr.lkey ^ 1,
+        ..b.mr.sge(0, 64)
+    };
+    a.mr.write(0, &[7; 101]);
+    b.qp.post_recv(1, &[b.mr.sge(end, 4096), unknown]).unwrap();
+    a.qp.send(1, &[a.mr.sge(0, 100)]).unwrap();
+    assert_success(&a.sent());
+    assert_eq!(b.received().byte_len, 100);
+    assert_eq!(b.mr.read(end as usize, 100), [7; 100]);
+    b.qp.post_recv(2, &[b.mr.sge(end, 4096), unknown]).unwrap();
+    a.qp.send(2, &[a.mr.sge(0, 101)]).unwrap();
+    assert_status(&a.sent(), wc_status::REM_OP_ERR);
+    let received = b.received();
+    assert_status(&received, wc_status::LOC_PROT_ERR);
+    assert_eq!(received.vendor_err, vendor_err::KEY_RANGE);
+}
+
 // D-RTY-001.
 #[test]
 fn nobody_answers_for_a_queue_pair_that_is_not_there_or_not_ours() {

@@ -337,13 +337,13 @@ fn posting_wakes_who_waits() {
 #[test]
 fn a_bad_receive_is_told_in_the_completion_queue_of_its_queue() {
     let two = Two::with_all_types();
-    for (length, remote, local) in [
-        (7u32, wc_status::REM_INV_REQ_ERR, wc_status::LOC_LEN_ERR),
-        (u32::MAX, wc_status::REM_OP_ERR, wc_status::LOC_PROT_ERR),
+    for (from_end, length, remote, local) in [
+        (64, 7, wc_status::REM_INV_REQ_ERR, wc_status::LOC_LEN_ERR),
+        (7, 8, wc_status::REM_OP_ERR, wc_status::LOC_PROT_ERR),
     ] {
         let xrc = Xrc::new(&two);
         let server = Server::new(&two.b, &xrc.domain);
-        let sge = server.mr.sge(0, length);
+        let sge = server.mr.sge(server.mr.length - from_end, length);
         server.srq.post_recv(1, &[sge]).unwrap();
         server.post(2);
         let a = &xrc.a;
