@@ -246,7 +246,9 @@ impl Table {
     /// Reads what a tool wrote.
     pub fn parse(text: &str) -> Result<Self> {
         let rows = text.lines().filter_map(|line| {
-            let numbers = line
+            // What perftest thinks of the machine's clock comes behind a row, on the same line.
+            let row = line.split("Correlation coefficient").next()?;
+            let numbers = row
                 .split_ascii_whitespace()
                 .map(|word| word.parse().ok())
                 .collect::<Option<Vec<f64>>>()?;
@@ -338,6 +340,15 @@ mod tests {
                 .average(2)
                 .expect("a row"),
             9.02
+        );
+        let complaint =
+            "8192 100 13394.05 5892.54 0.754245Correlation coefficient r^2: 0.874897 < 0.9\n";
+        assert_eq!(
+            Table::parse(complaint)
+                .expect("a table")
+                .bandwidth(8192)
+                .expect("a row"),
+            5892.54
         );
         assert!(Table::parse("nothing\n").is_err());
     }
