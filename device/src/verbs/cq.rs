@@ -131,7 +131,7 @@ pub enum Pushed {
     Quiet,
     /// Written, and the queue was armed: it wants an event.
     Event,
-    /// Written, and the event that it wants is held back from now on: [`Cq::hold`].
+    /// Written, and the event that it wants is held back from now on: see `Cq::hold`.
     Held,
     /// There was no room, or its memory is gone: it is in error now, for this reason (`vendor_err`).
     Error(u8),
