@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The benchmark: how fast the device is, beside what it competes with, measured in the same run.
+//!
+//! What is measured becomes [`Figure`]s. Each part of the benchmark leaves its figures in a file of the same format
+//! ([`Measurements`]): the native part in `bench-native.json`, the part between VMs in `bench-vm.json`, both in
+//! `target/reports/`.
+#![forbid(unsafe_code)]
+
+pub mod figure;
+
+pub use figure::{Better, Figure, Measurements, Part, Peer, Target};
