@@ -4,8 +4,8 @@
 # root.sh IMAGE MIRROR SUITE
 #
 # Makes IMAGE, the ext4 root file system of all guests of a Debian suite (trixie, sid): rdma-core, its tools, perftest
-# and pyverbs, and the few scripts of guest/. No kernel and no modules (see kernel.sh), nothing of this project's RDMA
-# stack (that comes through a share at boot). It is mounted read-only, so all VMs share it.
+# and pyverbs, iperf3 to measure TCP with, and the few scripts of guest/. No kernel and no modules (see kernel.sh),
+# nothing of this project's RDMA stack (that comes through a share at boot). It is mounted read-only, so all VMs share it.
 # A mirror may stand still for longer than a Release file is valid: its signature is what counts.
 # Needs root, mmdebstrap and mke2fs.
 set -euo pipefail
@@ -22,7 +22,7 @@ mmdebstrap --quiet --mode=root --variant=apt --components=main \
     --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/share/doc/*' \
     --dpkgopt='path-include=/usr/share/doc/rdma-core' --dpkgopt='path-include=/usr/share/doc/rdma-core/*' \
-    --include=rdma-core,ibverbs-utils,ibverbs-providers,rdmacm-utils,perftest,python3-pyverbs,iproute2,iputils-ping,kmod,mount,pciutils,strace,procps,busybox-static \
+    --include=rdma-core,ibverbs-utils,ibverbs-providers,rdmacm-utils,perftest,iperf3,python3-pyverbs,iproute2,iputils-ping,kmod,mount,pciutils,strace,procps,busybox-static \
     "$suite" "$tree" "${sources[@]}"
 
 rm -rf "$tree"/var/cache/* "$tree"/var/lib/apt/lists "$tree"/boot "$tree"/usr/share/info

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use serde::Serialize;
 use serde_json::{Map, Value};
+use virtio_rdma_bench::Figure;
 
 use crate::shell;
 
@@ -102,6 +103,8 @@ pub struct Report {
     pub figures: Map<String, Value>,
     /// Its table.
     pub table: Table,
+    /// Figures of the benchmark. With them the JSON file is also one of the benchmark's.
+    pub measured: Vec<Figure>,
 }
 
 impl Report {
@@ -149,6 +152,10 @@ impl Report {
         for (key, value) in &self.figures {
             object.entry(key.clone()).or_insert_with(|| value.clone());
         }
+        if !self.measured.is_empty() {
+            let measured = serde_json::to_value(&self.measured);
+            object.insert("figures".to_owned(), measured.unwrap_or_default());
+        }
         if !self.table.rows.is_empty() {
             object.insert("table".to_owned(), self.table.json());
         }
@@ -172,6 +179,9 @@ impl Report {
         }
         if !self.table.rows.is_empty() {
             let _ = write!(text, "\n{}", self.table.markdown());
+        }
+        if !self.measured.is_empty() {
+            text += &measured(&self.measured);
         }
         for case in self
             .cases
@@ -208,6 +218,39 @@ impl Report {
         fs::write(&path, self.markdown())?;
         Ok(path)
     }
+}
+
+/// Figures of the benchmark as a table.
+fn measured(figures: &[Figure]) -> String {
+    let mut text = "\n| | at | value | unit | peer | its value | ratio | target |\n|---|---:|---:|---|---|---:|---:|---|\n".to_owned();
+    for figure in figures {
+        let shown = |number: Option<f64>| {
+            number
+                .map(|number| format!("{number:.3}"))
+                .unwrap_or_default()
+        };
+        let (peer, theirs) = match &figure.peer {
+            Some(peer) => (peer.name.as_str(), Some(peer.value)),
+            None => ("", None),
+        };
+        let target = match figure.met {
+            Some(true) => "met",
+            Some(false) => "MISSED",
+            None => "",
+        };
+        let _ = writeln!(
+            text,
+            "| {}: {} | {} | {:.3} | {} | {peer} | {} | {} | {target} |",
+            figure.section,
+            figure.name,
+            figure.x.map(|x| x.to_string()).unwrap_or_default(),
+            figure.value,
+            figure.unit,
+            shown(theirs),
+            shown(figure.ratio),
+        );
+    }
+    text
 }
 
 /// Where reports go.

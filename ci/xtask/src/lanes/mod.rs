@@ -4,6 +4,7 @@
 //! After a case the framework looks for what no case may leave behind: a device that ended, or a new warning or oops in a guest's
 //! kernel log. After a case that failed it puts the bed back into order, so that the next case has a fair start.
 
+pub mod bench;
 mod boot;
 mod perftest;
 mod scale;
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
 use serde_json::Value;
+use virtio_rdma_bench::Figure;
 
 use crate::artifacts::{self, Everything, Images};
 use crate::images::Kernel;
@@ -76,6 +78,7 @@ pub fn all() -> Vec<Lane> {
         scale::lane(),
         stock::lane(),
         perftest::lane(),
+        bench::lane(),
     ]
 }
 
@@ -105,6 +108,7 @@ pub struct Ground<'a> {
     figures: Vec<(String, Value)>,
     sub_cases: Vec<CaseReport>,
     table: report::Table,
+    measured: Vec<Figure>,
     port: u16,
 }
 
@@ -133,6 +137,11 @@ impl Ground<'_> {
     pub fn figure(&mut self, name: &str, value: impl Into<Value>) {
         self.figures
             .push((format!("{}_{name}", self.kernel), value.into()));
+    }
+
+    /// Puts a figure of the benchmark into the report.
+    pub fn measured(&mut self, figure: Figure) {
+        self.measured.push(figure);
     }
 
     /// Puts a case that this case consists of into the report.
@@ -351,6 +360,7 @@ fn run_on(
         figures: Vec::new(),
         sub_cases: Vec::new(),
         table: std::mem::take(&mut lane_report.table),
+        measured: Vec::new(),
         port: 18600,
     };
     ground.figure(
@@ -393,6 +403,7 @@ fn run_on(
         .figures
         .extend(std::mem::take(&mut ground.figures));
     lane_report.table = std::mem::take(&mut ground.table);
+    lane_report.measured.append(&mut ground.measured);
     Ok(())
 }
 

@@ -282,6 +282,11 @@ impl Table {
         self.column(size, 3)
     }
 
+    /// Messages per µs at a size (of a `_bw` tool).
+    pub fn rate(&self, size: u64) -> Result<f64> {
+        self.column(size, 2)
+    }
+
     fn column(&self, size: u64, column: usize) -> Result<f64> {
         let row = self
             .rows
@@ -326,6 +331,7 @@ mod tests {
         let table = Table::parse(bandwidth).expect("a table");
         assert_eq!(table.sizes(), [65536]);
         assert_eq!(table.bandwidth(65536).expect("a row"), 1234.5);
+        assert_eq!(table.rate(65536).expect("a row"), 0.019);
         let latency = " 2       100          8.07           25.82        8.47     \t       9.02        \t2.01   \t\t25.82\n";
         assert_eq!(
             Table::parse(latency)

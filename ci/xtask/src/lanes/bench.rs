@@ -1,0 +1,427 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Lane `bench-vm`: how our device compares with what two VMs have today, Soft-RoCE (rxe) and TCP on virtio-net.
+//!
+//! All three are in the same two guests and take turns: each round measures all of them, so that a machine that is slower for a
+//! while is slower for all. The figures are the medians of the rounds, and each has its target as a case.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+use virtio_rdma_bench::{Better, Figure, Part, Target};
+
+use super::tools::Table;
+use super::{Case, Ground, Lane};
+use crate::images::Kernel;
+use crate::report::{CaseReport, Outcome};
+
+/// How often everything is measured.
+const ROUNDS: usize = 5;
+
+/// How long one run of a tool may take on a busy machine without KVM.
+const LONG: Duration = Duration::from_secs(120);
+
+/// The lane.
+pub fn lane() -> Lane {
+    Lane {
+        name: "bench-vm",
+        about:
+            "latency, bandwidth and message rate between two VMs beside rxe and TCP in the same VMs",
+        with_device: true,
+        vms: 2,
+        memory: 1024,
+        runs: || vec![(Kernel::Trixie, CASES.to_vec())],
+    }
+}
+
+const CASES: &[Case] = &[
+    Case {
+        name: "rxe and jumbo frames",
+        run: set_up,
+    },
+    Case {
+        name: "rounds",
+        run: rounds,
+    },
+    Case {
+        name: "curves",
+        run: curves,
+    },
+];
+
+/// An RDMA device of the guests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Device {
+    Ours,
+    Rxe,
+}
+
+impl Device {
+    const BOTH: [Device; 2] = [Device::Ours, Device::Rxe];
+
+    /// Its name in the guests.
+    fn name(self) -> &'static str {
+        match self {
+            Device::Ours => "vrdma0",
+            Device::Rxe => "rxe0",
+        }
+    }
+
+    /// Its name in reports.
+    fn title(self) -> &'static str {
+        match self {
+            Device::Ours => "ours",
+            Device::Rxe => "rxe",
+        }
+    }
+}
+
+/// What a tool of perftest measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Quantity {
+    Latency,
+    Bandwidth,
+    Rate,
+}
+
+impl Quantity {
+    fn section(self) -> &'static str {
+        match self {
+            Quantity::Latency => "latency",
+            Quantity::Bandwidth => "bandwidth",
+            Quantity::Rate => "message rate",
+        }
+    }
+
+    fn unit(self) -> &'static str {
+        match self {
+            Quantity::Latency => "µs",
+            Quantity::Bandwidth => "MiB/s",
+            Quantity::Rate => "M/s",
+        }
+    }
+
+    fn better(self) -> Better {
+        match self {
+            Quantity::Latency => Better::Lower,
+            Quantity::Bandwidth | Quantity::Rate => Better::Higher,
+        }
+    }
+
+    /// Bounds of our value over rxe's.
+    fn target(self) -> Target {
+        match self {
+            Quantity::Latency => Target::Max(1.0 / 15.0),
+            Quantity::Bandwidth => Target::Min(100.0),
+            Quantity::Rate => Target::Min(20.0),
+        }
+    }
+}
+
+/// Bounds of our bandwidth over that of TCP.
+const TARGET_TCP: Target = Target::Min(10.0);
+
+/// One measurement with perftest.
+#[derive(Clone, Copy, Debug)]
+struct Measurement {
+    operation: &'static str,
+    quantity: Quantity,
+    /// Bytes in a message.
+    size: u64,
+}
+
+const fn measurement(operation: &'static str, quantity: Quantity, size: u64) -> Measurement {
+    Measurement {
+        operation,
+        quantity,
+        size,
+    }
+}
+
+const MEASUREMENTS: &[Measurement] = &[
+    measurement("write", Quantity::Latency, 8),
+    measurement("send", Quantity::Latency, 8),
+    measurement("read", Quantity::Latency, 8),
+    measurement("write", Quantity::Bandwidth, 1 << 20),
+    measurement("send", Quantity::Bandwidth, 1 << 20),
+    measurement("read", Quantity::Bandwidth, 1 << 20),
+    measurement("write", Quantity::Rate, 64),
+    measurement("send", Quantity::Rate, 64),
+];
+
+impl Measurement {
+    fn tool(self) -> String {
+        let kind = match self.quantity {
+            Quantity::Latency => "lat",
+            Quantity::Bandwidth | Quantity::Rate => "bw",
+        };
+        format!("ib_{}_{kind}", self.operation)
+    }
+
+    /// Its name in the section of its quantity.
+    fn name(self) -> String {
+        format!("{} {}", self.operation, bytes(self.size))
+    }
+
+    /// How many messages: of each device about as much as it moves in half a second.
+    fn iterations(self, device: Device) -> u32 {
+        match (self.quantity, device) {
+            (Quantity::Latency, Device::Ours) => 10_000,
+            (Quantity::Latency, Device::Rxe) => 400,
+            (Quantity::Bandwidth, Device::Ours) => 2_000,
+            (Quantity::Bandwidth, Device::Rxe) => 20,
+            (Quantity::Rate, Device::Ours) => 100_000,
+            (Quantity::Rate, Device::Rxe) => 4_000,
+        }
+    }
+
+    /// The value in a row of a tool's table.
+    fn value(self, table: &Table, size: u64) -> Result<f64> {
+        match self.quantity {
+            Quantity::Latency => table.latency(size),
+            Quantity::Bandwidth => table.bandwidth(size),
+            Quantity::Rate => table.rate(size),
+        }
+    }
+}
+
+/// A size as people write it.
+fn bytes(size: u64) -> String {
+    match size {
+        0..1024 => format!("{size} B"),
+        1024..0x10_0000 => format!("{} KiB", size >> 10),
+        _ => format!("{} MiB", size >> 20),
+    }
+}
+
+/// Gives rxe the network interface that ours is paired with, and the interface the frames with which rxe and TCP do best.
+fn set_up(ground: &mut Ground) -> Result<()> {
+    for vm in &ground.bed.vms {
+        vm.sh("ip link set eth0 mtu 9000")?;
+        vm.sh(
+            "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0 && /payload/wait-active rxe0",
+        )?;
+        vm.sh("/payload/wait-active vrdma0")?;
+    }
+    Ok(())
+}
+
+/// Runs a tool of perftest between the VMs on a device of theirs.
+fn perftest(ground: &mut Ground, device: Device, tool: &str, arguments: &str) -> Result<Table> {
+    let pair = ground.pair(2, 1);
+    let name = device.name();
+    let start = |host: &str| {
+        format!(
+            "{tool} -F -d {name} -x $(/payload/gid {name}) -p {} {arguments} {host}",
+            pair.port
+        )
+    };
+    let (text, _) = pair.run(&ground.bed, &start(""), &start(&pair.host()), LONG)?;
+    Table::parse(&text).with_context(|| format!("no table from {tool}:\n{text}"))
+}
+
+/// The bandwidth of TCP, MiB/s.
+fn tcp(ground: &mut Ground) -> Result<f64> {
+    let pair = ground.pair(2, 1);
+    let (text, _) = pair.run(
+        &ground.bed,
+        &format!("iperf3 -s -1 -p {}", pair.port),
+        &format!("iperf3 -c {} -p {} -O 1 -t 2 -J", pair.host(), pair.port),
+        LONG,
+    )?;
+    received(&text)
+}
+
+/// What the receiver got in a report of iperf3, MiB/s.
+fn received(text: &str) -> Result<f64> {
+    let report: Value = serde_json::from_str(text)
+        .with_context(|| format!("iperf3 did not write a report:\n{text}"))?;
+    let bits = report["end"]["sum_received"]["bits_per_second"]
+        .as_f64()
+        .with_context(|| format!("no bandwidth in the report of iperf3:\n{text}"))?;
+    Ok(bits / 8.0 / f64::from(1 << 20))
+}
+
+/// The values of all rounds.
+struct Values {
+    /// For each measurement, ours and rxe's.
+    perftest: Vec<[Vec<f64>; 2]>,
+    tcp: Vec<f64>,
+}
+
+fn rounds(ground: &mut Ground) -> Result<()> {
+    let mut values = Values {
+        perftest: vec![Default::default(); MEASUREMENTS.len()],
+        tcp: Vec::new(),
+    };
+    for round in 1..=ROUNDS {
+        for (at, device) in Device::BOTH.into_iter().enumerate() {
+            for (measurement, of) in MEASUREMENTS.iter().zip(&mut values.perftest) {
+                let arguments = format!(
+                    "-s {} -n {}",
+                    measurement.size,
+                    measurement.iterations(device)
+                );
+                let table = perftest(ground, device, &measurement.tool(), &arguments)?;
+                let value = measurement.value(&table, measurement.size)?;
+                println!(
+                    "         round {round}, {}: {} {value:.3} {}",
+                    device.title(),
+                    measurement.name(),
+                    measurement.quantity.unit()
+                );
+                if let Some(of) = of.get_mut(at) {
+                    of.push(value);
+                }
+            }
+        }
+        let value = tcp(ground)?;
+        println!("         round {round}, TCP: {value:.0} MiB/s");
+        values.tcp.push(value);
+    }
+    for figure in figures(&values) {
+        ground.sub_case(judged(&figure));
+        ground.measured(figure);
+    }
+    Ok(())
+}
+
+/// What the rounds come to.
+fn figures(values: &Values) -> Vec<Figure> {
+    let mut figures = Vec::new();
+    for (measurement, [ours, rxe]) in MEASUREMENTS.iter().zip(&values.perftest) {
+        let quantity = measurement.quantity;
+        let name = measurement.name();
+        let figure = Figure::new(
+            Part::Vm,
+            quantity.section(),
+            &name,
+            quantity.unit(),
+            quantity.better(),
+            ours,
+        );
+        if quantity == Quantity::Bandwidth && measurement.operation == "write" {
+            let beside = figure.clone().beside("TCP", &values.tcp);
+            figures.push(beside.target(TARGET_TCP));
+        }
+        figures.push(figure.beside("rxe", rxe).target(quantity.target()));
+    }
+    figures
+}
+
+/// A figure as a case: whether its target is met.
+fn judged(figure: &Figure) -> CaseReport {
+    let peer = figure
+        .peer
+        .as_ref()
+        .map(|peer| format!(" beside {}", peer.name));
+    let met = figure.met == Some(true);
+    let reason = format!(
+        "{:.3} {}, {:.4} times the peer's {:.3}; the target is {:?}",
+        figure.value,
+        figure.unit,
+        figure.ratio.unwrap_or(f64::NAN),
+        figure.peer.as_ref().map_or(f64::NAN, |peer| peer.value),
+        figure.target
+    );
+    CaseReport {
+        name: format!(
+            "{}: {}{}",
+            figure.section,
+            figure.name,
+            peer.unwrap_or_default()
+        ),
+        outcome: if met {
+            Outcome::Passed
+        } else {
+            Outcome::Failed
+        },
+        reason: if met { String::new() } else { reason },
+        seconds: 0.0,
+        tabulated: true,
+    }
+}
+
+/// What is measured at all message sizes, once: latency and bandwidth of writes.
+const CURVES: &[Measurement] = &[
+    measurement("write", Quantity::Latency, 0),
+    measurement("write", Quantity::Bandwidth, 0),
+];
+
+/// Measures each device at all message sizes that perftest has.
+fn curves(ground: &mut Ground) -> Result<()> {
+    for curve in CURVES {
+        let iterations = |device| match device {
+            Device::Ours => 500,
+            Device::Rxe => 20,
+        };
+        let mut of = |device| {
+            let arguments = format!("-a -n {}", iterations(device));
+            perftest(ground, device, &curve.tool(), &arguments)
+        };
+        let (ours, rxe) = (of(Device::Ours)?, of(Device::Rxe)?);
+        for size in ours.sizes() {
+            let figure = Figure::new(
+                Part::Vm,
+                &format!("{} by size", curve.quantity.section()),
+                curve.operation,
+                curve.quantity.unit(),
+                curve.quantity.better(),
+                &[curve.value(&ours, size)?],
+            );
+            // Sizes are far below 2^53.
+            #[allow(clippy::cast_precision_loss)]
+            let figure = figure.at(size as f64);
+            ground.measured(figure.beside("rxe", &[curve.value(&rxe, size)?]));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_report_of_iperf3_is_read() {
+        let text = r#"{"start": {}, "end": {"sum_sent": {"bits_per_second": 1.0},
+            "sum_received": {"bits_per_second": 3355443200.0}}}"#;
+        assert_eq!(received(text).expect("a bandwidth"), 400.0);
+        assert!(received("{\"error\": \"unable to connect\"}").is_err());
+    }
+
+    #[test]
+    fn every_measurement_has_its_peers_and_targets() {
+        let values = Values {
+            perftest: MEASUREMENTS
+                .iter()
+                .map(|measurement| match measurement.quantity {
+                    Quantity::Latency => [vec![40.0, 20.0, 30.0], vec![600.0, 600.0, 1.0]],
+                    Quantity::Bandwidth => [vec![4000.0], vec![41.0]],
+                    Quantity::Rate => [vec![0.2], vec![0.01]],
+                })
+                .collect(),
+            tcp: vec![400.0],
+        };
+        let figures = figures(&values);
+        let met = |section: &str, peer: &str| -> Vec<bool> {
+            figures
+                .iter()
+                .filter(|figure| figure.section == section)
+                .filter(|figure| figure.peer.as_ref().is_some_and(|of| of.name == peer))
+                .map(|figure| judged(figure).outcome == Outcome::Passed)
+                .collect()
+        };
+        assert_eq!(met("latency", "rxe"), [true; 3]);
+        assert_eq!(met("bandwidth", "rxe"), [false; 3]);
+        assert_eq!(met("message rate", "rxe"), [true; 2]);
+        assert_eq!(met("bandwidth", "TCP"), [true]);
+    }
+
+    #[test]
+    fn sizes_are_written_as_people_do() {
+        assert_eq!(bytes(64), "64 B");
+        assert_eq!(bytes(65536), "64 KiB");
+        assert_eq!(bytes(1 << 20), "1 MiB");
+    }
+}
