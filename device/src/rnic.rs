@@ -559,16 +559,16 @@ impl Rnic {
             .map(|counters| &**counters)
     }
 
-    pub(crate) fn count_message(&self, worker: u16, bytes: u64) {
+    pub(crate) fn count_sent(&self, worker: u16, messages: u64, bytes: u64) {
         if let Some(counters) = self.counters(worker) {
-            add(&counters.tx_messages, 1);
+            add(&counters.tx_messages, messages);
             add(&counters.tx_bytes, bytes);
         }
     }
 
-    pub(crate) fn count_received(&self, worker: u16, bytes: u64) {
+    pub(crate) fn count_received(&self, worker: u16, messages: u64, bytes: u64) {
         if let Some(counters) = self.counters(worker) {
-            add(&counters.rx_messages, 1);
+            add(&counters.rx_messages, messages);
             add(&counters.rx_bytes, bytes);
         }
     }

@@ -37,7 +37,12 @@ pub(crate) fn complete_from(
     source: &Source,
     solicited: bool,
 ) {
-    match cq.push_from(cqe, source, solicited) {
+    settle(tables, cq, cq.push_from(cqe, source, solicited));
+}
+
+/// Does what follows from a completion that was pushed.
+pub(crate) fn settle(tables: &Tables, cq: &Arc<Cq>, pushed: Pushed) {
+    match pushed {
         Pushed::Quiet | Pushed::Dropped => {}
         Pushed::Event => notify(tables, cq),
         Pushed::Held => cq.hold(),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The consumer's side of a work queue in guest memory.
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
 
@@ -41,6 +41,13 @@ impl WorkQueue {
             .to_ne_bytes();
         let [_, flags, ..] = word;
         (flags & PHASE == self.phase()).then_some(word)
+    }
+
+    /// The words of the current entry, up to where a single scatter/gather entry ends; `None` if they are not at hand.
+    #[inline]
+    #[must_use]
+    pub fn entry<'a>(&self, buffer: &'a Pages) -> Option<&'a [AtomicU64; 8]> {
+        buffer.words(self.at(0))
     }
 
     /// The phase of the current entry once it is posted.

@@ -3,6 +3,8 @@
 //! (specification: "Requester").
 //!
 //! Each entry is read once into a local copy, which alone is checked and used.
+mod direct;
+
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
@@ -15,6 +17,7 @@ use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, send_flag, vendor_err, wc_status, MASK_24,
 };
 
+use self::direct::Budget;
 use super::cursor::{check, Cursor, From};
 use super::message::{Answer, Datagram, Message};
 use super::operation::{completion_opcode, Kind, Operation};
@@ -220,8 +223,18 @@ impl Requester {
     }
 
     fn burst(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64, peer: local::Peer<'_>) -> Turn {
-        let mut budget = SLICE;
-        for _ in 0..BURST {
+        let mut budget = Budget {
+            messages: BURST,
+            bytes: SLICE,
+        };
+        while budget.messages > 0 {
+            if self.active.is_none() {
+                self.direct(tables, qp, &peer, &mut budget);
+                if budget.messages == 0 || budget.bytes == 0 {
+                    break;
+                }
+            }
+            budget.messages -= 1;
             let active = match self.next_active(tables, qp) {
                 Ok(active) => active,
                 Err(turn) => return turn,
@@ -239,7 +252,7 @@ impl Requester {
                 self.finish(tables, qp, &active);
                 continue;
             }
-            let len = (active.message.length - active.done).min(budget);
+            let len = (active.message.length - active.done).min(budget.bytes);
             let mut answer = self.exchange(tables, qp, &active, len, &peer);
             let lost = matches!(
                 answer,
@@ -257,16 +270,16 @@ impl Requester {
                         done: active.done + len,
                         ..active
                     });
-                    budget -= len;
+                    budget.bytes -= len;
                 }
                 Answer::Done => {
                     self.reset_retries();
-                    budget -= len;
+                    budget.bytes -= len;
                     self.finish(tables, qp, &active);
-                    qp.rnic
-                        .count_message(qp.worker.index, active.message.length);
+                    let worker = qp.worker.index;
+                    qp.rnic.count_sent(worker, 1, active.message.length);
                     if !dropped {
-                        peer.count_received(qp.worker.index, active.message.length);
+                        peer.count_received(worker, active.message.length);
                     }
                 }
                 Answer::Busy => return Turn::Again,
@@ -304,8 +317,8 @@ impl Requester {
                     return Turn::Again;
                 }
             }
-            if budget == 0 {
-                return Turn::Again;
+            if budget.bytes == 0 {
+                break;
             }
         }
         Turn::Again
@@ -380,7 +393,7 @@ impl Requester {
                 _ => {
                     self.finish(tables, qp, &active);
                     qp.rnic
-                        .count_message(qp.worker.index, active.message.length);
+                        .count_sent(qp.worker.index, 1, active.message.length);
                 }
             }
             budget = budget.saturating_sub(active.message.length);

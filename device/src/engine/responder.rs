@@ -218,6 +218,13 @@ impl Responder {
         self.remote_qp == qp && gids.contains(&Some(self.remote_gid))
     }
 
+    /// Whether the peer may access memory as `wanted` says, REMOTE_WRITE or REMOTE_READ, and nothing else is to be done about it.
+    pub(crate) fn grants(&self, qp: &Qp, wanted: u32) -> bool {
+        self.access & wanted == wanted
+            && (wanted != access::REMOTE_READ || self.max_rd_atomic != 0)
+            && (self.communication_established || qp.state() != qp_state::RTR)
+    }
+
     /// Takes a slice of a message. `sender` is the requester, for a wake-up.
     pub(crate) fn receive(
         &mut self,

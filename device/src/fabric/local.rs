@@ -3,13 +3,13 @@
 //! copied once, from guest memory to guest memory.
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, MutexGuard, PoisonError, RwLock};
 
 use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::cursor::From;
 use crate::engine::message::{Answer, Datagram, Message};
-use crate::engine::responder::Slice;
+use crate::engine::responder::{Responder, Slice};
 use crate::rnic::{Rnic, GSI_QPN};
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
@@ -161,7 +161,62 @@ pub(crate) fn with_peer<R>(
     f(Peer::Here(peer, &peer_tables))
 }
 
-impl Peer<'_> {
+/// The queue pair that a requester is connected to.
+pub(crate) struct Target<'a> {
+    pub rnic: &'a Rnic,
+    pub tables: &'a Tables,
+    pub qp: &'a Arc<Qp>,
+    responder: MutexGuard<'a, Responder>,
+}
+
+impl Target<'_> {
+    /// Whether it still takes messages.
+    pub(crate) fn listens(&self) -> bool {
+        listens(self.qp)
+    }
+
+    /// Whether it may be accessed as `wanted` says: see [`Responder::grants`].
+    pub(crate) fn grants(&self, wanted: u32) -> bool {
+        self.responder.grants(self.qp, wanted)
+    }
+}
+
+impl<'a> Peer<'a> {
+    /// Finds and locks the responder of queue pair `dest_qp`, which must be connected to `sender`.
+    ///
+    /// # Errors
+    /// What the sender gets for an answer if there is none.
+    pub(crate) fn meet(
+        &self,
+        own: &Tables,
+        sender: &Qp,
+        dest_qp: u32,
+    ) -> Result<Target<'a>, Answer> {
+        let (rnic, tables) = match *self {
+            Self::Here(rnic, tables) => (rnic, tables),
+            Self::Busy => return Err(Answer::Busy),
+            Self::Stopped => return Err(Answer::Stopped),
+            Self::Nobody => return Err(Answer::NoAnswer),
+        };
+        let Some(qp) = tables.qps.get(dest_qp) else {
+            return Err(Answer::NoAnswer);
+        };
+        let responder = qp.responder();
+        let kind = match sender.qp_type {
+            qp_type::XRC_INI => qp_type::XRC_TGT,
+            same => same,
+        };
+        if qp.qp_type != kind || !listens(qp) || !responder.connected_to(sender.number, &own.gids) {
+            return Err(Answer::NoAnswer);
+        }
+        Ok(Target {
+            rnic,
+            tables,
+            qp,
+            responder,
+        })
+    }
+
     /// Hands a slice of a message to the responder of queue pair `dest_qp`.
     pub(crate) fn deliver(
         &self,
@@ -170,24 +225,12 @@ impl Peer<'_> {
         dest_qp: u32,
         slice: Slice<'_>,
     ) -> Answer {
-        let tables = match self {
-            Self::Here(_, tables) => tables,
-            Self::Busy => return Answer::Busy,
-            Self::Stopped => return Answer::Stopped,
-            Self::Nobody => return Answer::NoAnswer,
-        };
-        let Some(qp) = tables.qps.get(dest_qp) else {
-            return Answer::NoAnswer;
-        };
-        let mut responder = qp.responder();
-        let kind = match sender.qp_type {
-            qp_type::XRC_INI => qp_type::XRC_TGT,
-            same => same,
-        };
-        if qp.qp_type != kind || !listens(qp) || !responder.connected_to(sender.number, &own.gids) {
-            return Answer::NoAnswer;
+        match self.meet(own, sender, dest_qp) {
+            Ok(mut target) => target
+                .responder
+                .receive(target.tables, target.qp, sender, slice),
+            Err(answer) => answer,
         }
-        responder.receive(tables, qp, sender, slice)
     }
 
     /// Hands a datagram to its queue pair. Only a peer that is busy for a moment is worth another try.
@@ -211,7 +254,7 @@ impl Peer<'_> {
             return Answer::Done;
         };
         match give(tables, qp, sender, message, datagram, source) {
-            Answer::Done => rnic.count_received(sender.worker.index, message.length),
+            Answer::Done => rnic.count_received(sender.worker.index, 1, message.length),
             Answer::Local(status, reason) => return Answer::Local(status, reason),
             _ => {}
         }
@@ -221,7 +264,7 @@ impl Peer<'_> {
     /// Counts a message that the peer received.
     pub(crate) fn count_received(&self, worker: u16, bytes: u64) {
         if let Self::Here(rnic, _) = self {
-            rnic.count_received(worker, bytes);
+            rnic.count_received(worker, 1, bytes);
         }
     }
 }
@@ -292,7 +335,7 @@ impl Fanout {
             let qp = tables.qps.get(*qpn);
             if let Some(qp) = qp.filter(|_| tables.running && attached) {
                 match give(tables, qp, sender, message, datagram, source) {
-                    Answer::Done => rnic.count_received(sender.worker.index, message.length),
+                    Answer::Done => rnic.count_received(sender.worker.index, 1, message.length),
                     Answer::Local(status, reason) => return Answer::Local(status, reason),
                     _ => {}
                 }

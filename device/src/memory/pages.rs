@@ -199,6 +199,19 @@ impl Pages {
         Some(unsafe { &*ptr.cast::<AtomicU64>() })
     }
 
+    /// The `N` words at `offset`, which is a multiple of their size; `N` is a power of two up to 512.
+    #[inline]
+    #[must_use]
+    pub fn words<const N: usize>(&self, offset: u64) -> Option<&[AtomicU64; N]> {
+        const { assert!(N.is_power_of_two() && N <= 512) };
+        if offset % (8 * N as u64) != 0 {
+            return None;
+        }
+        let (ptr, _) = self.at(offset)?;
+        // SAFETY: as in `word`: pages are a multiple of `8 * N` long and aligned to it, and so is `offset`, below `len`.
+        Some(unsafe { &*ptr.cast::<[AtomicU64; N]>() })
+    }
+
     /// The aligned 4-byte word at `offset`.
     #[inline]
     #[must_use]

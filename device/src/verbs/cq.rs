@@ -239,24 +239,38 @@ impl Cq {
 
     /// Writes the completion of a datagram from `source`.
     pub fn push_from(&self, cqe: &Cqe, source: &Source, solicited: bool) -> Pushed {
-        let mut guard = self.producer();
-        let producer = &mut *guard;
+        let mut producer = self.producer();
+        match self.write(&mut producer, cqe, source) {
+            Pushed::Quiet => {
+                let failed = cqe.status != 0;
+                producer.check(1, solicited || failed, failed)
+            }
+            other => other,
+        }
+    }
+
+    /// Writes a completion, and that is all.
+    #[inline]
+    fn write(&self, producer: &mut Producer, cqe: &Cqe, source: &Source) -> Pushed {
         if self.errored.load(Ordering::Relaxed) {
             return Pushed::Dropped;
         }
-        match producer.write(cqe, source) {
-            Some(true) => {}
-            Some(false) => {
-                self.errored.store(true, Ordering::Relaxed);
-                return Pushed::Error(vendor_err::NONE);
-            }
-            None => {
-                self.errored.store(true, Ordering::Relaxed);
-                return Pushed::Error(vendor_err::MEMORY_GONE);
-            }
+        let reason = match producer.write(cqe, source) {
+            Some(true) => return Pushed::Quiet,
+            Some(false) => vendor_err::NONE,
+            None => vendor_err::MEMORY_GONE,
+        };
+        self.errored.store(true, Ordering::Relaxed);
+        Pushed::Error(reason)
+    }
+
+    /// Locks it for a few completions of success that nobody solicited.
+    pub(crate) fn batch(&self) -> Batch<'_> {
+        Batch {
+            cq: self,
+            producer: self.producer(),
+            written: 0,
         }
-        let failed = cqe.status != 0;
-        producer.check(solicited || failed, failed)
     }
 
     /// Takes over when to hold back events, and raises the one that is held back: whether there is one.
@@ -345,15 +359,41 @@ impl Cq {
         producer.ring = ring;
         producer.position = count;
         producer.consumer = 0;
-        let event = count > 0 && producer.check(false, true) == Pushed::Event;
+        let event = count > 0 && producer.check(1, false, true) == Pushed::Event;
         Ok((count, event))
     }
 }
 
+/// A completion queue, locked for a few completions. Whether they want an event is looked up at the end.
+#[derive(Debug)]
+pub(crate) struct Batch<'a> {
+    cq: &'a Cq,
+    producer: MutexGuard<'a, Producer>,
+    written: u32,
+}
+
+impl Batch<'_> {
+    /// Writes a completion.
+    #[inline]
+    pub(crate) fn push(&mut self, cqe: &Cqe) -> Pushed {
+        let pushed = self.cq.write(&mut self.producer, cqe, &Source::default());
+        self.written += u32::from(pushed == Pushed::Quiet);
+        pushed
+    }
+
+    /// What became of them all.
+    pub(crate) fn finish(mut self) -> Pushed {
+        match self.written {
+            0 => Pushed::Quiet,
+            written => self.producer.check(written, false, false),
+        }
+    }
+}
+
 impl Producer {
-    /// Looks whether an event is wanted now that an entry was written, and was not raised yet. `solicited`: also where only
-    /// solicited completions and errors count. `urgent`: it is not held back.
-    fn check(&mut self, solicited: bool, urgent: bool) -> Pushed {
+    /// Looks whether an event is wanted now that `written` entries were written, and was not raised yet. `solicited`: also where
+    /// only solicited completions and errors count. `urgent`: it is not held back.
+    fn check(&mut self, written: u32, solicited: bool, urgent: bool) -> Pushed {
         // The consumer stores `arm`, then, past a full fence, looks for entries; we store the entry, then, past a full fence,
         // load `arm`. One of the two sees the other.
         fence(Ordering::SeqCst);
@@ -368,11 +408,12 @@ impl Producer {
         }
         let hold = &mut self.hold;
         hold.sequence = sequence;
-        hold.completions = hold.completions.saturating_add(1);
+        let held = hold.completions != 0;
+        hold.completions = hold.completions.saturating_add(written);
         if urgent || hold.completions >= self.moderation.count {
             self.end_hold();
             Pushed::Event
-        } else if hold.completions == 1 {
+        } else if !held {
             hold.number = hold.number.wrapping_add(1);
             Pushed::Held
         } else {
@@ -411,33 +452,32 @@ impl Producer {
                 ..CqeExtension::default()
             };
             let after = at + Cqe::SIZE as u64;
-            store(ring, after, &extension.to_bytes(), Ordering::Relaxed)?;
+            store(ring, after, &extension.to_bytes())?;
         }
         let phase = ring.phase(self.position);
         // The phase is in the last word.
-        store(
-            ring,
-            at,
-            &Cqe { phase, ..*cqe }.to_bytes(),
-            Ordering::Release,
-        )?;
+        store(ring, at, &Cqe { phase, ..*cqe }.to_bytes())?;
         self.position = self.position.wrapping_add(1);
         Some(true)
     }
 }
 
-/// Stores words, the last one with this order.
+/// Stores the half of an entry that starts at `at`, its last word after all else.
 #[inline]
-fn store(ring: &Ring, at: u64, bytes: &[u8], last: Ordering) -> Option<()> {
-    for (i, chunk) in bytes.chunks_exact(8).enumerate() {
-        let word = u64::from_ne_bytes(chunk.try_into().unwrap_or_default());
-        let within = 8 * i;
-        let order = if within + 8 == bytes.len() {
-            last
-        } else {
-            Ordering::Relaxed
-        };
-        ring.buffer.word(at + within as u64)?.store(word, order);
+fn store(ring: &Ring, at: u64, bytes: &[u8; Cqe::SIZE]) -> Option<()> {
+    const WORDS: usize = Cqe::SIZE / 8;
+    let words: &[AtomicU64; WORDS] = ring.buffer.words(at)?;
+    for (i, (word, chunk)) in words.iter().zip(bytes.chunks_exact(8)).enumerate() {
+        let value = u64::from_ne_bytes(chunk.try_into().unwrap_or_default());
+        let last = i + 1 == WORDS;
+        word.store(
+            value,
+            if last {
+                Ordering::Release
+            } else {
+                Ordering::Relaxed
+            },
+        );
     }
     Some(())
 }

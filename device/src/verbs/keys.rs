@@ -274,6 +274,19 @@ impl Keys {
         self.grant_other(key, accessor, access, addr, len)
     }
 
+    /// The `len` bytes at `addr` that protection domain `pd` may access by `key` as `access` says, if they lie in one piece of a
+    /// region.
+    #[inline]
+    #[must_use]
+    pub fn piece(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Option<Span<'_>> {
+        let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
+            return None;
+        };
+        mr.check(key, pd, access, addr, len).ok()?;
+        let span = mr.span(addr, len).ok()?;
+        (span.len() as u64 == len).then_some(span)
+    }
+
     #[cold]
     #[inline(never)]
     fn grant_other(
