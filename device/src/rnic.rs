@@ -28,7 +28,7 @@ use crate::verbs::mr::Mr;
 use crate::verbs::qp::Qp;
 use crate::verbs::srq::Srq;
 use crate::verbs::tables::{Gid, Tables};
-use crate::worker::Worker;
+use crate::worker::{Loop, Worker};
 
 /// Entries of the GID table.
 pub const GID_TABLE_LEN: usize = 32;
@@ -174,6 +174,30 @@ impl Adapter {
     /// # Errors
     /// If their number is out of range, or a thread cannot be started.
     pub fn new(settings: &AdapterSettings) -> Result<Arc<Self>, Error> {
+        Self::with(settings, |index, cpu| {
+            Worker::start(index, settings.poll_budget, cpu)
+        })
+    }
+
+    /// An adapter whose workers do nothing but what their loops are told to, in the caller's thread: for measurements and tests.
+    ///
+    /// # Errors
+    /// If the number of workers is out of range, or the system refuses a descriptor.
+    pub fn without_threads(settings: &AdapterSettings) -> Result<(Arc<Self>, Vec<Loop>), Error> {
+        let mut loops = Vec::new();
+        let adapter = Self::with(settings, |index, _| {
+            let (worker, work) = Worker::without_thread(index, settings.poll_budget)?;
+            loops.push(work);
+            Ok(worker)
+        })?;
+        Ok((adapter, loops))
+    }
+
+    /// An adapter with the workers that `start` makes of their index and CPU.
+    fn with(
+        settings: &AdapterSettings,
+        mut start: impl FnMut(u16, Option<usize>) -> std::io::Result<Arc<Worker>>,
+    ) -> Result<Arc<Self>, Error> {
         if settings.workers == 0 || settings.workers > MAX_WORKERS {
             return Err(Error::Workers(settings.workers));
         }
@@ -183,7 +207,7 @@ impl Adapter {
                     .cpus
                     .get(usize::from(index) % settings.cpus.len().max(1))
                     .copied();
-                Worker::start(index, settings.poll_budget, cpu)
+                start(index, cpu)
             })
             .collect::<Result<_, _>>()
             .map_err(Error::Start)?;

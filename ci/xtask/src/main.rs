@@ -54,7 +54,8 @@ enum Command {
         #[arg(long, default_value_t = 1024)]
         memory: u32,
     },
-    /// Formatting, lints, documentation, unit and property tests, the VM lane `smoke`, and rdma-core's own tests in a VM
+    /// Formatting, lints, documentation, unit and property tests, instruction counts, the VM lane `smoke`, and rdma-core's own
+    /// tests in a VM
     Test,
     /// Run VM lanes; reports go to target/reports/
     #[command(after_help = format!("Lanes:{}", lanes::list()))]
@@ -67,6 +68,15 @@ enum Command {
         kernel: Option<Kernel>,
         /// Only cases whose name contains this
         #[arg(long)]
+        only: Option<String>,
+    },
+    /// Count what the device executes for a message, and compare with the committed ceilings (part of `test`)
+    Instructions {
+        /// Commit to what is counted now: rewrite the ceilings
+        #[arg(long)]
+        update: bool,
+        /// Only workloads whose name contains this
+        #[arg(long, conflicts_with = "update")]
         only: Option<String>,
     },
     /// Install the packages that the other commands need
@@ -115,6 +125,10 @@ fn dispatch(command: Command) -> Result<bool> {
             kernel,
             only,
         } => commands::lane::run(&names, kernel, only.as_deref()),
+        Command::Instructions { update, only } => {
+            setup::packages(&["valgrind"])?;
+            commands::instructions::run(update, only.as_deref())
+        }
         Command::Setup => setup::run().map(|()| true),
         Command::Images => {
             setup::run()?;

@@ -7,7 +7,7 @@ use anyhow::{ensure, Result};
 
 use crate::shell;
 
-/// For the guest images and for running VMs. `qemu/build.sh` installs what it needs itself.
+/// For the guest images, for running VMs, and for counting instructions. `qemu/build.sh` installs what it needs itself.
 const PACKAGES: &[&str] = &[
     "debian-archive-keyring",
     "e2fsprogs",
@@ -15,6 +15,7 @@ const PACKAGES: &[&str] = &[
     "qemu-system-data",
     "seabios",
     "util-linux",
+    "valgrind",
     "xz-utils",
 ];
 

@@ -11,6 +11,7 @@
 //! notifies, or the worker sees the bit. The same holds between [`Worker::schedule`] (inbox, then `asleep`) and the worker (`asleep`,
 //! then inbox). The notification itself is an eventfd, which remembers.
 use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
@@ -103,6 +104,24 @@ impl Worker {
         poll_budget: Duration,
         cpu: Option<usize>,
     ) -> std::io::Result<Arc<Self>> {
+        let (worker, mut work) = Self::without_thread(index, poll_budget)?;
+        let thread = std::thread::Builder::new()
+            .name(format!("worker{index}"))
+            .spawn(move || {
+                if let Some(cpu) = cpu {
+                    pin(index, cpu);
+                }
+                work.run();
+            })?;
+        *worker.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(worker)
+    }
+
+    /// A worker that does nothing but what its loop is told to, in the caller's thread: for measurements and tests.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor.
+    pub fn without_thread(index: u16, poll_budget: Duration) -> std::io::Result<(Arc<Self>, Loop)> {
         let wake = EventFd::new(EFD_NONBLOCK)?;
         let epoll = Epoll::new()?;
         // Edge triggered: every write wakes, and nobody needs to read.
@@ -131,17 +150,8 @@ impl Worker {
             thread: Mutex::default(),
             stats: Stats::default(),
         });
-        let this = worker.clone();
-        let thread = std::thread::Builder::new()
-            .name(format!("worker{index}"))
-            .spawn(move || {
-                if let Some(cpu) = cpu {
-                    pin(index, cpu);
-                }
-                Loop::new(this, timer, poll_budget).run();
-            })?;
-        *worker.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
-        Ok(worker)
+        let work = Loop::new(worker.clone(), timer, poll_budget);
+        Ok((worker, work))
     }
 
     /// Stops the worker and waits for its end.
@@ -267,7 +277,7 @@ fn pin(worker: u16, cpu: usize) {
 }
 
 /// What only the worker's thread has.
-struct Loop {
+pub struct Loop {
     worker: Arc<Worker>,
     rnics: Vec<Arc<Rnic>>,
     generation: u64,
@@ -300,6 +310,14 @@ const SOON: u64 = 8;
 /// Smallest adaptive poll budget, nanoseconds.
 const MIN_BUDGET: u64 = 4_000;
 
+impl fmt::Debug for Loop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Loop")
+            .field("worker", &self.worker.index)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Loop {
     fn new(worker: Arc<Worker>, timer: TimerFd, poll_budget: Duration) -> Self {
         let max_budget = u64::try_from(poll_budget.as_nanos()).unwrap_or(u64::MAX);
@@ -327,12 +345,7 @@ impl Loop {
         // When we looked for work last, if we have only looked since.
         let mut looked = None;
         while !self.worker.stopping.load(Ordering::Relaxed) {
-            self.refresh();
-            self.take_inbox();
-            self.scan();
-            let now = self.now();
-            self.expire(now);
-            self.release(now);
+            let now = self.look();
             if looked.is_some_and(|before| now.saturating_sub(before) > LOST_CPU) {
                 self.contended_until = now.saturating_add(CONTENDED);
             }
@@ -351,6 +364,28 @@ impl Loop {
         for qp in self.queue.drain(..) {
             qp.scheduled.store(false, Ordering::SeqCst);
         }
+    }
+
+    /// One look at everything that may bring work. Returns the time.
+    fn look(&mut self) -> u64 {
+        self.refresh();
+        self.take_inbox();
+        self.scan();
+        let now = self.now();
+        self.expire(now);
+        self.release(now);
+        now
+    }
+
+    /// What the worker does again and again while it polls: a look, and turns for those who have work. Returns whether
+    /// there was any.
+    pub fn round(&mut self) -> bool {
+        let now = self.look();
+        let work = !self.queue.is_empty();
+        if work {
+            self.turns(now);
+        }
+        work
     }
 
     /// Takes over changes of the list of RNICs.

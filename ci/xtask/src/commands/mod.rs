@@ -3,6 +3,7 @@
 
 pub mod build_root;
 pub mod demo;
+pub mod instructions;
 pub mod lane;
 pub mod test;
 pub mod vm;

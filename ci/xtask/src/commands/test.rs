@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
+use crate::commands::instructions;
 use crate::lanes::{self, Means};
 use crate::report::Outcome;
 use crate::{setup, shell};
@@ -67,6 +68,10 @@ pub fn run() -> Result<bool> {
         "-D warnings",
     ));
     count.add(cargo_test().unwrap_or_else(|error| failed("cargo test", &error)));
+    count.add(match instructions::run(false, None) {
+        Ok(good) => Count::of(good),
+        Err(error) => failed("instructions", &error),
+    });
     for (name, only) in LANES {
         count.add(lane(name, only).unwrap_or_else(|error| failed(&format!("lane {name}"), &error)));
     }

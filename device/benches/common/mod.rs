@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Two VMs and the device in one process, with a worker that runs when it is told to: what the device does for a message,
+//! by itself.
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Arc;
+
+use vhost_device_rdma::rnic::{Adapter, AdapterSettings, RnicSettings};
+use vhost_device_rdma::vhost_user::Server;
+use vhost_device_rdma::worker::Loop;
+use vhost_device_rdma_bare::core::buffer::QpCaps;
+use vhost_device_rdma_bare::spec::config::feature;
+use vhost_device_rdma_bare::spec::ring::{Cqe, SendWqe, Sge};
+use vhost_device_rdma_bare::spec::verbs::{access, qp_type, send_flag, wc_status, wr_opcode};
+use vhost_device_rdma_bare::{
+    Address, Connection, Context, Cq, Mr, Pd, Qp, QpOptions, Srq, SrqOptions, Uses, Vm, VmOptions,
+};
+
+/// Bytes of a message.
+const SIZE: u32 = 64;
+/// Work requests of a list.
+const LIST: u32 = 32;
+/// Entries of the queues of a queue pair.
+const ENTRIES: u32 = 64;
+/// Queue pairs where there are many.
+const MANY: u32 = 1000;
+/// Rounds that a step may take.
+const PATIENCE: u32 = 10_000;
+const QKEY: u32 = 0x1111;
+/// A datagram's receive begins with room for a GRH.
+const GRH: u32 = 40;
+
+/// The device and its VMs.
+pub struct Bed {
+    a: Arc<Vm>,
+    b: Arc<Vm>,
+    work: Loop,
+    servers: Vec<Server>,
+    directory: PathBuf,
+}
+
+impl Bed {
+    /// Two VMs on one network, and one worker.
+    pub fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let directory = std::env::temp_dir().join(format!("bed-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a directory");
+        let (adapter, mut loops) =
+            Adapter::without_threads(&AdapterSettings::default()).expect("an adapter");
+        let mut servers = Vec::new();
+        let [a, b] = [1, 2].map(|i| {
+            let path = directory.join(format!("vm{i}"));
+            let settings = RnicSettings {
+                name: path.display().to_string(),
+                mac: [0x52, 0x54, 0, 0, 0, i],
+                ..RnicSettings::default()
+            };
+            servers.push(Server::start(&path, adapter.clone(), settings).expect("a socket"));
+            let options = VmOptions {
+                features: 1 << feature::UD | 1 << feature::SRQ | 1 << feature::ATOMIC,
+                ..VmOptions::default()
+            };
+            Vm::connect(&path, options).expect("a VM")
+        });
+        let work = loops.pop().expect("one worker");
+        Self {
+            a,
+            b,
+            work,
+            servers,
+            directory,
+        }
+    }
+
+    /// Lets the worker do a round.
+    pub fn round(&mut self) {
+        self.work.round();
+    }
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        self.servers.drain(..).for_each(Server::stop);
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// What a step does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verb {
+    /// Nothing.
+    Look,
+    Write,
+    Send,
+    /// To a queue pair with a shared receive queue.
+    SendShared,
+    Read,
+    FetchAdd,
+    Datagram,
+}
+
+/// What is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Workload {
+    /// Its name.
+    pub name: &'static str,
+    verb: Verb,
+    /// Work requests that are posted at a time, of which the last is signaled.
+    list: u32,
+    /// Queue pairs, that have one list each.
+    qps: u32,
+}
+
+const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Workload {
+    Workload {
+        name,
+        verb,
+        list,
+        qps,
+    }
+}
+
+/// All of them.
+pub const WORKLOADS: [Workload; 13] = [
+    workload("a look that finds nothing", Verb::Look, 1, 1),
+    workload("WRITE, one by one", Verb::Write, 1, 1),
+    workload("WRITE, lists of 32", Verb::Write, LIST, 1),
+    workload("WRITE, 1,000 queue pairs", Verb::Write, 1, MANY),
+    workload("SEND, one by one", Verb::Send, 1, 1),
+    workload("SEND, lists of 32", Verb::Send, LIST, 1),
+    workload("SEND to an SRQ, one by one", Verb::SendShared, 1, 1),
+    workload("SEND to an SRQ, lists of 32", Verb::SendShared, LIST, 1),
+    workload("READ, one by one", Verb::Read, 1, 1),
+    workload("READ, lists of 32", Verb::Read, LIST, 1),
+    workload("FETCH_ADD, one by one", Verb::FetchAdd, 1, 1),
+    workload("datagram, one by one", Verb::Datagram, 1, 1),
+    workload("datagram, lists of 32", Verb::Datagram, LIST, 1),
+];
+
+/// What a guest process has for a workload.
+struct End {
+    // Dropped in this order: each before what it needs.
+    qps: Vec<Qp>,
+    srq: Option<Arc<Srq>>,
+    mr: Mr,
+    cq: Arc<Cq>,
+    _pd: Arc<Pd>,
+    _context: Arc<Context>,
+}
+
+impl End {
+    fn new(vm: &Arc<Vm>, workload: &Workload) -> Self {
+        let context = Context::new(vm).expect("a context");
+        let pd = Pd::new(vm).expect("a protection domain");
+        let cq = Cq::new(vm, 2 * ENTRIES.max(workload.qps), 0).expect("a CQ");
+        let access = access::LOCAL_WRITE
+            | access::REMOTE_WRITE
+            | access::REMOTE_READ
+            | access::REMOTE_ATOMIC;
+        let mr = pd.register(1 << 20, access).expect("a memory region");
+        let srq = (workload.verb == Verb::SendShared).then(|| {
+            let options = SrqOptions {
+                max_wr: ENTRIES,
+                max_sge: 1,
+                ..SrqOptions::default()
+            };
+            Srq::new(&context, &pd, &options).expect("an SRQ")
+        });
+        let options = QpOptions {
+            caps: QpCaps {
+                max_send_wr: ENTRIES,
+                max_recv_wr: if srq.is_some() { 0 } else { ENTRIES },
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 0,
+            },
+            signal_all: false,
+            qp_type: match workload.verb {
+                Verb::Datagram => qp_type::UD,
+                _ => qp_type::RC,
+            },
+            ..QpOptions::default()
+        };
+        let uses = Uses {
+            context: Some(&context),
+            pd: Some(&pd),
+            send_cq: Some(&cq),
+            recv_cq: Some(&cq),
+            srq: srq.as_ref(),
+            ..Uses::default()
+        };
+        let qps = (0..workload.qps)
+            .map(|_| Qp::create(vm, &uses, &options).expect("a queue pair"))
+            .collect();
+        Self {
+            qps,
+            srq,
+            mr,
+            cq,
+            _pd: pd,
+            _context: context,
+        }
+    }
+
+    /// Takes completions; returns how many.
+    fn take(&self) -> u32 {
+        let mut cqes = [Cqe::default(); 64];
+        let mut count = 0;
+        loop {
+            let taken = self.cq.poll_many(&mut cqes);
+            for cqe in &cqes[..taken] {
+                assert_eq!(cqe.status, wc_status::SUCCESS, "{cqe:?}");
+            }
+            if taken == 0 {
+                return count;
+            }
+            count += taken as u32;
+        }
+    }
+}
+
+/// A workload with all that it needs.
+pub struct Flow {
+    workload: Workload,
+    from: End,
+    to: End,
+}
+
+impl Flow {
+    /// Makes what `workload` needs.
+    pub fn new(bed: &Bed, workload: Workload) -> Self {
+        let from = End::new(&bed.a, &workload);
+        let to = End::new(&bed.b, &workload);
+        for (a, b) in from.qps.iter().zip(&to.qps) {
+            for (this, peer) in [(a, b), (b, a)] {
+                let connection = if workload.verb == Verb::Datagram {
+                    Connection::datagram(QKEY)
+                } else {
+                    let all = access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
+                    Connection {
+                        access: all,
+                        ..Connection::to(peer)
+                    }
+                };
+                this.connect(&connection).expect("a connection");
+            }
+        }
+        Self { workload, from, to }
+    }
+
+    /// Messages of a step.
+    pub fn messages(&self) -> u32 {
+        self.workload.list * self.workload.qps
+    }
+
+    /// Posts a list to each queue pair, has the worker do rounds until all is done, and takes the completions.
+    pub fn step(&self, mut round: impl FnMut()) {
+        let receives = matches!(
+            self.workload.verb,
+            Verb::Send | Verb::SendShared | Verb::Datagram
+        );
+        let mut left = match self.workload.verb {
+            Verb::Look => 0,
+            _ if receives => self.workload.qps + self.messages(),
+            _ => self.workload.qps,
+        };
+        for (qp, peer) in self.from.qps.iter().zip(&self.to.qps) {
+            if receives {
+                self.post_receives(peer);
+            }
+            if self.workload.verb != Verb::Look {
+                self.post(qp, peer);
+            }
+        }
+        for _ in 0..PATIENCE {
+            round();
+            left -= self.from.take() + self.to.take();
+            if left == 0 {
+                return;
+            }
+        }
+        panic!("{left} completions are missing");
+    }
+
+    fn post_receives(&self, peer: &Qp) {
+        let sges = [self.to.mr.sge(0, SIZE + GRH)];
+        for i in 0..u64::from(self.workload.list) {
+            match &self.to.srq {
+                Some(srq) => srq.post_recv(i, &sges),
+                None => peer.post_recv(i, &sges),
+            }
+            .expect("a receive");
+        }
+    }
+
+    fn post(&self, qp: &Qp, peer: &Qp) {
+        let mut batch = qp.send_queue().batch();
+        for i in 1..=self.workload.list {
+            let last = i == self.workload.list;
+            let flags = if last { send_flag::SIGNALED } else { 0 };
+            let result = if self.workload.verb == Verb::Datagram {
+                let mut wqe = Address::of(peer, QKEY).send(u64::from(i));
+                wqe.flags = flags;
+                batch.push(&wqe, self.sges())
+            } else {
+                batch.push(&self.entry(u64::from(i), flags), self.sges())
+            };
+            result.expect("a work request");
+        }
+        batch.commit();
+        qp.ring().expect("a doorbell");
+    }
+
+    fn sges(&self) -> [Sge; 1] {
+        let size = match self.workload.verb {
+            Verb::FetchAdd => 8,
+            _ => SIZE,
+        };
+        [self.from.mr.sge(0, size)]
+    }
+
+    fn entry(&self, wr_id: u64, flags: u8) -> SendWqe {
+        SendWqe {
+            opcode: match self.workload.verb {
+                Verb::Write => wr_opcode::RDMA_WRITE,
+                Verb::Read => wr_opcode::RDMA_READ,
+                Verb::FetchAdd => wr_opcode::ATOMIC_FETCH_AND_ADD,
+                _ => wr_opcode::SEND,
+            },
+            flags,
+            wr_id,
+            remote_addr: self.to.mr.iova,
+            rkey: self.to.mr.rkey,
+            operand0: 1,
+            ..SendWqe::default()
+        }
+    }
+}
