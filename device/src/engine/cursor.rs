@@ -2,7 +2,7 @@
 //! Walks a scatter/gather list, piece by contiguous piece.
 use virtio_rdma_spec::ring::Sge;
 
-use crate::memory::{copy, copy_last, fetch_bytes, Source, Span};
+use crate::memory::{copy, copy_last, copy_streaming, end_streaming, fetch_bytes, Source, Span};
 use crate::verbs::keys::{Accessor, Grant, KeyError};
 use crate::verbs::tables::Tables;
 
@@ -145,53 +145,85 @@ pub enum Fault {
     Destination(KeyError),
 }
 
-/// Copies `len` bytes. With `last`, the last word becomes visible after all else.
+/// A part of a message that is copied at once.
+#[derive(Debug, Clone, Copy)]
+pub struct Part {
+    /// Length, bytes.
+    pub len: u64,
+    /// It ends the message.
+    pub last: bool,
+    /// The message is so large that it does not fit into caches.
+    pub large: bool,
+}
+
+impl Part {
+    /// All of a message of `len` bytes that is not large.
+    #[must_use]
+    pub fn whole(len: u64) -> Self {
+        Self {
+            len,
+            last: true,
+            large: false,
+        }
+    }
+}
+
+/// Bytes at the end of a large message that are copied as small ones are.
+const TAIL: u64 = 64;
+
+/// Copies a part of a message. The last word of the message becomes visible after all else.
 ///
 /// # Errors
 /// If a key does not give access; what precedes it has been copied.
 #[inline]
-pub fn transfer(
+pub fn transfer(to: &mut Cursor<'_>, from: &mut From<'_>, part: Part) -> Result<(), Fault> {
+    if !part.large {
+        return transfer_with(to, from, part.len, part.last, copy);
+    }
+    let tail = if part.last { TAIL.min(part.len) } else { 0 };
+    let streamed = transfer_with(to, from, part.len - tail, false, copy_streaming);
+    end_streaming();
+    streamed?;
+    transfer_with(to, from, tail, part.last, copy)
+}
+
+#[inline]
+fn transfer_with(
     to: &mut Cursor<'_>,
     from: &mut From<'_>,
     len: u64,
     last: bool,
+    copy: impl Fn(Span<'_>, Source<'_>),
 ) -> Result<(), Fault> {
     let mut left = len;
-    let mut pending: Option<Source<'_>> = None;
     while left > 0 {
-        let max = pending.map_or(left, |source| source.len() as u64);
-        let Some(to) = to.next(max).map_err(Fault::Destination)? else {
+        let Some(mut to) = to.next(left).map_err(Fault::Destination)? else {
             break;
         };
-        let mut to = to;
-        // One destination piece may need several source pieces, and the other way round.
+        // One piece of the destination may need several of the source.
         while !to.is_empty() {
-            let source = match pending.take() {
-                Some(source) => source,
-                None => match from {
-                    From::Guest(cursor) => match cursor.next(left).map_err(Fault::Source)? {
-                        Some(span) => span.into(),
-                        None => return Ok(()),
-                    },
-                    From::Bytes(bytes) => std::mem::take(bytes).into(),
+            let source: Source<'_> = match from {
+                From::Guest(cursor) => match cursor.next(to.len() as u64).map_err(Fault::Source)? {
+                    Some(span) => span.into(),
+                    None => return Ok(()),
                 },
+                From::Bytes(bytes) => {
+                    let (head, rest) = bytes.split_at(bytes.len().min(to.len()));
+                    *bytes = rest;
+                    head.into()
+                }
             };
-            let n = to.len().min(source.len());
-            if n == 0 {
+            if source.is_empty() {
                 return Ok(());
             }
-            let (head, rest) = source.split_at(n);
-            let (to_head, to_rest) = to.split_at(n);
-            left -= n as u64;
+            let (head, rest) = to.split_at(source.len());
+            left -= source.len() as u64;
             if last && left == 0 {
-                copy_last(to_head, head);
+                copy_last(head, source);
             } else {
-                copy(to_head, head);
+                copy(head, source);
             }
-            to = to_rest;
-            if !rest.is_empty() {
-                pending = Some(rest);
-            }
+            to = rest;
         }
     }
     Ok(())

@@ -188,8 +188,8 @@ impl Requester {
         self.rnr_retries = 0;
     }
 
-    /// One bounded turn at time `now`, nanoseconds.
-    pub(crate) fn turn(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64) -> Turn {
+    /// One turn of at most `slice` bytes at time `now`, nanoseconds.
+    pub(crate) fn turn(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64, slice: u64) -> Turn {
         if let Some(until) = self.parked {
             if !qp.wake.swap(false, Ordering::SeqCst) && now < until {
                 return Turn::Park(until);
@@ -216,16 +216,23 @@ impl Requester {
         let route = std::mem::take(&mut self.route);
         let route = route.refresh(&qp.rnic, self.dest_gid);
         let turn = local::with_peer(&route, &qp.rnic, tables, |peer| {
-            self.burst(tables, qp, now, peer)
+            self.burst(tables, qp, now, slice, peer)
         });
         self.route = route;
         turn
     }
 
-    fn burst(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64, peer: local::Peer<'_>) -> Turn {
+    fn burst(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        now: u64,
+        slice: u64,
+        peer: local::Peer<'_>,
+    ) -> Turn {
         let mut budget = Budget {
             messages: BURST,
-            bytes: SLICE,
+            bytes: slice,
         };
         while budget.messages > 0 {
             if self.active.is_none() {

@@ -16,10 +16,10 @@ use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
 };
 
-use super::cursor::{check, transfer, Cursor, Fault, From};
+use super::cursor::{check, transfer, Cursor, Fault, From, Part};
 use super::message::{Answer, Datagram, Message, GRH};
 use super::queue::WorkQueue;
-use super::{complete_from, raise};
+use super::{complete_from, raise, LARGE};
 use crate::memory::{atomic, Pages};
 use crate::verbs::cq::{Cq, Source};
 use crate::verbs::keys::Accessor;
@@ -267,6 +267,11 @@ impl Responder {
         } = slice;
         let first = offset == 0;
         let last = offset + len >= message.length;
+        let part = Part {
+            len,
+            last,
+            large: message.length >= LARGE,
+        };
         // An XRC message names the shared receive queue, whose protection domain counts.
         let xrc = if qp.qp_type == qp_type::XRC_TGT {
             let srq = tables
@@ -310,7 +315,7 @@ impl Responder {
                     access::LOCAL_WRITE,
                     offset,
                 );
-                let moved = transfer(&mut to, &mut source, len, last);
+                let moved = transfer(&mut to, &mut source, part);
                 drop(to);
                 match moved {
                     Ok(()) if last => {
@@ -341,7 +346,7 @@ impl Responder {
                 }
                 let mut to =
                     Cursor::new(tables, &remote, at.remote(), access::REMOTE_WRITE, offset);
-                let moved = transfer(&mut to, &mut source, len, last);
+                let moved = transfer(&mut to, &mut source, part);
                 drop(to);
                 match moved {
                     Ok(()) if last && with_imm => {
@@ -362,7 +367,7 @@ impl Responder {
                     return answer;
                 }
                 let from = Cursor::new(tables, &remote, at.remote(), access::REMOTE_READ, offset);
-                let moved = transfer(&mut sink, &mut From::Guest(from), len, last);
+                let moved = transfer(&mut sink, &mut From::Guest(from), part);
                 match moved {
                     Ok(()) if last => Answer::Done,
                     Ok(()) => Answer::Progress,
@@ -412,8 +417,13 @@ impl Responder {
         let grh = datagram.grh(message.length);
         let header = &mut From::Bytes(&grh);
         let to = |skip| Cursor::new(tables, &self.reached, at.local(), access::LOCAL_WRITE, skip);
-        let placed = transfer(&mut to(0), header, GRH as u64, false)
-            .and_then(|()| transfer(&mut to(GRH as u64), &mut source, message.length, true));
+        let placed = transfer(&mut to(0), header, Part::whole(GRH as u64)).and_then(|()| {
+            transfer(
+                &mut to(GRH as u64),
+                &mut source,
+                Part::whole(message.length),
+            )
+        });
         match placed {
             Ok(()) => {}
             // The receive stays claimed for the next datagram.

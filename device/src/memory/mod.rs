@@ -15,7 +15,7 @@ mod span;
 
 pub use guest::{Error, GuestMemory, RegionInfo};
 pub use pages::{read_page_list, Pages};
-pub use span::{copy, copy_last, fetch_bytes, Source, Span};
+pub use span::{copy, copy_last, copy_streaming, end_streaming, fetch_bytes, Source, Span};
 
 #[cfg(test)]
 pub(crate) use guest::tests::region;

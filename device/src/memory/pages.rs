@@ -405,6 +405,21 @@ mod tests {
     }
 
     proptest! {
+        /// Past the caches or through them, overlapping or not: the same bytes.
+        #[test]
+        fn streaming_copies_as_any_copy(from in 0u64..5000, to in 0u64..5000, len in 0u64..3000) {
+            let data: Vec<u8> = (0..8192u32).map(|i| (i * 7 + i / 256) as u8).collect();
+            let run = |copy: fn(Span<'_>, super::super::Source<'_>)| {
+                let memory = GuestMemory::new(vec![region(0, 2)]).unwrap();
+                let pages = Pages::resolve(&memory, vec![0, 4096], 12).unwrap();
+                fill(&pages, 0, &data);
+                copy(pages.span(to, len).unwrap(), pages.span(from, len).unwrap().into());
+                super::super::end_streaming();
+                read(&pages, 0, data.len())
+            };
+            prop_assert_eq!(run(super::super::copy_streaming), run(copy));
+        }
+
         /// Whatever the order of the pages, bytes are where the list says; a copy changes nothing else.
         #[test]
         fn copies_through_scattered_pages(

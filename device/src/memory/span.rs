@@ -157,6 +157,69 @@ pub fn copy_last(to: Span<'_>, from: Source<'_>) {
     }
 }
 
+/// Copies the common length of `from` to `to` past the caches, for what is so large that it would only evict what is in
+/// them. The bytes become visible in any order, perhaps after what is stored later: see [`end_streaming`].
+pub fn copy_streaming(to: Span<'_>, from: Source<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let len = to.len.min(from.len);
+        let apart = (to.ptr as usize).abs_diff(from.ptr as usize) >= len;
+        // A line of the destination is written as a whole, or it costs more than it saves.
+        let head = (to.ptr as usize).wrapping_neg() % LINE;
+        let blocks = len.saturating_sub(head) / LINE;
+        if apart && blocks > 0 {
+            let (to_head, to_rest) = to.split_at(head);
+            let (from_head, from_rest) = from.split_at(head);
+            copy(to_head, from_head);
+            // SAFETY: both are valid for `blocks * LINE` bytes (invariants of `Span` and `Source`) and do not overlap, and the
+            // destination is aligned to `LINE`. Others may write at the same time, as in `copy`.
+            unsafe { stream_lines(to_rest.ptr, from_rest.ptr, blocks) };
+            copy(
+                to_rest.split_at(blocks * LINE).1,
+                from_rest.split_at(blocks * LINE).1,
+            );
+            return;
+        }
+    }
+    copy(to, from);
+}
+
+/// Makes what [`copy_streaming`] wrote visible before whatever is stored from now on.
+pub fn end_streaming() {
+    // SAFETY: this instruction is part of every processor of this architecture.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}
+
+/// Size of a cache line, bytes.
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 64;
+
+/// Copies `lines` cache lines with stores that do not allocate in the caches.
+///
+/// # Safety
+/// `from` and `to` are valid for `lines * LINE` bytes and do not overlap; `to` is aligned to `LINE`.
+#[cfg(target_arch = "x86_64")]
+unsafe fn stream_lines(to: *mut u8, from: *const u8, lines: usize) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    for line in 0..lines {
+        let (to, from) = (
+            to.wrapping_add(line * LINE).cast::<__m128i>(),
+            from.wrapping_add(line * LINE).cast::<__m128i>(),
+        );
+        // SAFETY: four parts of a line that is valid and aligned, as the caller promises; SSE2 is part of every processor of
+        // this architecture.
+        unsafe {
+            let parts = [0, 1, 2, 3].map(|part| _mm_loadu_si128(from.wrapping_add(part)));
+            for (part, value) in parts.into_iter().enumerate() {
+                _mm_stream_si128(to.wrapping_add(part), value);
+            }
+        }
+    }
+}
+
 /// Reads up to `into.len()` bytes of `from`; returns how many.
 pub fn fetch_bytes(into: &mut [u8], from: Span<'_>) -> usize {
     let len = into.len().min(from.len);

@@ -29,8 +29,8 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use vmm_sys_util::timerfd::TimerFd;
 
-use crate::engine::notify;
 use crate::engine::requester::Turn;
+use crate::engine::{notify, LONE_SLICE, SLICE};
 use crate::memory::Pages;
 use crate::rnic::{announce, Rnic};
 use crate::verbs::cq::Cq;
@@ -518,7 +518,12 @@ impl Loop {
             // Before the turn: what is scheduled during it needs another.
             qp.scheduled.store(false, Ordering::SeqCst);
             count(&self.worker.stats.turns);
-            match run(&qp, now) {
+            let slice = if self.queue.is_empty() {
+                LONE_SLICE
+            } else {
+                SLICE
+            };
+            match run(&qp, now, slice) {
                 Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
                     let id = Arc::as_ptr(&qp) as usize;
                     let until = *qp.timer.lock().unwrap_or_else(PoisonError::into_inner);
@@ -704,7 +709,7 @@ fn release(cq: &Arc<Cq>, number: u32) -> bool {
 }
 
 /// A turn of a queue pair.
-fn run(qp: &Arc<Qp>, now: u64) -> Turn {
+fn run(qp: &Arc<Qp>, now: u64, slice: u64) -> Turn {
     if qp.dead.load(Ordering::SeqCst) {
         return Turn::Idle;
     }
@@ -724,7 +729,7 @@ fn run(qp: &Arc<Qp>, now: u64) -> Turn {
             if qp.awaited.load(Ordering::SeqCst) {
                 qp.responder().receives_posted(qp);
             }
-            qp.requester().turn(tables, qp, now)
+            qp.requester().turn(tables, qp, now, slice)
         }
         qp_state::SQE => {
             if qp.requester().flush(tables, qp, FLUSH) {

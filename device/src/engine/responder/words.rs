@@ -4,7 +4,7 @@ use std::sync::atomic::{fence, AtomicU64, Ordering};
 
 use virtio_rdma_spec::verbs::{access, vendor_err, wc_status};
 
-use super::{Place, Responder};
+use super::{Part, Place, Responder};
 use crate::engine::cursor::{fetch, transfer, Cursor, Fault, From};
 use crate::engine::message::{Answer, Message};
 use crate::memory::atomic;
@@ -57,7 +57,7 @@ impl Responder {
                 return Answer::Busy;
             };
             let old = old.to_le_bytes();
-            let placed = transfer(&mut sink, &mut From::Bytes(&old), 8, true);
+            let placed = transfer(&mut sink, &mut From::Bytes(&old), Part::whole(8));
             match placed {
                 Ok(()) => Answer::Done,
                 Err(Fault::Source(key) | Fault::Destination(key)) => {
