@@ -174,6 +174,9 @@ pub(super) fn deregister(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
     if let Some(pd) = tables.pds.get_mut(mr.pd) {
         pd.users = pd.users.saturating_sub(1);
     }
+    // To give memory back takes time, which nobody has to wait for.
+    drop(tables);
+    drop(mr);
     Ok(Vec::new())
 }
 
@@ -207,6 +210,8 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
         None
     };
 
+    // Dropped after the lock: to give memory back takes time, which nobody has to wait for.
+    let _replaced;
     let mut tables = rnic.tables_mut();
     let tables = &mut *tables;
     let mr = tables.keys.region_mut(body.lkey).ok_or(Error::NotFound)?;
@@ -239,7 +244,7 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
         mr.length = range.length;
         mr.offset = range.offset;
         let old = std::mem::replace(&mut mr.footprint, pages.footprint());
-        mr.backing = Backing::Pages(pages);
+        _replaced = std::mem::replace(&mut mr.backing, Backing::Pages(pages));
         tables.release(old);
     }
     if let Some(pd) = tables.pds.get_mut(old_pd) {

@@ -19,7 +19,7 @@ use virtio_rdma_spec::ring::{MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES
 use virtio_rdma_spec::verbs::mtu;
 use virtio_rdma_spec::PAGE_SIZE;
 
-use crate::memory::{read_page_list, Pages};
+use crate::memory::Pages;
 use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
 use crate::verbs::cq::{Source, MAX_MODERATION_COUNT, MAX_MODERATION_PERIOD};
 use crate::verbs::keys::NULL_LKEY;
@@ -260,7 +260,7 @@ fn set_status_page(rnic: &Arc<Rnic>, body: &SetStatusPage) -> Result<Vec<u8>, Er
         None
     } else {
         let memory = tables.memory.as_ref().ok_or(Error::Fault)?;
-        Some(Pages::resolve(memory, vec![body.addr], 12)?)
+        Some(Pages::resolve(memory, &[body.addr], 12)?)
     };
     announce_all(&tables, rnic.workers.len(), worker_status::SLEEPING);
     drop(tables);
@@ -277,11 +277,10 @@ fn resolve(rnic: &Rnic, list: &PageList) -> Result<Pages, Error> {
         (tables.memory.clone().ok_or(Error::Fault)?, tables.footprint)
     };
     let left = rnic.settings.limits.footprint.saturating_sub(footprint);
-    if u64::from(list.count).saturating_mul(16) > left {
+    if u64::from(list.count).saturating_mul(Pages::PAGE_FOOTPRINT) > left {
         return Err(Error::NoMemory);
     }
-    let guest = read_page_list(&memory, list, list.count)?;
-    Ok(Pages::resolve(&memory, guest, list.page_shift)?)
+    Ok(Pages::read(&memory, list)?)
 }
 
 /// The same for rings and doorbell memory: in pages of 4 KiB.

@@ -7,10 +7,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::PAGE_SIZE;
 use vm_memory::mmap::MmapRegionBuilder;
-use vm_memory::{
-    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
-    GuestRegionMmap,
-};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 use super::Span;
 
@@ -58,17 +55,40 @@ pub struct RegionInfo {
     pub file: File,
 }
 
+/// A host address within a mapping that its owner keeps alive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Host(pub(super) *mut u8);
+
+// SAFETY: the address is only used through `GuestMemory` and `Pages`, which keep the mapping alive and access it by atomics and
+// by copies that allow for others writing at the same time.
+unsafe impl Send for Host {}
+// SAFETY: as above.
+unsafe impl Sync for Host {}
+
+/// Where a region is.
 #[derive(Debug, Clone, Copy)]
-struct UserRange {
+pub(super) struct Range {
     user: u64,
     guest: u64,
+    host: Host,
     size: u64,
+}
+
+impl Range {
+    /// The host address of `len` bytes at `guest_addr`, if all are in the region.
+    #[inline]
+    pub(super) fn host(&self, guest_addr: u64, len: u64) -> Option<Host> {
+        let offset = guest_addr.wrapping_sub(self.guest);
+        let fits = offset < self.size && len <= self.size - offset;
+        fits.then(|| Host(self.host.0.wrapping_add(offset as usize)))
+    }
 }
 
 #[derive(Debug)]
 struct Inner {
     mmap: GuestMemoryMmap,
-    user: Vec<UserRange>,
+    /// The regions by guest-physical address.
+    ranges: Vec<Range>,
 }
 
 /// The memory of a VM. Cloning is cheap; a clone keeps its mappings alive.
@@ -89,7 +109,7 @@ impl GuestMemory {
     fn empty() -> Self {
         Self(Arc::new(Inner {
             mmap: GuestMemoryMmap::new(),
-            user: Vec::new(),
+            ranges: Vec::new(),
         }))
     }
 
@@ -131,6 +151,7 @@ impl GuestMemory {
                 addr: guest_addr,
                 source,
             })?;
+        let host = Host(mapping.as_ptr());
         let region = GuestRegionMmap::new(mapping, GuestAddress(guest_addr))
             .ok_or(Error::Overlap(guest_addr))?;
         let mmap = self
@@ -138,19 +159,22 @@ impl GuestMemory {
             .mmap
             .insert_region(Arc::new(region))
             .map_err(|_| Error::Overlap(guest_addr))?;
-        let mut user = self.0.user.clone();
-        user.push(UserRange {
+        let mut ranges = self.0.ranges.clone();
+        let at = ranges.partition_point(|range| range.guest < guest_addr);
+        let range = Range {
             user: user_addr,
             guest: guest_addr,
+            host,
             size,
-        });
-        Ok(Self(Arc::new(Inner { mmap, user })))
+        };
+        ranges.insert(at, range);
+        Ok(Self(Arc::new(Inner { mmap, ranges })))
     }
 
     /// This memory without the region that starts at `guest_addr`; the same memory where there is none.
     #[must_use]
     pub fn without_region(&self, guest_addr: u64) -> Self {
-        let Some(range) = self.0.user.iter().find(|r| r.guest == guest_addr) else {
+        let Some(range) = self.0.ranges.iter().find(|r| r.guest == guest_addr) else {
             return self.clone();
         };
         match self
@@ -159,14 +183,9 @@ impl GuestMemory {
             .remove_region(GuestAddress(guest_addr), range.size)
         {
             Ok((mmap, _)) => {
-                let user = self
-                    .0
-                    .user
-                    .iter()
-                    .filter(|r| r.guest != guest_addr)
-                    .copied()
-                    .collect();
-                Self(Arc::new(Inner { mmap, user }))
+                let mut ranges = self.0.ranges.clone();
+                ranges.retain(|r| r.guest != guest_addr);
+                Self(Arc::new(Inner { mmap, ranges }))
             }
             Err(_) => self.clone(),
         }
@@ -181,7 +200,7 @@ impl GuestMemory {
     /// The guest-physical address of an address in the front end's process.
     #[must_use]
     pub fn user_to_guest(&self, user_addr: u64) -> Option<u64> {
-        self.0.user.iter().find_map(|r| {
+        self.0.ranges.iter().find_map(|r| {
             let offset = user_addr.checked_sub(r.user)?;
             (offset < r.size).then(|| r.guest.wrapping_add(offset))
         })
@@ -197,7 +216,7 @@ impl GuestMemory {
     #[must_use]
     pub fn size(&self) -> u64 {
         self.0
-            .user
+            .ranges
             .iter()
             .fold(0, |sum, r| sum.saturating_add(r.size))
     }
@@ -206,12 +225,12 @@ impl GuestMemory {
     /// there is no memory.
     #[must_use]
     pub fn span(&self, addr: u64, max: u64) -> Option<Span<'_>> {
-        let (region, offset) = self.0.mmap.to_region_addr(GuestAddress(addr))?;
-        let left = region.len().checked_sub(offset.0)?.min(max);
-        let ptr = region.get_host_address(offset).ok()?;
+        let range = self.range(addr)?;
+        let Host(ptr) = range.host(addr, 0)?;
+        let left = range.size - (addr - range.guest);
         Some(Span {
             ptr,
-            len: usize::try_from(left).ok()?,
+            len: usize::try_from(left.min(max)).ok()?,
             owner: PhantomData,
         })
     }
@@ -229,14 +248,26 @@ impl GuestMemory {
         true
     }
 
+    /// The region that may have `guest_addr`, if one has.
+    #[inline]
+    pub(super) fn range(&self, guest_addr: u64) -> Option<&Range> {
+        let ranges = &self.0.ranges;
+        let after = ranges.partition_point(|range| range.guest <= guest_addr);
+        ranges.get(after.checked_sub(1)?)
+    }
+
     /// The host address of `len` bytes at `guest_addr`, if they lie in one region.
-    pub(super) fn host(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
-        let addr = GuestAddress(guest_addr);
-        let (region, offset) = self.0.mmap.to_region_addr(addr)?;
-        if region.len().checked_sub(offset.0)? < len {
-            return None;
-        }
-        region.get_host_address(offset).ok()
+    #[inline]
+    pub(super) fn host(&self, guest_addr: u64, len: u64) -> Option<Host> {
+        self.range(guest_addr)?.host(guest_addr, len)
+    }
+
+    /// The guest-physical address of what is at `host` in this process.
+    pub(super) fn guest(&self, host: Host) -> Option<u64> {
+        self.0.ranges.iter().find_map(|range| {
+            let offset = (host.0 as u64).wrapping_sub(range.host.0 as u64);
+            (offset < range.size).then(|| range.guest + offset)
+        })
     }
 
     /// The 512 words of the 4 KiB table at `guest_addr`.
@@ -244,7 +275,7 @@ impl GuestMemory {
         if guest_addr % PAGE_SIZE != 0 {
             return None;
         }
-        let host = self.host(guest_addr, PAGE_SIZE)?;
+        let Host(host) = self.host(guest_addr, PAGE_SIZE)?;
         // SAFETY: `host` is valid for PAGE_SIZE bytes as long as the mapping lives, which `self` keeps; it is page aligned, as
         // regions are (checked in `with_region`) and `guest_addr` is. Others change it only as memory, which atomics allow.
         Some(unsafe { &*host.cast::<[AtomicU64; 512]>() })
@@ -284,7 +315,11 @@ pub(crate) mod tests {
         assert_eq!(more.size(), 3 * PAGE_SIZE);
         assert_eq!(more.user_to_guest(0x7000_8010), Some(0x8010));
         assert_eq!(more.user_to_guest(0x7000_9000), None);
+        for addr in [0x1000, 0x2fff, 0x8000, 0x8fff] {
+            assert_eq!(more.guest(more.host(addr, 1).unwrap()), Some(addr));
+        }
         let less = more.without_region(0x1000);
+        assert_eq!(less.guest(more.host(0x1000, 1).unwrap()), None);
         assert!(less.host(0x1000, 1).is_none());
         assert!(less.host(0x8000, 1).is_some());
         assert_eq!(less.without_region(0x1000).size(), PAGE_SIZE);

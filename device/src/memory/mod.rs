@@ -14,7 +14,7 @@ mod pages;
 mod span;
 
 pub use guest::{Error, GuestMemory, RegionInfo};
-pub use pages::{read_page_list, Pages};
+pub use pages::Pages;
 pub use span::{copy, copy_last, copy_streaming, end_streaming, fetch_bytes, Source, Span};
 
 #[cfg(test)]

@@ -5,29 +5,20 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use virtio_rdma_spec::command::PageList;
 
+use super::guest::{Host, Range};
 use super::{Error, GuestMemory, Span};
 
-/// A host address within a mapping that the owning [`Pages`] keeps alive.
-#[derive(Debug, Clone, Copy)]
-struct Host(*mut u8);
-
-// SAFETY: the address is only used through `Pages`, which keeps the mapping alive and accesses it by atomics and by copies
-// that allow for others writing at the same time.
-unsafe impl Send for Host {}
-// SAFETY: as above.
-unsafe impl Sync for Host {}
+/// Pages that a span looks ahead for, at most.
+const AHEAD: u32 = 16;
 
 #[derive(Debug)]
 enum Map {
-    /// All pages follow each other, in guest and host.
-    Linear { guest: u64, host: Host },
-    /// Not in guest memory (any longer): nothing can be accessed.
-    Lost { guest: Box<[u64]> },
+    /// In the host, all pages follow each other.
+    Linear(Host),
     /// Anything else.
-    Scattered {
-        guest: Box<[u64]>,
-        host: Box<[Host]>,
-    },
+    Scattered(Box<[Host]>),
+    /// Not in guest memory (any longer): nothing can be accessed. Guest-physical addresses.
+    Lost(Box<[u64]>),
 }
 
 /// A list of guest pages, resolved. Keeps the mapping that it was resolved in alive.
@@ -42,60 +33,152 @@ pub struct Pages {
     len: u64,
 }
 
+/// Resolves pages one after the other.
+struct Resolver<'a> {
+    memory: &'a GuestMemory,
+    /// Size of a page, bytes.
+    size: u64,
+    /// Pages that will come, at most.
+    expected: usize,
+    /// Where the last page was: most likely the next one is there, too.
+    range: Option<Range>,
+    first: Option<Host>,
+    count: u64,
+    /// Empty as long as all pages follow each other.
+    scattered: Vec<Host>,
+}
+
+impl<'a> Resolver<'a> {
+    fn new(memory: &'a GuestMemory, expected: usize, shift: u8) -> Result<Self, Error> {
+        if expected == 0 || !(12..=31).contains(&shift) {
+            return Err(Error::PageList);
+        }
+        Ok(Self {
+            memory,
+            size: 1 << shift,
+            expected,
+            range: None,
+            first: None,
+            count: 0,
+            scattered: Vec::new(),
+        })
+    }
+
+    #[inline]
+    fn push(&mut self, page: u64) -> Result<(), Error> {
+        if page & (self.size - 1) != 0 {
+            return Err(Error::PageList);
+        }
+        let known = self.range.and_then(|range| range.host(page, self.size));
+        let host = match known {
+            Some(host) => host,
+            None => self.find(page)?,
+        };
+        if !self.scattered.is_empty() {
+            self.scattered.push(host);
+        } else {
+            let first = *self.first.get_or_insert(host);
+            let follows = first.0.wrapping_add((self.count * self.size) as usize);
+            if host.0 != follows {
+                self.scatter(first);
+                self.scattered.push(host);
+            }
+        }
+        self.count += 1;
+        Ok(())
+    }
+
+    #[cold]
+    fn find(&mut self, page: u64) -> Result<Host, Error> {
+        self.range = self.memory.range(page).copied();
+        self.range
+            .and_then(|range| range.host(page, self.size))
+            .ok_or(Error::NotGuestMemory(page))
+    }
+
+    /// The next page does not follow the others.
+    #[cold]
+    fn scatter(&mut self, first: Host) {
+        self.scattered.reserve_exact(self.expected);
+        let offsets = (0..self.count).map(|i| (i * self.size) as usize);
+        self.scattered
+            .extend(offsets.map(|offset| Host(first.0.wrapping_add(offset))));
+    }
+
+    fn finish(self) -> Result<Pages, Error> {
+        let len = self.count.checked_mul(self.size);
+        let first = self.first.ok_or(Error::PageList)?;
+        Ok(Pages {
+            memory: Some(self.memory.clone()),
+            map: if self.scattered.is_empty() {
+                Map::Linear(first)
+            } else {
+                Map::Scattered(self.scattered.into())
+            },
+            shift: self.size.trailing_zeros() as u8,
+            len: len.ok_or(Error::PageList)?,
+        })
+    }
+}
+
 impl Pages {
+    /// Memory of the process that a page takes at most, bytes.
+    pub const PAGE_FOOTPRINT: u64 = size_of::<Host>() as u64;
+
     /// Resolves the pages of 2^`shift` bytes at the guest-physical addresses `guest`.
     ///
     /// # Errors
     /// [`Error::PageList`] if there is no page, the page size is not between 4 KiB and 2 GiB, or a page is not aligned to
     /// it; [`Error::NotGuestMemory`] if a page is not wholly in one region of guest memory.
-    pub fn resolve(memory: &GuestMemory, guest: Vec<u64>, shift: u8) -> Result<Self, Error> {
-        if guest.is_empty() || !(12..=31).contains(&shift) {
+    pub fn resolve(memory: &GuestMemory, guest: &[u64], shift: u8) -> Result<Self, Error> {
+        let mut resolver = Resolver::new(memory, guest.len(), shift)?;
+        for page in guest {
+            resolver.push(*page)?;
+        }
+        resolver.finish()
+    }
+
+    /// Reads and resolves the page list that `list` describes.
+    ///
+    /// # Errors
+    /// As [`Self::resolve`]; [`Error::PageList`] for a malformed list, [`Error::NotGuestMemory`] for a table outside of guest
+    /// memory.
+    pub fn read(memory: &GuestMemory, list: &PageList) -> Result<Self, Error> {
+        let capacity = match list.levels {
+            0 => 1,
+            levels @ 1..=3 => 512u64.pow(u32::from(levels)),
+            _ => return Err(Error::PageList),
+        };
+        if u64::from(list.count) > capacity || list.reserved != 0 {
             return Err(Error::PageList);
         }
-        let size = 1u64 << shift;
-        let len = (guest.len() as u64)
-            .checked_mul(size)
-            .ok_or(Error::PageList)?;
-        let mut host = Vec::with_capacity(guest.len());
-        let mut linear = true;
-        for (i, &page) in guest.iter().enumerate() {
-            if page % size != 0 {
-                return Err(Error::PageList);
-            }
-            let at = memory.host(page, size).ok_or(Error::NotGuestMemory(page))?;
-            let offset = (i as u64) << shift;
-            linear &= guest
-                .first()
-                .is_some_and(|first| first.checked_add(offset) == Some(page))
-                && host.first().is_none_or(|first: &Host| {
-                    (first.0 as u64).checked_add(offset) == Some(at as u64)
-                });
-            host.push(Host(at));
+        let mut resolver = Resolver::new(memory, list.count as usize, list.page_shift)?;
+        let mut tables = vec![list.addr];
+        for depth in (1..list.levels).rev() {
+            // Tables of the next level in all: pages covered by one entry shrink by 512 with each level.
+            let entries = (list.count as usize).div_ceil(512usize.pow(u32::from(depth)));
+            let mut next = Vec::with_capacity(entries);
+            entries_of(memory, &tables, entries, |entry| {
+                next.push(entry);
+                Ok(())
+            })?;
+            tables = next;
         }
-        let map = match (linear, guest.first(), host.first()) {
-            (true, Some(&guest), Some(&host)) => Map::Linear { guest, host },
-            _ => Map::Scattered {
-                guest: guest.into(),
-                host: host.into(),
-            },
-        };
-        Ok(Self {
-            memory: Some(memory.clone()),
-            map,
-            shift,
-            len,
-        })
+        if list.levels == 0 {
+            resolver.push(list.addr)?;
+        } else {
+            let count = list.count as usize;
+            entries_of(memory, &tables, count, |entry| resolver.push(entry))?;
+        }
+        resolver.finish()
     }
 
     /// No pages at all, for an object without a buffer.
     #[must_use]
     pub fn none() -> Self {
-        let map = Map::Lost {
-            guest: Box::default(),
-        };
         Self {
             memory: None,
-            map,
+            map: Map::Lost(Box::default()),
             shift: 12,
             len: 0,
         }
@@ -104,21 +187,26 @@ impl Pages {
     /// The same guest pages, resolved anew in `memory`. Where that fails they are lost, until a later call finds them.
     #[must_use]
     pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
-        let guest: Vec<u64> = match &self.map {
-            Map::Linear { guest, .. } => (0..self.count())
-                .map(|i| guest.wrapping_add(i << self.shift))
-                .collect(),
-            Map::Scattered { guest, .. } | Map::Lost { guest } => guest.to_vec(),
-        };
-        let found = memory.and_then(|memory| Self::resolve(memory, guest.clone(), self.shift).ok());
+        let guest = self.guest();
+        let found = memory.and_then(|memory| Self::resolve(memory, &guest, self.shift).ok());
         found.unwrap_or(Self {
             memory: None,
-            map: Map::Lost {
-                guest: guest.into(),
-            },
+            map: Map::Lost(guest),
             shift: self.shift,
             len: self.len,
         })
+    }
+
+    /// The guest-physical addresses of the pages.
+    fn guest(&self) -> Box<[u64]> {
+        if let Map::Lost(guest) = &self.map {
+            return guest.clone();
+        }
+        let host = |i| self.at(i << self.shift).map(|(host, _)| Host(host));
+        let memory = self.memory.as_ref();
+        (0..self.count())
+            .filter_map(|i| memory?.guest(host(i)?))
+            .collect()
     }
 
     /// Whether the pages are not in guest memory any longer.
@@ -150,8 +238,8 @@ impl Pages {
     #[must_use]
     pub fn footprint(&self) -> u64 {
         match &self.map {
-            Map::Linear { .. } | Map::Lost { .. } => 0,
-            Map::Scattered { guest, .. } => 16 * guest.len() as u64,
+            Map::Linear(_) | Map::Lost(_) => 0,
+            Map::Scattered(host) => Self::PAGE_FOOTPRINT * host.len() as u64,
         }
     }
 
@@ -161,9 +249,9 @@ impl Pages {
         let left = self.len.checked_sub(offset).filter(|left| *left > 0)?;
         match &self.map {
             // `offset` < `len`: within the mapping.
-            Map::Linear { host, .. } => Some((host.0.wrapping_add(offset as usize), left)),
-            Map::Lost { .. } => None,
-            Map::Scattered { host, .. } => {
+            Map::Linear(host) => Some((host.0.wrapping_add(offset as usize), left)),
+            Map::Lost(_) => None,
+            Map::Scattered(host) => {
                 let page = host.get((offset >> self.shift) as usize)?;
                 let in_page = offset & ((1 << self.shift) - 1);
                 Some((
@@ -174,14 +262,30 @@ impl Pages {
         }
     }
 
-    /// The longest contiguous piece that starts at `offset`, of at most `max` bytes; `None` beyond the end.
+    /// The bytes at `ptr`, which is at `offset` and of which `len` are contiguous, that are contiguous with the pages that follow.
+    fn look_ahead(&self, offset: u64, ptr: *mut u8, mut len: u64, max: u64) -> u64 {
+        for _ in 0..AHEAD {
+            match self.at(offset + len) {
+                Some((next, more)) if len < max && next == ptr.wrapping_add(len as usize) => {
+                    len += more;
+                }
+                _ => break,
+            }
+        }
+        len
+    }
+
+    /// A contiguous piece that starts at `offset`, of at most `max` bytes; `None` beyond the end.
     #[inline]
     #[must_use]
     pub fn span(&self, offset: u64, max: u64) -> Option<Span<'_>> {
-        let (ptr, contiguous) = self.at(offset)?;
+        let (ptr, mut len) = self.at(offset)?;
+        if len < max {
+            len = self.look_ahead(offset, ptr, len, max);
+        }
         Some(Span {
             ptr,
-            len: contiguous.min(max) as usize,
+            len: len.min(max) as usize,
             owner: PhantomData,
         })
     }
@@ -225,39 +329,22 @@ impl Pages {
     }
 }
 
-/// Reads the page list that `list` describes: guest-physical addresses, at most `max` of them.
-///
-/// # Errors
-/// [`Error::PageList`] for a malformed list, [`Error::NotGuestMemory`] for a table outside of guest memory.
-pub fn read_page_list(memory: &GuestMemory, list: &PageList, max: u32) -> Result<Vec<u64>, Error> {
-    let capacity = match list.levels {
-        0 => 1,
-        levels @ 1..=3 => 512u64.pow(u32::from(levels)),
-        _ => return Err(Error::PageList),
-    };
-    if list.count == 0 || list.count > max || u64::from(list.count) > capacity || list.reserved != 0
-    {
-        return Err(Error::PageList);
-    }
-    let mut level = vec![list.addr];
-    for depth in (0..list.levels).rev() {
-        // Entries of this level in all: pages covered by one entry shrink by 512 with each level.
-        let covers = 512usize.pow(u32::from(depth));
-        let entries = (list.count as usize).div_ceil(covers);
-        let mut next = Vec::with_capacity(entries);
-        for table in &level {
-            let words = memory.table(*table).ok_or(Error::NotGuestMemory(*table))?;
-            let wanted = entries.saturating_sub(next.len()).min(512);
-            next.extend(
-                words
-                    .iter()
-                    .take(wanted)
-                    .map(|word| u64::from_le(word.load(Ordering::Relaxed))),
-            );
+/// Calls `f` with the first `count` entries of `tables`.
+fn entries_of(
+    memory: &GuestMemory,
+    tables: &[u64],
+    count: usize,
+    mut f: impl FnMut(u64) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let mut left = count;
+    for table in tables {
+        let words = memory.table(*table).ok_or(Error::NotGuestMemory(*table))?;
+        for word in words.iter().take(left) {
+            f(u64::from_le(word.load(Ordering::Relaxed)))?;
         }
-        level = next;
+        left = left.saturating_sub(512);
     }
-    Ok(level)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -282,22 +369,25 @@ mod tests {
         }
     }
 
+    fn read_list(memory: &GuestMemory, list: &PageList) -> Result<Box<[u64]>, Error> {
+        Pages::read(memory, list).map(|pages| pages.guest())
+    }
+
     #[test]
     fn page_lists_of_every_depth_are_read() {
-        let memory = GuestMemory::new(vec![region(0, 16)]).unwrap();
-        assert_eq!(
-            read_page_list(&memory, &list(0x5000, 1, 0), 1).unwrap(),
-            [0x5000]
-        );
-        write_table(&memory, 0x1000, (0..512).map(|i| i * 0x1000));
-        let one = read_page_list(&memory, &list(0x1000, 512, 1), 512).unwrap();
-        assert_eq!((one.len(), one[511]), (512, 511 * 0x1000));
+        let memory = GuestMemory::new(vec![region(0, 512)]).unwrap();
+        let one_page = read_list(&memory, &list(0x5000, 1, 0)).unwrap();
+        assert_eq!(*one_page, [0x5000]);
+        // Backwards: no page follows another.
+        write_table(&memory, 0x1000, (0..512).rev().map(|i| i * 0x1000));
+        let one = read_list(&memory, &list(0x1000, 512, 1)).unwrap();
+        assert_eq!((one.len(), one[0], one[511]), (512, 511 * 0x1000, 0));
         write_table(&memory, 0x2000, [0x1000, 0x3000].into_iter());
         write_table(&memory, 0x3000, [0x7000].into_iter());
-        let two = read_page_list(&memory, &list(0x2000, 513, 2), 1000).unwrap();
+        let two = read_list(&memory, &list(0x2000, 513, 2)).unwrap();
         assert_eq!((two.len(), two[512]), (513, 0x7000));
         write_table(&memory, 0x4000, [0x2000].into_iter());
-        let three = read_page_list(&memory, &list(0x4000, 513, 3), 1000).unwrap();
+        let three = read_list(&memory, &list(0x4000, 513, 3)).unwrap();
         assert_eq!(two, three);
     }
 
@@ -310,53 +400,70 @@ mod tests {
             list(0, 2, 0),
             list(0, 513, 1),
             list(0, 1, 4),
-            list(0, 11, 1),
             PageList {
                 reserved: 1,
                 ..list(0, 1, 0)
             },
+            PageList {
+                page_shift: 11,
+                ..list(0, 1, 0)
+            },
         ] {
             assert!(
-                matches!(read_page_list(&memory, &bad, 10), Err(Error::PageList)),
+                matches!(read_list(&memory, &bad), Err(Error::PageList)),
                 "{bad:?}"
             );
         }
         for bad in [list(0x8000, 1, 1), list(8, 1, 1)] {
             assert!(matches!(
-                read_page_list(&memory, &bad, 10),
+                read_list(&memory, &bad),
                 Err(Error::NotGuestMemory(_))
             ));
         }
-        assert!(matches!(
-            Pages::resolve(&memory, vec![0x800], 12),
-            Err(Error::PageList)
-        ));
-        assert!(matches!(
-            Pages::resolve(&memory, vec![], 12),
-            Err(Error::PageList)
-        ));
-        assert!(matches!(
-            Pages::resolve(&memory, vec![0], 11),
-            Err(Error::PageList)
-        ));
-        assert!(matches!(
-            Pages::resolve(&memory, vec![0], 32),
-            Err(Error::PageList)
-        ));
-        assert!(matches!(
-            Pages::resolve(&memory, vec![0], 16),
-            Err(Error::NotGuestMemory(0))
-        ));
-        assert!(matches!(
-            Pages::resolve(&memory, vec![0x4000], 12),
-            Err(Error::NotGuestMemory(_))
-        ));
+        let resolve = |guest: &[u64], shift| Pages::resolve(&memory, guest, shift);
+        for (guest, shift) in [(&[0x800][..], 12), (&[], 12), (&[0], 11), (&[0], 32)] {
+            assert!(matches!(resolve(guest, shift), Err(Error::PageList)));
+        }
+        for (guest, shift) in [(0, 16), (0x4000, 12), (!0xfff, 12)] {
+            let error = resolve(&[guest], shift).unwrap_err();
+            assert!(matches!(error, Error::NotGuestMemory(addr) if addr == guest));
+        }
+    }
+
+    #[test]
+    fn only_pages_that_do_not_follow_each_other_take_memory() {
+        let regions = vec![region(0x100_0000, 8), region(0, 8)];
+        let memory = GuestMemory::new(regions).unwrap();
+        let run: Vec<u64> = (0..8).map(|page| page << 12).collect();
+        let linear = Pages::resolve(&memory, &run, 12).unwrap();
+        assert_eq!((linear.footprint(), *linear.guest() == *run), (0, true));
+        assert_eq!(linear.span(100, u64::MAX).unwrap().len(), 8 * 4096 - 100);
+        let mut broken = run.clone();
+        broken[7] = 0x100_0000;
+        let scattered = Pages::resolve(&memory, &broken, 12).unwrap();
+        assert_eq!(scattered.footprint(), 8 * Pages::PAGE_FOOTPRINT);
+        assert_eq!(*scattered.guest(), *broken);
+    }
+
+    #[test]
+    fn spans_reach_as_far_as_pages_follow_each_other() {
+        let memory = GuestMemory::new(vec![region(0, 40)]).unwrap();
+        let order: Vec<u64> = [30, 31, 32, 7].into_iter().chain(0..30).collect();
+        let guest: Vec<u64> = order.iter().map(|page| page << 12).collect();
+        let pages = Pages::resolve(&memory, &guest, 12).unwrap();
+        for (page, follow) in [(0, 3), (1, 2), (2, 1), (3, 1), (4, 1 + u64::from(AHEAD))] {
+            let len = |max| pages.span(page << 12 | 8, max).unwrap().len() as u64;
+            assert_eq!(len(u64::MAX), (follow << 12) - 8);
+            assert_eq!((len(64), len(4088)), (64, 4088));
+            assert_eq!(len(5000), 5000.min((follow << 12) - 8));
+        }
+        assert_eq!(pages.span(33 << 12, u64::MAX).unwrap().len(), 4096);
     }
 
     #[test]
     fn lost_pages_give_nothing_and_come_back() {
         let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
-        let pages = Pages::resolve(&memory, vec![0x3000, 0x1000], 12).unwrap();
+        let pages = Pages::resolve(&memory, &[0x3000, 0x1000], 12).unwrap();
         assert!(pages.word(8).is_some() && !pages.lost());
         let lost = pages.rebase(None);
         assert!(lost.lost() && lost.word(8).is_none() && lost.span(0, 1).is_none());
@@ -370,7 +477,7 @@ mod tests {
     #[test]
     fn words_beyond_the_end_or_unaligned_do_not_exist() {
         let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
-        let pages = Pages::resolve(&memory, vec![0x1000], 12).unwrap();
+        let pages = Pages::resolve(&memory, &[0x1000], 12).unwrap();
         assert!(pages.word(4088).is_some());
         for offset in [4096, 4, u64::MAX - 7, u64::MAX] {
             assert!(pages.word(offset).is_none());
@@ -411,7 +518,7 @@ mod tests {
             let data: Vec<u8> = (0..8192u32).map(|i| (i * 7 + i / 256) as u8).collect();
             let run = |copy: fn(Span<'_>, super::super::Source<'_>)| {
                 let memory = GuestMemory::new(vec![region(0, 2)]).unwrap();
-                let pages = Pages::resolve(&memory, vec![0, 4096], 12).unwrap();
+                let pages = Pages::resolve(&memory, &[0, 4096], 12).unwrap();
                 fill(&pages, 0, &data);
                 copy(pages.span(to, len).unwrap(), pages.span(from, len).unwrap().into());
                 super::super::end_streaming();
@@ -428,7 +535,8 @@ mod tests {
             seed in any::<u8>(),
         ) {
             let memory = GuestMemory::new(vec![region(0, 8)]).unwrap();
-            let pages = Pages::resolve(&memory, order.iter().map(|p| p << 12).collect(), 12).unwrap();
+            let order: Vec<u64> = order.iter().map(|p| p << 12).collect();
+            let pages = Pages::resolve(&memory, &order, 12).unwrap();
             let data: Vec<u8> = (0..8 * 4096u32).map(|i| (i * 7 + i / 256) as u8 ^ seed).collect();
             fill(&pages, 0, &data);
             prop_assert_eq!(&read(&pages, 0, data.len()), &data);

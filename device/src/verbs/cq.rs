@@ -502,9 +502,9 @@ mod tests {
     /// Rings of up to 64 KiB.
     fn ring(entries: u32, stride: u32) -> (Ring, GuestMemory) {
         let memory = GuestMemory::new(vec![region(0, 17)]).unwrap();
-        let pages = (0..17).map(|page| page << 12).collect();
+        let pages: Vec<u64> = (0..17).map(|page| page << 12).collect();
         let ring = Ring {
-            buffer: Pages::resolve(&memory, pages, 12).unwrap(),
+            buffer: Pages::resolve(&memory, &pages, 12).unwrap(),
             offset: 4096,
             entries,
             stride,
@@ -545,7 +545,7 @@ mod tests {
         }
 
         fn record(&self, at: u64, value: u32) {
-            let pages = Pages::resolve(&self.memory, vec![0], 12).unwrap();
+            let pages = Pages::resolve(&self.memory, &[0], 12).unwrap();
             let word = pages.half_word(at).unwrap();
             word.store(value.to_le(), Ordering::Release);
         }

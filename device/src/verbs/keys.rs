@@ -529,7 +529,7 @@ mod tests {
             offset: 0,
             footprint: 0,
             windows: AtomicU32::new(0),
-            backing: Backing::Pages(Pages::resolve(&memory, vec![0, 0x1000], 12).unwrap()),
+            backing: Backing::Pages(Pages::resolve(&memory, &[0, 0x1000], 12).unwrap()),
         });
         let mw = keys.add_window(|index| Mw::new(index << 8, PD, type_2));
         Table {

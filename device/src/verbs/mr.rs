@@ -146,7 +146,7 @@ mod tests {
             footprint: 0,
             windows: AtomicU32::new(0),
             backing: Backing::Pages(
-                Pages::resolve(&GuestMemory::new(vec![region(0, 1)]).unwrap(), vec![0], 12)
+                Pages::resolve(&GuestMemory::new(vec![region(0, 1)]).unwrap(), &[0], 12)
                     .unwrap()
                     .rebase(None),
             ),

@@ -766,8 +766,8 @@ mod tests {
     #[test]
     fn bits_of_slots_that_nobody_has_are_not_looked_at() {
         let memory = GuestMemory::new(vec![region(0, u64::from(BLOCK_PAGES))]).unwrap();
-        let pages = (0..u64::from(BLOCK_PAGES)).map(|page| page << 12).collect();
-        let doorbell = Pages::resolve(&memory, pages, 12).unwrap();
+        let pages: Vec<u64> = (0..u64::from(BLOCK_PAGES)).map(|page| page << 12).collect();
+        let doorbell = Pages::resolve(&memory, &pages, 12).unwrap();
         let words = || (0..BLOCK_SIZE as u64).step_by(8);
         for at in words() {
             doorbell.word(at).unwrap().store(!0, Ordering::Relaxed);
