@@ -16,7 +16,7 @@
 //!       "percentiles": {"p99": 31.0},
 //!       "x": null,
 //!       "peer": {"name": "rxe", "value": 600.0, "runs": [590.0, 600.0, 620.0, 600.0, 601.0]},
-//!       "ratio": 0.04,
+//!       "ratio": 0.0405,
 //!       "target": {"max": 0.0667},
 //!       "met": true
 //!     }
@@ -24,6 +24,8 @@
 //! }
 //! ```
 //!
+//! `ratio` is the median of the ratios of the repetitions, each to the peer's repetition beside it in time, so that a machine that
+//! changes meanwhile does not change it; it is that of the two values only if the peer was repeated less or more often.
 //! `percentiles`, `x`, `peer`, `ratio`, `target` and `met` may be missing or null. Whatever has two peers is two figures of the
 //! same section and name. Numbers of figures are in the unit that they are shown in.
 use std::collections::BTreeMap;
@@ -145,7 +147,7 @@ pub struct Figure {
     /// What it is compared with.
     #[serde(default)]
     pub peer: Option<Peer>,
-    /// `value` divided by the peer's.
+    /// Median of `runs` divided by the peer's, one by one.
     #[serde(default)]
     pub ratio: Option<f64>,
     /// What was to be reached.
@@ -202,7 +204,12 @@ impl Figure {
     #[must_use]
     pub fn beside(mut self, name: &str, runs: &[f64]) -> Self {
         let peer = Peer::new(name, runs);
-        self.ratio = Some(self.value / peer.value);
+        self.ratio = Some(if self.runs.len() == runs.len() {
+            let ratios: Vec<f64> = self.runs.iter().zip(runs).map(|(a, b)| a / b).collect();
+            median(&ratios)
+        } else {
+            self.value / peer.value
+        });
         self.peer = Some(peer);
         self.judged()
     }
@@ -237,6 +244,17 @@ impl Measurements {
     pub const NATIVE: &'static str = "bench-native.json";
     /// Name of the file of the part between VMs, in the directory of reports.
     pub const VM: &'static str = "bench-vm.json";
+
+    /// Older ones, with their sections replaced by those that are here.
+    #[must_use]
+    pub fn merged_into(self, older: Self) -> Self {
+        let new = |figure: &Figure| self.figures.iter().any(|own| own.section == figure.section);
+        let kept = older.figures.iter().filter(|figure| !new(figure)).cloned();
+        Self {
+            figures: kept.chain(self.figures.iter().cloned()).collect(),
+            notes: self.notes,
+        }
+    }
 
     /// Reads a file.
     ///
@@ -323,10 +341,12 @@ mod tests {
     fn a_target_is_about_the_ratio_if_there_is_a_peer() {
         let alone = figure().target(Target::Max(1.5));
         assert_eq!((alone.value, alone.met), (2.0, Some(false)));
-        let beside = figure()
-            .target(Target::Max(0.5))
-            .beside("rxe", &[5.0, 4.0, 3.0]);
-        assert_eq!((beside.ratio, beside.met), (Some(0.5), Some(true)));
+        let beside = figure().target(Target::Max(0.5)).beside("rxe", &[5.0, 4.0]);
+        assert_eq!((beside.ratio, beside.met), (Some(2.0 / 4.5), Some(true)));
+        let together = figure().beside("rxe", &[6.0, 4.0, 4.0]);
+        assert_eq!(together.ratio, Some(0.5));
+        let changed = figure().beside("rxe", &[3.0, 10.0, 20.0]);
+        assert_eq!(changed.ratio, Some(0.1));
         assert!(!Target::Min(0.65).met(0.64) && Target::Min(0.65).met(0.65));
     }
 

@@ -2,10 +2,20 @@
 //! The benchmark: how fast the device is, beside what it competes with, measured in the same run.
 //!
 //! What is measured becomes [`Figure`]s. Each part of the benchmark leaves its figures in a file of the same format
-//! ([`Measurements`]): the native part in `bench-native.json`, the part between VMs in `bench-vm.json`, both in
-//! `target/reports/`.
+//! ([`Measurements`]): the native part ([`native`]) in `bench-native.json`, the part between VMs in `bench-vm.json`, both in
+//! `target/reports/`. The report ([`report`]) is made of what is there of these.
+//!
+//! Without the feature `run` there is only the format.
 #![forbid(unsafe_code)]
 
 pub mod figure;
+#[cfg(feature = "run")]
+pub mod machine;
+#[cfg(feature = "run")]
+pub mod native;
+#[cfg(feature = "run")]
+pub mod plots;
+#[cfg(feature = "run")]
+pub mod report;
 
 pub use figure::{Better, Figure, Measurements, Part, Peer, Target};

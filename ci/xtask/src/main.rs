@@ -70,6 +70,8 @@ enum Command {
         #[arg(long)]
         only: Option<String>,
     },
+    /// Measure how fast the device is, beside what it competes with; the report is target/reports/bench.md
+    Bench(commands::bench::Options),
     /// Count what the device executes for a message, and compare with the committed ceilings (part of `test`)
     Instructions {
         /// Commit to what is counted now: rewrite the ceilings
@@ -125,6 +127,7 @@ fn dispatch(command: Command) -> Result<bool> {
             kernel,
             only,
         } => commands::lane::run(&names, kernel, only.as_deref()),
+        Command::Bench(options) => commands::bench::run(&options),
         Command::Instructions { update, only } => {
             setup::packages(&["valgrind"])?;
             commands::instructions::run(update, only.as_deref())

@@ -25,7 +25,9 @@ pub use mapping::View;
 pub use memory::{page_list, Buffer, Placement, Region};
 pub use process::{DeviceProcess, ProcessOptions};
 pub use srq::{Srq, SrqOptions, Xrcd};
-pub use verbs::{Address, Connection, Context, Cq, Mr, Mw, Pd, Qp, QpOptions, Uses, RECV_FLAG};
+pub use verbs::{
+    Address, Connection, Context, Cq, Mr, Mw, Pd, Polling, Qp, QpOptions, Uses, RECV_FLAG,
+};
 pub use virtio_rdma_driver_core as core;
 pub use virtio_rdma_spec as spec;
 pub use virtqueue::{Piece, Virtqueue};

@@ -143,10 +143,17 @@ impl Drop for Mapping {
 #[derive(Debug, Clone)]
 pub struct View {
     mapping: Arc<Mapping>,
+    /// INVARIANT: the word at `start` of the mapping. So that rings, which ask for their words all the time, get them at once.
+    words: *const AtomicU64,
     /// INVARIANT: `start + len <= mapping.len()`, both multiples of the page size.
     start: usize,
     len: usize,
 }
+
+// SAFETY: `words` points into `mapping`, which may be sent to and used by other threads, and is seen as atomics only.
+unsafe impl Send for View {}
+// SAFETY: as for Send.
+unsafe impl Sync for View {}
 
 impl View {
     /// `len` bytes of `mapping` from `start`.
@@ -158,8 +165,10 @@ impl View {
         if end > mapping.len() || start % PAGE != 0 || len % PAGE != 0 {
             return Err(Error::BadAddress);
         }
+        let words = mapping.words()[start / 8..end / 8].as_ptr();
         Ok(Self {
             mapping,
+            words,
             start,
             len,
         })
@@ -269,6 +278,27 @@ impl View {
         bytes
     }
 
+    /// Copies the first `len` bytes to the start of another buffer, as memcpy does.
+    ///
+    /// # Panics
+    /// If one of them has not as much, or they are the same memory.
+    pub fn copy_to(&self, to: &Self, len: usize) {
+        assert!(
+            len <= self.len && len <= to.len,
+            "copy beyond the end of a buffer"
+        );
+        let (from, into) = (self.addr() as usize, to.addr() as usize);
+        assert!(
+            from + len <= into || into + len <= from,
+            "copy of a buffer to itself"
+        );
+        // SAFETY: both ranges are within their mappings (asserted; invariants) and do not overlap (asserted). As for `write`, the
+        // device may access them at the same time.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from as *const u8, into as *mut u8, len);
+        }
+    }
+
     /// Sets all of it to zero.
     pub fn zero(&self) {
         for word in self.iter() {
@@ -280,7 +310,10 @@ impl View {
 impl Deref for View {
     type Target = [AtomicU64];
 
+    #[inline(always)]
     fn deref(&self) -> &[AtomicU64] {
-        &self.mapping.words()[self.start / 8..(self.start + self.len) / 8]
+        // SAFETY: `words` is valid for `len` bytes as long as the mapping lives, which `self` keeps alive (invariants). Atomics may be
+        // shared with anybody.
+        unsafe { std::slice::from_raw_parts(self.words, self.len / 8) }
     }
 }

@@ -238,7 +238,11 @@ pub fn page_list(region: &Arc<Region>, pages: &[u64]) -> Result<(PageList, Optio
         list.addr = pages.first().copied().unwrap_or(0);
         return Ok((list, None));
     }
-    let tables = region.buffer(tree.tables() as usize * TABLE_SIZE, Placement::Contiguous)?;
+    let size = tree.tables() as usize * TABLE_SIZE;
+    // Where there is no such run of pages left, any pages will do.
+    let tables = region
+        .buffer(size, Placement::Contiguous)
+        .or_else(|_| region.buffer(size, Placement::Scattered))?;
     let put = |slot: virtio_rdma_driver_core::pages::Slot, addr: u64| {
         let offset = slot.table as usize * TABLE_SIZE + slot.index as usize * 8;
         tables

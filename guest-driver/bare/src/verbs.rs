@@ -21,7 +21,7 @@ use virtio_rdma_spec::ring::{BindMw, Cqe, CqeExtension, MaskedOperands, SendWqe,
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, wr_opcode};
 
 use crate::mapping::View;
-use crate::memory::{page_list, Buffer, Placement};
+use crate::memory::{page_list, Buffer};
 use crate::{Error, Srq, Vm, Xrcd};
 
 /// Bit of `Cqe::opcode` that tells a receive.
@@ -42,7 +42,7 @@ impl Context {
     /// If the device refuses.
     pub fn new(vm: &Arc<Vm>) -> Result<Arc<Self>, Error> {
         let size = usize::from(vm.config().num_doorbell_queues) * BLOCK_SIZE;
-        let blocks = vm.buffer(size, Placement::Scattered)?;
+        let blocks = vm.placed_buffer(size)?;
         let (doorbell, _tables) = blocks.page_list()?;
         let response = vm.execute::<CreateContext>(&spec::CreateContext {
             doorbell,
@@ -119,7 +119,7 @@ impl Pd {
     /// # Errors
     /// If there is no memory, or the device refuses.
     pub fn register(self: &Arc<Self>, size: usize, access: u32) -> Result<Mr, Error> {
-        let buffer = self.vm.buffer(size, Placement::Scattered)?;
+        let buffer = self.vm.placed_buffer(size)?;
         let (iova, length) = (buffer.addr(), size as u64);
         self.register_buffer(buffer, iova, 0, length, access)
     }
@@ -336,7 +336,7 @@ impl Cq {
         vector: u16,
     ) -> Result<Arc<Self>, Error> {
         let layout = layout.ok_or(Error::BadLayout)?;
-        let buffer = vm.buffer(layout.size, Placement::Scattered)?;
+        let buffer = vm.placed_buffer(layout.size)?;
         let (pages, _tables) = buffer.page_list()?;
         let body = spec::CreateCq {
             entries: layout.ring.entries,
@@ -406,7 +406,7 @@ impl Cq {
             CqLayout::new(entries)
         };
         let layout = layout.ok_or(Error::BadLayout)?;
-        let buffer = self.vm.buffer(layout.size, Placement::Scattered)?;
+        let buffer = self.vm.placed_buffer(layout.size)?;
         let (pages, _tables) = buffer.page_list()?;
         let mut queue = self.queue();
         let next = queue.prepare_resize(buffer.view().clone(), &layout.ring)?;
@@ -453,6 +453,13 @@ impl Cq {
             queue.publish();
         }
         count
+    }
+
+    /// Keeps it for this thread, which then polls without further ado.
+    pub fn polling(&self) -> Polling<'_> {
+        Polling {
+            queue: self.queue(),
+        }
     }
 
     fn free(&self, cqe: &Cqe) {
@@ -511,6 +518,27 @@ impl Cq {
                 None => return Ok(false),
             }
         }
+    }
+}
+
+/// A completion queue that one thread keeps to poll it at full speed. What completions report must be freed with
+/// [`SendQueue::complete`] and [`RecvQueue::complete`].
+#[derive(Debug)]
+pub struct Polling<'a> {
+    queue: std::sync::MutexGuard<'a, CompletionQueue<View>>,
+}
+
+impl Polling<'_> {
+    /// The next completion, if there is one. Call [`Polling::publish`] after the last of a series.
+    #[inline(always)]
+    pub fn poll(&self) -> Option<Cqe> {
+        self.queue.poll()
+    }
+
+    /// Tells the device what is consumed.
+    #[inline(always)]
+    pub fn publish(&self) {
+        self.queue.publish();
     }
 }
 
@@ -852,7 +880,7 @@ impl Qp {
         let buffer = if target {
             None
         } else {
-            Some(vm.buffer(layout.size, Placement::Scattered)?)
+            Some(vm.placed_buffer(layout.size)?)
         };
         let (pages, _tables) = match &buffer {
             Some(buffer) => buffer

@@ -40,6 +40,8 @@ const EVENT_SIZE: usize = AsyncEvent::SIZE;
 pub struct VmOptions {
     /// Its memory, bytes.
     pub memory: usize,
+    /// How the buffers of queues and doorbells, and those that are registered, lie in it.
+    pub placement: Placement,
     /// Use RING_EVENT_IDX.
     pub event_index: bool,
     /// Size of the control queue.
@@ -62,6 +64,7 @@ impl Default for VmOptions {
     fn default() -> Self {
         Self {
             memory: 64 << 20,
+            placement: Placement::Scattered,
             event_index: true,
             control_size: 64,
             event_size: 64,
@@ -335,6 +338,14 @@ impl Vm {
     /// If there is no memory left.
     pub fn buffer(&self, size: usize, placement: Placement) -> Result<Buffer, Error> {
         self.region(0).buffer(size, placement)
+    }
+
+    /// A buffer in region 0, placed as the options say.
+    ///
+    /// # Errors
+    /// If there is no memory left.
+    pub fn placed_buffer(&self, size: usize) -> Result<Buffer, Error> {
+        self.buffer(size, self.options.placement)
     }
 
     /// The status page, as the device writes it.

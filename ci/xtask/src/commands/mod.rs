@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The commands, one module each. Each returns whether all went well.
 
+pub mod bench;
 pub mod build_root;
 pub mod demo;
 pub mod instructions;
