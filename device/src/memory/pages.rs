@@ -11,27 +11,38 @@ use super::{Error, GuestMemory, Span};
 /// Pages that a span looks ahead for, at most.
 const AHEAD: u32 = 16;
 
+/// Where pages are known to be.
 #[derive(Debug)]
-enum Map {
-    /// In the host, all pages follow each other.
-    Linear(Host),
-    /// Anything else.
-    Scattered(Box<[Host]>),
-    /// Not in guest memory (any longer): nothing can be accessed. Guest-physical addresses.
+enum Place {
+    /// In this memory.
+    Mapped(GuestMemory),
+    /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be accessed.
     Lost(Box<[u64]>),
 }
 
 /// A list of guest pages, resolved. Keeps the mapping that it was resolved in alive.
+///
+/// The pages are seen as pieces of 2^`unit` bytes, at the host addresses `list`: as one if all follow each other in the host, so
+/// that a look-up is the same whatever there is, and that of the first piece stays within this.
 #[derive(Debug)]
 pub struct Pages {
-    /// `None`: the pages are lost.
-    memory: Option<GuestMemory>,
-    map: Map,
+    place: Place,
+    /// Address of the first piece, if any page is mapped.
+    first: Host,
+    /// Addresses of all pieces; empty if there is only one.
+    list: Box<[Host]>,
+    /// Mapped bytes: all, or none.
+    mapped: u64,
+    /// Bits of an offset within a piece.
+    mask: u64,
+    /// log2 of the size of a piece.
+    unit: u8,
     /// log2 of the page size.
     shift: u8,
-    /// In all, bytes.
-    len: u64,
 }
+
+/// `Pages::unit` of pages that follow each other.
+const ONE_PIECE: u8 = 63;
 
 /// Resolves pages one after the other.
 struct Resolver<'a> {
@@ -106,17 +117,21 @@ impl<'a> Resolver<'a> {
     }
 
     fn finish(self) -> Result<Pages, Error> {
-        let len = self.count.checked_mul(self.size);
-        let first = self.first.ok_or(Error::PageList)?;
+        let mapped = self.count.checked_mul(self.size).ok_or(Error::PageList)?;
+        let shift = self.size.trailing_zeros() as u8;
+        let unit = if self.scattered.is_empty() {
+            ONE_PIECE
+        } else {
+            shift
+        };
         Ok(Pages {
-            memory: Some(self.memory.clone()),
-            map: if self.scattered.is_empty() {
-                Map::Linear(first)
-            } else {
-                Map::Scattered(self.scattered.into())
-            },
-            shift: self.size.trailing_zeros() as u8,
-            len: len.ok_or(Error::PageList)?,
+            place: Place::Mapped(self.memory.clone()),
+            first: self.first.ok_or(Error::PageList)?,
+            list: self.scattered.into(),
+            mapped,
+            mask: (1 << unit) - 1,
+            unit,
+            shift,
         })
     }
 }
@@ -176,11 +191,18 @@ impl Pages {
     /// No pages at all, for an object without a buffer.
     #[must_use]
     pub fn none() -> Self {
+        Self::not_mapped(Box::default(), 12)
+    }
+
+    fn not_mapped(guest: Box<[u64]>, shift: u8) -> Self {
         Self {
-            memory: None,
-            map: Map::Lost(Box::default()),
-            shift: 12,
-            len: 0,
+            place: Place::Lost(guest),
+            first: Host(std::ptr::null_mut()),
+            list: Box::default(),
+            mapped: 0,
+            mask: 0,
+            unit: ONE_PIECE,
+            shift,
         }
     }
 
@@ -188,78 +210,70 @@ impl Pages {
     #[must_use]
     pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
         let guest = self.guest();
-        let found = memory.and_then(|memory| Self::resolve(memory, &guest, self.shift).ok());
-        found.unwrap_or(Self {
-            memory: None,
-            map: Map::Lost(guest),
-            shift: self.shift,
-            len: self.len,
-        })
+        memory
+            .and_then(|memory| Self::resolve(memory, &guest, self.shift).ok())
+            .unwrap_or_else(|| Self::not_mapped(guest, self.shift))
     }
 
     /// The guest-physical addresses of the pages.
     fn guest(&self) -> Box<[u64]> {
-        if let Map::Lost(guest) = &self.map {
-            return guest.clone();
+        match &self.place {
+            Place::Mapped(memory) => (0..self.count())
+                .filter_map(|i| memory.guest(Host(self.at(i << self.shift)?.0)))
+                .collect(),
+            Place::Lost(guest) => guest.clone(),
         }
-        let host = |i| self.at(i << self.shift).map(|(host, _)| Host(host));
-        let memory = self.memory.as_ref();
-        (0..self.count())
-            .filter_map(|i| memory?.guest(host(i)?))
-            .collect()
     }
 
     /// Whether the pages are not in guest memory any longer.
     #[must_use]
     pub fn lost(&self) -> bool {
-        self.memory.is_none()
+        matches!(self.place, Place::Lost(_))
     }
 
     /// Whether the pages were resolved in this very memory.
     #[must_use]
     pub fn resolved_in(&self, memory: &GuestMemory) -> bool {
-        self.memory.as_ref().is_some_and(|own| own.same(memory))
+        matches!(&self.place, Place::Mapped(own) if own.same(memory))
     }
 
     /// Number of pages.
     #[must_use]
     pub fn count(&self) -> u64 {
-        self.len >> self.shift
+        self.len() >> self.shift
     }
 
     /// Size in all, bytes.
     #[must_use]
     #[allow(clippy::len_without_is_empty)] // only `none` has no page
     pub fn len(&self) -> u64 {
-        self.len
+        match &self.place {
+            Place::Mapped(_) => self.mapped,
+            Place::Lost(guest) => (guest.len() as u64) << self.shift,
+        }
     }
 
     /// Memory of the process that this list takes, bytes.
     #[must_use]
     pub fn footprint(&self) -> u64 {
-        match &self.map {
-            Map::Linear(_) | Map::Lost(_) => 0,
-            Map::Scattered(host) => Self::PAGE_FOOTPRINT * host.len() as u64,
-        }
+        Self::PAGE_FOOTPRINT * self.list.len() as u64
     }
 
     /// Host address of `offset`, and the bytes that follow it contiguously.
-    #[inline]
+    // For every word of a ring and every piece of a message: with many callers, it would not be inlined.
+    #[inline(always)]
     fn at(&self, offset: u64) -> Option<(*mut u8, u64)> {
-        let left = self.len.checked_sub(offset).filter(|left| *left > 0)?;
-        match &self.map {
-            // `offset` < `len`: within the mapping.
-            Map::Linear(host) => Some((host.0.wrapping_add(offset as usize), left)),
-            Map::Lost(_) => None,
-            Map::Scattered(host) => {
-                let page = host.get((offset >> self.shift) as usize)?;
-                let in_page = offset & ((1 << self.shift) - 1);
-                Some((
-                    page.0.wrapping_add(in_page as usize),
-                    (1 << self.shift) - in_page,
-                ))
-            }
-        }
+        let left = self.mapped.checked_sub(offset).filter(|left| *left > 0)?;
+        let piece = (offset >> self.unit) as usize;
+        let host = if piece == 0 {
+            self.first
+        } else {
+            *self.list.get(piece)?
+        };
+        // `offset` < `mapped`: within the mapping.
+        let within = offset & self.mask;
+        let contiguous = (self.mask - within + 1).min(left);
+        Some((host.0.wrapping_add(within as usize), contiguous))
     }
 
     /// The bytes at `ptr`, which is at `offset` and of which `len` are contiguous, that are contiguous with the pages that follow.
@@ -299,7 +313,7 @@ impl Pages {
         }
         let (ptr, _) = self.at(offset)?;
         // SAFETY: `ptr` is valid for the 8 bytes: pages are page aligned and a multiple of 8 long, and `offset` is a multiple of 8
-        // below `len`. The mapping lives as long as `self`. All access to ring memory, ours and the guest's, is atomic.
+        // below `mapped`. The mapping lives as long as `self`. All access to ring memory, ours and the guest's, is atomic.
         Some(unsafe { &*ptr.cast::<AtomicU64>() })
     }
 
@@ -312,7 +326,7 @@ impl Pages {
             return None;
         }
         let (ptr, _) = self.at(offset)?;
-        // SAFETY: as in `word`: pages are a multiple of `8 * N` long and aligned to it, and so is `offset`, below `len`.
+        // SAFETY: as in `word`: pages are a multiple of `8 * N` long and aligned to it, and so is `offset`, below `mapped`.
         Some(unsafe { &*ptr.cast::<[AtomicU64; N]>() })
     }
 
