@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 use vhost_device_rdma::rnic::{Adapter, AdapterSettings, RnicSettings};
 use vhost_device_rdma::vhost_user::Server;
@@ -25,7 +26,7 @@ const ENTRIES: u32 = 64;
 /// Queue pairs where there are many.
 const MANY: u32 = 1000;
 /// Rounds that a step may take.
-const PATIENCE: u32 = 10_000;
+const PATIENCE: u32 = 100_000_000;
 const QKEY: u32 = 0x1111;
 /// A datagram's receive begins with room for a GRH.
 const GRH: u32 = 40;
@@ -34,20 +35,36 @@ const GRH: u32 = 40;
 pub struct Bed {
     a: Arc<Vm>,
     b: Arc<Vm>,
-    work: Loop,
+    /// For [`Bed::round`]; `None`: the worker runs by itself.
+    work: Option<Loop>,
+    adapter: Arc<Adapter>,
     servers: Vec<Server>,
     directory: PathBuf,
 }
 
 impl Bed {
-    /// Two VMs on one network, and one worker.
+    /// Two VMs on one network, and a worker that runs when it is told to.
     pub fn new() -> Self {
+        let (adapter, mut loops) =
+            Adapter::without_threads(&AdapterSettings::default()).expect("an adapter");
+        Self::with(adapter, loops.pop())
+    }
+
+    /// The same with a worker that runs by itself, and sleeps whenever there is nothing to do.
+    #[allow(dead_code)] // not everybody needs it
+    pub fn asleep() -> Self {
+        let settings = AdapterSettings {
+            poll_budget: Duration::ZERO,
+            ..AdapterSettings::default()
+        };
+        Self::with(Adapter::new(&settings).expect("an adapter"), None)
+    }
+
+    fn with(adapter: Arc<Adapter>, work: Option<Loop>) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let directory = std::env::temp_dir().join(format!("bed-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
-        let (adapter, mut loops) =
-            Adapter::without_threads(&AdapterSettings::default()).expect("an adapter");
         let mut servers = Vec::new();
         let [a, b] = [1, 2].map(|i| {
             let path = directory.join(format!("vm{i}"));
@@ -63,25 +80,28 @@ impl Bed {
             };
             Vm::connect(&path, options).expect("a VM")
         });
-        let work = loops.pop().expect("one worker");
         Self {
             a,
             b,
             work,
+            adapter,
             servers,
             directory,
         }
     }
 
-    /// Lets the worker do a round.
+    /// Lets the worker do a round, if it does not run by itself.
     pub fn round(&mut self) {
-        self.work.round();
+        if let Some(work) = &mut self.work {
+            work.round();
+        }
     }
 }
 
 impl Drop for Bed {
     fn drop(&mut self) {
         self.servers.drain(..).for_each(Server::stop);
+        self.adapter.shutdown();
         let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
@@ -247,6 +267,14 @@ impl Flow {
             }
         }
         Self { workload, from, to }
+    }
+
+    /// Rings for `count` of the queue pairs, whether they have work or not.
+    #[allow(dead_code)] // not everybody needs it
+    pub fn ring(&self, count: usize) {
+        for qp in &self.from.qps[..count] {
+            qp.ring().expect("a doorbell");
+        }
     }
 
     /// Messages of a step.

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The data path allocates nothing: what a worker does for messages of every kind, counted.
+//!
+//! Only the rounds of the worker are counted, after every ring went round once: until then, its lists grow to the size that
+//! they need.
+#[path = "../benches/common/mod.rs"]
+mod common;
+
+use allocation_counter::measure;
+use common::{Bed, Flow, WORKLOADS};
+
+/// Messages until every ring went round, and again while allocations are counted.
+const MESSAGES: u32 = 2048;
+
+#[test]
+fn messages_of_every_kind_allocate_nothing() {
+    let mut bed = Bed::new();
+    for workload in WORKLOADS {
+        let flow = Flow::new(&bed, workload);
+        let steps = MESSAGES.div_ceil(flow.messages());
+        for _ in 0..steps {
+            flow.step(|| bed.round());
+        }
+        let mut rounds = 0;
+        let mut allocations = 0;
+        for _ in 0..steps {
+            flow.step(|| {
+                rounds += 1;
+                allocations += measure(|| bed.round()).count_total;
+            });
+        }
+        assert!(rounds >= steps, "{}: {rounds} rounds", workload.name);
+        assert_eq!(allocations, 0, "{}", workload.name);
+    }
+}
+
+/// What is measured with can count.
+#[test]
+fn allocations_are_counted() {
+    let counted = measure(|| drop(std::hint::black_box(Box::new(7))));
+    assert_eq!(counted.count_total, 1);
+}
