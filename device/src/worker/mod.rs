@@ -10,6 +10,8 @@
 //! doorbells once more before it sleeps. Both pairs are store, full fence, load: so either the guest sees SLEEPING and
 //! notifies, or the worker sees the bit. The same holds between [`Worker::schedule`] (inbox, then `asleep`) and the worker (`asleep`,
 //! then inbox). The notification itself is an eventfd, which remembers.
+mod patience;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::fs::File;
@@ -36,6 +38,7 @@ use crate::rnic::{announce, Rnic};
 use crate::verbs::cq::Cq;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Context, Rung, Tables};
+use patience::Patience;
 
 /// Queue pairs that get a turn before the doorbells are scanned again.
 const TURNS: usize = 32;
@@ -289,26 +292,9 @@ pub struct Loop {
     /// Wakes us from sleep.
     timer: TimerFd,
     epoch: Instant,
-    /// Bounds of the time to look for work before sleeping, nanoseconds.
-    max_budget: u64,
-    /// The time now in force: it adapts to what came of waiting.
-    budget: u64,
-    /// Others need our CPU, until this time: no looking.
-    contended_until: u64,
+    /// How long to look for work before sleeping.
+    patience: Patience,
 }
-
-/// Longer than this between two looks, nanoseconds: we had lost the CPU.
-const LOST_CPU: u64 = 200_000;
-
-/// For so long after that we sleep at once, nanoseconds. Whoever we look for may be waiting for this very CPU; and a thread that
-/// uses its share up by looking is not put before others when it is woken.
-const CONTENDED: u64 = 100_000_000;
-
-/// A sleep is short if it is shorter than the largest poll budget times this.
-const SOON: u64 = 8;
-
-/// Smallest adaptive poll budget, nanoseconds.
-const MIN_BUDGET: u64 = 4_000;
 
 impl fmt::Debug for Loop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -320,7 +306,6 @@ impl fmt::Debug for Loop {
 
 impl Loop {
     fn new(worker: Arc<Worker>, timer: TimerFd, poll_budget: Duration) -> Self {
-        let max_budget = u64::try_from(poll_budget.as_nanos()).unwrap_or(u64::MAX);
         Self {
             worker,
             rnics: Vec::new(),
@@ -330,9 +315,7 @@ impl Loop {
             holds: BTreeMap::new(),
             timer,
             epoch: Instant::now(),
-            max_budget,
-            budget: max_budget,
-            contended_until: 0,
+            patience: Patience::new(poll_budget),
         }
     }
 
@@ -346,14 +329,17 @@ impl Loop {
         let mut looked = None;
         while !self.worker.stopping.load(Ordering::Relaxed) {
             let now = self.look();
-            if looked.is_some_and(|before| now.saturating_sub(before) > LOST_CPU) {
-                self.contended_until = now.saturating_add(CONTENDED);
+            let before = looked.take();
+            if let Some(before) = before {
+                self.patience.looked(before, now);
             }
-            looked = None;
             if !self.queue.is_empty() {
+                if before.is_some() {
+                    self.patience.found();
+                }
                 self.turns(now);
                 idle_since = self.now();
-            } else if now.saturating_sub(idle_since) < self.budget && now >= self.contended_until {
+            } else if now.saturating_sub(idle_since) < self.patience.budget(now) {
                 looked = Some(now);
                 std::hint::spin_loop();
             } else {
@@ -581,15 +567,7 @@ impl Loop {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
             }
-            // Woken soon: work comes often, look for it longer next time. How long the work itself took to come is less than
-            // what we see, which contains the way of the notification: hence the factor.
-            let slept = self.now().saturating_sub(now);
-            let least = MIN_BUDGET.min(self.max_budget);
-            self.budget = if slept < self.max_budget.saturating_mul(SOON) {
-                self.budget.saturating_mul(2).clamp(least, self.max_budget)
-            } else {
-                (self.budget / 2).max(least)
-            };
+            self.patience.slept(now, self.now());
         }
         self.worker.asleep.store(false, Ordering::SeqCst);
         self.announce(worker_status::POLLING);
