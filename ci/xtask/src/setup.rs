@@ -7,13 +7,14 @@ use anyhow::{ensure, Result};
 
 use crate::shell;
 
-/// For the guest images, for running VMs, and for counting instructions. `qemu/build.sh` installs what it needs itself.
+/// For the guest images, for running VMs, and for counting instructions and system calls. `qemu/build.sh` installs what it needs itself.
 const PACKAGES: &[&str] = &[
     "debian-archive-keyring",
     "e2fsprogs",
     "mmdebstrap",
     "qemu-system-data",
     "seabios",
+    "strace",
     "util-linux",
     "valgrind",
     "xz-utils",

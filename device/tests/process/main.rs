@@ -16,5 +16,6 @@ mod order;
 mod scale;
 mod srq;
 mod states;
+mod system_calls;
 mod uc;
 mod xrc;
