@@ -17,10 +17,11 @@ use std::fmt;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Barrier, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crossbeam_utils::sync::ShardedLock;
 use rustix::thread::{sched_setaffinity, CpuSet};
 use serde_json::{json, Value};
 use virtio_rdma_spec::doorbell::{
@@ -108,14 +109,19 @@ impl Worker {
         cpu: Option<usize>,
     ) -> std::io::Result<Arc<Self>> {
         let (worker, mut work) = Self::without_thread(index, poll_budget)?;
+        let started = Arc::new(Barrier::new(2));
+        let ready = started.clone();
         let thread = std::thread::Builder::new()
             .name(format!("worker{index}"))
             .spawn(move || {
                 if let Some(cpu) = cpu {
                     pin(index, cpu);
                 }
+                take_shard();
+                ready.wait();
                 work.run();
             })?;
+        started.wait();
         *worker.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(worker)
     }
@@ -267,6 +273,12 @@ impl Worker {
             "doorbells": self.stats.doorbells.load(Ordering::Relaxed),
         })
     }
+}
+
+/// Makes the calling thread read a sharded lock, which gives it a number. It is that number that tells a thread's shard of every such
+/// lock: workers, which are there before all others who read one and not more than there are shards, never share one.
+fn take_shard() {
+    drop(ShardedLock::new(()).read());
 }
 
 fn pin(worker: u16, cpu: usize) {
