@@ -232,7 +232,12 @@ fn pictures(report: &Report) -> Vec<(String, Picture)> {
     }
     for section in sections {
         let figures: Vec<&Figure> = vm().filter(|f| f.section == section).collect();
-        let picture = beside_peers(&figures, &format!("Between two VMs: {section}"), true);
+        let title = format!("Between two VMs: {section}");
+        let picture = if figures.iter().all(|figure| figure.x.is_some()) {
+            by_size(&figures, &title)
+        } else {
+            beside_peers(&figures, &title, true)
+        };
         all.extend(picture.map(|picture| (file(Part::Vm, section), picture)));
     }
     all
@@ -288,6 +293,35 @@ fn beside_peers(figures: &[&Figure], title: &str, log: bool) -> Option<Picture> 
         legend,
         bars,
     }))
+}
+
+/// A curve over message sizes beside its peer's.
+fn by_size(figures: &[&Figure], title: &str) -> Option<Picture> {
+    let first = figures.first()?;
+    let of_peer = |figure: &Figure| figure.peer.as_ref().map(|peer| peer.value);
+    let line = |value: &dyn Fn(&Figure) -> Option<f64>| {
+        // What is too small to be told from nothing cannot be on a logarithmic axis.
+        points(figures.iter().copied(), &first.name, value)
+            .into_iter()
+            .filter(|(_, value)| *value > 0.0)
+            .collect::<Vec<_>>()
+    };
+    let mut curves = vec![(
+        "virtio-rdma".to_owned(),
+        OURS,
+        line(&|figure| Some(figure.value)),
+    )];
+    if let Some(peer) = &first.peer {
+        curves.push((peer.name.clone(), PEERS[0], line(&of_peer)));
+    }
+    Some(Picture::Curves(vec![Chart {
+        title: format!("{title}, {}", first.name),
+        x: ("message size, bytes".to_owned(), Scale::Log(4.0)),
+        y: (first.unit.clone(), Scale::Log(10.0)),
+        curves,
+        reach: 0.0,
+        legend: SeriesLabelPosition::UpperLeft,
+    }]))
 }
 
 /// Ours beside the model, the floor and other libraries, each once.

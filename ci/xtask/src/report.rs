@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use serde::Serialize;
 use serde_json::{Map, Value};
-use virtio_rdma_bench::Figure;
+use virtio_rdma_bench::{Figure, Measurements};
 
 use crate::shell;
 
@@ -104,7 +104,7 @@ pub struct Report {
     /// Its table.
     pub table: Table,
     /// Figures of the benchmark. With them the JSON file is also one of the benchmark's.
-    pub measured: Vec<Figure>,
+    pub measured: Measurements,
 }
 
 impl Report {
@@ -152,9 +152,11 @@ impl Report {
         for (key, value) in &self.figures {
             object.entry(key.clone()).or_insert_with(|| value.clone());
         }
-        if !self.measured.is_empty() {
-            let measured = serde_json::to_value(&self.measured);
-            object.insert("figures".to_owned(), measured.unwrap_or_default());
+        if !self.measured.figures.is_empty() {
+            let measured = serde_json::to_value(&self.measured).unwrap_or_default();
+            if let Value::Object(measured) = measured {
+                object.extend(measured);
+            }
         }
         if !self.table.rows.is_empty() {
             object.insert("table".to_owned(), self.table.json());
@@ -180,8 +182,8 @@ impl Report {
         if !self.table.rows.is_empty() {
             let _ = write!(text, "\n{}", self.table.markdown());
         }
-        if !self.measured.is_empty() {
-            text += &measured(&self.measured);
+        if !self.measured.figures.is_empty() {
+            text += &measured(&self.measured.figures);
         }
         for case in self
             .cases
@@ -298,6 +300,23 @@ mod tests {
         assert_eq!(json["mib_per_s"], 7);
         assert!(!report.good());
     }
+    #[test]
+    fn a_report_with_figures_is_a_file_of_the_benchmark() {
+        let mut report = Report::new("x");
+        let (part, better) = (
+            virtio_rdma_bench::Part::Vm,
+            virtio_rdma_bench::Better::Lower,
+        );
+        let figure = Figure::new(part, "latency", "WRITE", "µs", better, &[3.0, 1.0, 2.0]);
+        report.measured.figures.push(figure.beside("rxe", &[4.0]));
+        report.measured.notes.push("a note".to_owned());
+        let read: Measurements = serde_json::from_value(report.json()).expect("the format");
+        assert_eq!(read, report.measured);
+        assert!(report
+            .markdown()
+            .contains("| latency: WRITE |  | 2.000 | µs | rxe | 4.000 | 0.500 |  |"));
+    }
+
     #[test]
     fn tables_keep_their_order_and_escape_their_cells() {
         let mut table = Table::default();

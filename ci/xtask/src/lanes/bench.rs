@@ -14,6 +14,7 @@ use super::tools::Table;
 use super::{Case, Ground, Lane};
 use crate::images::Kernel;
 use crate::report::{CaseReport, Outcome};
+use crate::vm::kvm;
 
 /// How often everything is measured.
 const ROUNDS: usize = 5;
@@ -158,9 +159,14 @@ impl Measurement {
         format!("ib_{}_{kind}", self.operation)
     }
 
+    /// The operation as reports call it.
+    fn title(self) -> String {
+        self.operation.to_uppercase()
+    }
+
     /// Its name in the section of its quantity.
     fn name(self) -> String {
-        format!("{} {}", self.operation, bytes(self.size))
+        format!("{} {}", self.title(), bytes(self.size))
     }
 
     /// How many messages: of each device about as much as it moves in half a second.
@@ -203,6 +209,28 @@ fn set_up(ground: &mut Ground) -> Result<()> {
         )?;
         vm.sh("/payload/wait-active vrdma0")?;
     }
+    let guest = ground.vm(1)?.sh("uname -r; nproc")?;
+    let mut words = guest.split_ascii_whitespace();
+    let (release, cpus) = (
+        words.next().unwrap_or_default(),
+        words.next().unwrap_or_default(),
+    );
+    let how = if kvm() {
+        "KVM, with the host's CPU"
+    } else {
+        "QEMU's TCG, which translates their code, with the same CPU model (`max` without ERMS and FSRM)"
+    };
+    let cores = std::thread::available_parallelism()?;
+    ground.note(format!(
+        "Between VMs: two guests with Debian 13 and Linux {release} run on {how}, with {cpus} CPU each; both and the device share \
+         {cores} CPUs of the host. Our device, rxe and TCP take turns in the same two guests. Latency is what perftest calls \
+         typical, the median of its run; each figure is the median of {ROUNDS} runs, each point of a curve one run."
+    ));
+    ground.note(
+        "Rxe and TCP go over virtio-net with an MTU of 9000, connected by QEMU's own stream socket between the two processes: \
+         this needs no privilege, and has no segmentation offload. Our device needs no network for its data."
+            .to_owned(),
+    );
     Ok(())
 }
 
@@ -300,11 +328,11 @@ fn figures(values: &Values) -> Vec<Figure> {
             quantity.better(),
             ours,
         );
+        let beside = figure.clone().beside("rxe", rxe);
+        figures.push(beside.target(quantity.target()));
         if quantity == Quantity::Bandwidth && measurement.operation == "write" {
-            let beside = figure.clone().beside("TCP", &values.tcp);
-            figures.push(beside.target(TARGET_TCP));
+            figures.push(figure.beside("TCP", &values.tcp).target(TARGET_TCP));
         }
-        figures.push(figure.beside("rxe", rxe).target(quantity.target()));
     }
     figures
 }
@@ -353,7 +381,7 @@ fn curves(ground: &mut Ground) -> Result<()> {
     for curve in CURVES {
         let iterations = |device| match device {
             Device::Ours => 500,
-            Device::Rxe => 20,
+            Device::Rxe => 10,
         };
         let mut of = |device| {
             let arguments = format!("-a -n {}", iterations(device));
@@ -364,7 +392,7 @@ fn curves(ground: &mut Ground) -> Result<()> {
             let figure = Figure::new(
                 Part::Vm,
                 &format!("{} by size", curve.quantity.section()),
-                curve.operation,
+                &curve.title(),
                 curve.quantity.unit(),
                 curve.quantity.better(),
                 &[curve.value(&ours, size)?],

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
 use serde_json::Value;
-use virtio_rdma_bench::Figure;
+use virtio_rdma_bench::{Figure, Measurements};
 
 use crate::artifacts::{self, Everything, Images};
 use crate::images::Kernel;
@@ -108,7 +108,7 @@ pub struct Ground<'a> {
     figures: Vec<(String, Value)>,
     sub_cases: Vec<CaseReport>,
     table: report::Table,
-    measured: Vec<Figure>,
+    measured: Measurements,
     port: u16,
 }
 
@@ -141,7 +141,12 @@ impl Ground<'_> {
 
     /// Puts a figure of the benchmark into the report.
     pub fn measured(&mut self, figure: Figure) {
-        self.measured.push(figure);
+        self.measured.figures.push(figure);
+    }
+
+    /// Puts a paragraph about those figures into the report.
+    pub fn note(&mut self, text: String) {
+        self.measured.notes.push(text);
     }
 
     /// Puts a case that this case consists of into the report.
@@ -360,7 +365,7 @@ fn run_on(
         figures: Vec::new(),
         sub_cases: Vec::new(),
         table: std::mem::take(&mut lane_report.table),
-        measured: Vec::new(),
+        measured: Measurements::default(),
         port: 18600,
     };
     ground.figure(
@@ -403,7 +408,14 @@ fn run_on(
         .figures
         .extend(std::mem::take(&mut ground.figures));
     lane_report.table = std::mem::take(&mut ground.table);
-    lane_report.measured.append(&mut ground.measured);
+    lane_report
+        .measured
+        .notes
+        .append(&mut ground.measured.notes);
+    lane_report
+        .measured
+        .figures
+        .append(&mut ground.measured.figures);
     Ok(())
 }
 

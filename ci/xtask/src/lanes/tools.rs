@@ -269,7 +269,13 @@ impl Table {
 
     /// Average bandwidth in MiB/s at a size (of a `_bw` tool).
     pub fn bandwidth(&self, size: u64) -> Result<f64> {
-        self.column(size, 1)
+        let bandwidth = self.column(size, 1)?;
+        if bandwidth < 1.0 {
+            // It has two decimals, the rate has six.
+            let size_mib = f64::from(u32::try_from(size)?) / f64::from(1 << 20);
+            return Ok(self.rate(size)? * 1e6 * size_mib);
+        }
+        Ok(bandwidth)
     }
 
     /// Typical latency in µs at a size (of a `_lat` tool).
@@ -332,6 +338,14 @@ mod tests {
         assert_eq!(table.sizes(), [65536]);
         assert_eq!(table.bandwidth(65536).expect("a row"), 1234.5);
         assert_eq!(table.rate(65536).expect("a row"), 0.019);
+        let slow = " 2      100              0.01               0.01              0.004194\n";
+        assert_eq!(
+            Table::parse(slow)
+                .expect("a table")
+                .bandwidth(2)
+                .expect("a row"),
+            4194.0 / 524_288.0
+        );
         let latency = " 2       100          8.07           25.82        8.47     \t       9.02        \t2.01   \t\t25.82\n";
         assert_eq!(
             Table::parse(latency)
