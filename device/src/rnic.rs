@@ -21,7 +21,7 @@ use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::notify;
-use crate::fabric::local::Ports;
+use crate::fabric::local::{Network, Ports};
 use crate::memory::GuestMemory;
 use crate::verbs::cq::Cq;
 use crate::verbs::mr::Mr;
@@ -234,6 +234,7 @@ impl Adapter {
             adapter: Arc::downgrade(self),
             tables: ShardedLock::new(Tables::new(&settings.limits)),
             node_guid: node_guid(&settings),
+            network: settings.network.as_str().into(),
             workers: self.workers.clone(),
             ports: self.ports.clone(),
             next_worker: AtomicU16::new(0),
@@ -353,6 +354,7 @@ pub struct Rnic {
     pub(crate) settings: RnicSettings,
     adapter: Weak<Adapter>,
     node_guid: u64,
+    network: Network,
     tables: ShardedLock<Tables>,
     pub(crate) workers: Vec<Arc<Worker>>,
     ports: Arc<Ports>,
@@ -397,9 +399,8 @@ impl Rnic {
     }
 
     /// The network whose VMs reach each other.
-    #[must_use]
-    pub fn network(&self) -> &str {
-        &self.settings.network
+    pub(crate) fn network(&self) -> &Network {
+        &self.network
     }
 
     pub(crate) fn ports(&self) -> &Ports {

@@ -118,6 +118,14 @@ enum Verb {
     Read,
     FetchAdd,
     Datagram,
+    /// In turn to the other VM and to the own.
+    DatagramInTurn,
+}
+
+impl Verb {
+    fn is_datagram(self) -> bool {
+        matches!(self, Self::Datagram | Self::DatagramInTurn)
+    }
 }
 
 /// What is measured.
@@ -142,7 +150,7 @@ const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Worklo
 }
 
 /// All of them.
-pub const WORKLOADS: [Workload; 13] = [
+pub const WORKLOADS: [Workload; 14] = [
     workload("a look that finds nothing", Verb::Look, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
     workload("WRITE, lists of 32", Verb::Write, LIST, 1),
@@ -156,6 +164,7 @@ pub const WORKLOADS: [Workload; 13] = [
     workload("FETCH_ADD, one by one", Verb::FetchAdd, 1, 1),
     workload("datagram, one by one", Verb::Datagram, 1, 1),
     workload("datagram, lists of 32", Verb::Datagram, LIST, 1),
+    workload("datagram, to two VMs in turn", Verb::DatagramInTurn, 2, 1),
 ];
 
 /// What a guest process has for a workload.
@@ -197,7 +206,7 @@ impl End {
             },
             signal_all: false,
             qp_type: match workload.verb {
-                Verb::Datagram => qp_type::UD,
+                verb if verb.is_datagram() => qp_type::UD,
                 _ => qp_type::RC,
             },
             ..QpOptions::default()
@@ -254,7 +263,7 @@ impl Flow {
         let to = End::new(&bed.b, &workload);
         for (a, b) in from.qps.iter().zip(&to.qps) {
             for (this, peer) in [(a, b), (b, a)] {
-                let connection = if workload.verb == Verb::Datagram {
+                let connection = if workload.verb.is_datagram() {
                     Connection::datagram(QKEY)
                 } else {
                     let all = access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
@@ -286,7 +295,7 @@ impl Flow {
     pub fn step(&self, mut round: impl FnMut()) {
         let receives = matches!(
             self.workload.verb,
-            Verb::Send | Verb::SendShared | Verb::Datagram
+            Verb::Send | Verb::SendShared | Verb::Datagram | Verb::DatagramInTurn
         );
         let mut left = match self.workload.verb {
             Verb::Look => 0,
@@ -295,7 +304,7 @@ impl Flow {
         };
         for (qp, peer) in self.from.qps.iter().zip(&self.to.qps) {
             if receives {
-                self.post_receives(peer);
+                self.post_receives(qp, peer);
             }
             if self.workload.verb != Verb::Look {
                 self.post(qp, peer);
@@ -311,15 +320,25 @@ impl Flow {
         panic!("{left} completions are missing");
     }
 
-    fn post_receives(&self, peer: &Qp) {
-        let sges = [self.to.mr.sge(0, SIZE + GRH)];
-        for i in 0..u64::from(self.workload.list) {
-            match &self.to.srq {
-                Some(srq) => srq.post_recv(i, &sges),
-                None => peer.post_recv(i, &sges),
+    fn post_receives(&self, qp: &Qp, peer: &Qp) {
+        for i in 1..=self.workload.list {
+            let (end, qp) = if self.stays(i) {
+                (&self.from, qp)
+            } else {
+                (&self.to, peer)
+            };
+            let sges = [end.mr.sge(0, SIZE + GRH)];
+            match &end.srq {
+                Some(srq) => srq.post_recv(u64::from(i), &sges),
+                None => qp.post_recv(u64::from(i), &sges),
             }
             .expect("a receive");
         }
+    }
+
+    /// Whether message `i` of a list goes to the sender itself.
+    fn stays(&self, i: u32) -> bool {
+        self.workload.verb == Verb::DatagramInTurn && i % 2 == 0
     }
 
     fn post(&self, qp: &Qp, peer: &Qp) {
@@ -327,8 +346,9 @@ impl Flow {
         for i in 1..=self.workload.list {
             let last = i == self.workload.list;
             let flags = if last { send_flag::SIGNALED } else { 0 };
-            let result = if self.workload.verb == Verb::Datagram {
-                let mut wqe = Address::of(peer, QKEY).send(u64::from(i));
+            let result = if self.workload.verb.is_datagram() {
+                let to = if self.stays(i) { qp } else { peer };
+                let mut wqe = Address::of(to, QKEY).send(u64::from(i));
                 wqe.flags = flags;
                 batch.push(&wqe, self.sges())
             } else {

@@ -14,13 +14,16 @@ use crate::rnic::{Rnic, GSI_QPN};
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
 
+/// Name of a network. To clone it allocates nothing.
+pub(crate) type Network = Arc<str>;
+
 /// Who has which GID, per network.
 #[derive(Debug, Default)]
 pub struct Ports {
-    owners: RwLock<HashMap<(String, Gid), Arc<Rnic>>>,
+    owners: RwLock<HashMap<(Network, Gid), Arc<Rnic>>>,
     /// Changes whenever `owners` does.
     generation: AtomicU64,
-    groups: RwLock<HashMap<(String, Gid), Members>>,
+    groups: RwLock<HashMap<(Network, Gid), Members>>,
 }
 
 /// A queue pair in a multicast group.
@@ -38,7 +41,7 @@ impl Ports {
     pub fn claim(&self, gid: Gid, rnic: &Arc<Rnic>) -> bool {
         let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
         let owner = owners
-            .entry((rnic.network().to_owned(), gid))
+            .entry((rnic.network().clone(), gid))
             .or_insert_with(|| rnic.clone());
         let ours = Arc::ptr_eq(owner, rnic);
         self.generation.fetch_add(1, Ordering::Release);
@@ -48,7 +51,7 @@ impl Ports {
     /// Takes a GID from an RNIC.
     pub fn release(&self, gid: Gid, rnic: &Arc<Rnic>) {
         let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
-        let key = (rnic.network().to_owned(), gid);
+        let key = (rnic.network().clone(), gid);
         if owners
             .get(&key)
             .is_some_and(|owner| Arc::ptr_eq(owner, rnic))
@@ -61,7 +64,7 @@ impl Ports {
     /// Attaches a queue pair to a multicast group that it is not in yet.
     pub fn join(&self, gid: Gid, rnic: &Arc<Rnic>, qpn: u32) {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
-        let members = groups.entry((rnic.network().to_owned(), gid)).or_default();
+        let members = groups.entry((rnic.network().clone(), gid)).or_default();
         Arc::make_mut(members).push(Member {
             rnic: rnic.clone(),
             qpn,
@@ -71,7 +74,7 @@ impl Ports {
     /// Detaches a queue pair of an RNIC from a multicast group, or all that it has in it.
     pub fn leave(&self, gid: Gid, rnic: &Arc<Rnic>, qpn: Option<u32>) {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
-        let key = (rnic.network().to_owned(), gid);
+        let key = (rnic.network().clone(), gid);
         let Some(members) = groups.get_mut(&key) else {
             return;
         };
@@ -84,17 +87,17 @@ impl Ports {
         }
     }
 
-    fn members(&self, network: &str, gid: Gid) -> Members {
+    fn members(&self, network: &Network, gid: Gid) -> Members {
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
         groups
-            .get(&(network.to_owned(), gid))
+            .get(&(network.clone(), gid))
             .cloned()
             .unwrap_or_default()
     }
 
-    fn find(&self, network: &str, gid: Gid) -> Option<Arc<Rnic>> {
+    fn find(&self, network: &Network, gid: Gid) -> Option<Arc<Rnic>> {
         let owners = self.owners.read().unwrap_or_else(PoisonError::into_inner);
-        owners.get(&(network.to_owned(), gid)).cloned()
+        owners.get(&(network.clone(), gid)).cloned()
     }
 
     fn generation(&self) -> u64 {
