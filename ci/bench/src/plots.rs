@@ -467,7 +467,7 @@ fn registration(report: &Report) -> Option<Picture> {
     if let Some((x, most)) = target {
         let line = vec![(x / 2.0, most), (x * 2.0, most)];
         curves.push((
-            format!("target: {most} ms for {}", place(x)),
+            format!("target: {} µs for {}", number(most), place(x)),
             PEERS[1],
             line,
         ));
@@ -476,7 +476,7 @@ fn registration(report: &Report) -> Option<Picture> {
         Picture::Curves(vec![Chart {
             title: "Registering memory of scattered 4 KiB pages: time in the device".to_owned(),
             x: ("size, bytes".to_owned(), Scale::Log(4.0)),
-            y: ("ms".to_owned(), Scale::Log(10.0)),
+            y: ("µs".to_owned(), Scale::Log(10.0)),
             curves,
             reach: 0.0,
             legend: SeriesLabelPosition::UpperLeft,

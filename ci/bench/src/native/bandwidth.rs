@@ -9,7 +9,7 @@ use vhost_device_rdma_bare::spec::verbs::wr_opcode;
 use vhost_device_rdma_bare::Placement;
 
 use super::bed::{self, Pair};
-use super::{figure, peers, Settings};
+use super::{cache, figure, peers, Settings};
 use crate::figure::{Better, Figure, Target};
 
 const SECTION: &str = "bandwidth";
@@ -40,16 +40,20 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
         let mut runs = vec![[const { Vec::new() }; 3]; sizes.len()];
         for repetition in 0..settings.repetitions() {
             for (size, [copies, writes, reads]) in sizes.iter().zip(&mut runs) {
-                copies.push(copy(&pair, *size, settings));
-                writes.push(transfer(&pair, wr_opcode::RDMA_WRITE, *size, settings)?);
-                reads.push(transfer(&pair, wr_opcode::RDMA_READ, *size, settings)?);
-            }
-            if ucx.len() == repetition {
-                ucx.push(peers::ucx_put_bandwidth(
-                    settings.cores,
-                    1 << 20,
-                    settings.quick,
-                )?);
+                let (copied, written, read) = cache::steady(settings.cores, || {
+                    Ok((
+                        copy(&pair, *size, settings),
+                        transfer(&pair, wr_opcode::RDMA_WRITE, *size, settings)?,
+                        transfer(&pair, wr_opcode::RDMA_READ, *size, settings)?,
+                    ))
+                })?;
+                copies.push(copied);
+                writes.push(written);
+                reads.push(read);
+                if *size == 1 << 20 && ucx.len() == repetition {
+                    let put = peers::ucx_put_bandwidth(settings.cores, *size, settings.quick)?;
+                    ucx.push(put);
+                }
             }
         }
         for (verb, which) in [("WRITE", 1), ("READ", 2)] {

@@ -14,7 +14,7 @@ use vhost_device_rdma_bare::{
     QpOptions, Vm, VmOptions,
 };
 
-use super::{pin, Cores};
+use super::{pin, settle, Cores};
 
 /// Work requests outstanding when a rate is measured, at most.
 pub const DEPTH: u64 = 512;
@@ -267,6 +267,7 @@ pub fn measure_rate_of<S>(
     mut post: impl FnMut(&mut S) -> Result<()>,
     mut poll: impl FnMut(&mut S) -> Result<u64>,
 ) -> Result<f64> {
+    settle();
     let (mut posted, mut done) = (0u64, 0u64);
     // The first fifth is for warming up.
     let begin = Instant::now();

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 
-use super::{pin, Cores};
+use super::{pin, settle, Cores};
 
 /// A cache line, and the one that the processor may fetch with it.
 #[repr(align(128))]
@@ -16,6 +16,7 @@ const STOP: u64 = u64::MAX;
 
 /// Round trip, µs: there in the first line and back in the second, which may be the same.
 fn ping_pong(cores: Cores, there: &Line, back: &Line, rounds: u64) -> Result<f64> {
+    settle();
     let (there, back) = (&there.0, &back.0);
     std::thread::scope(|scope| {
         let other = scope.spawn(move || -> Result<()> {
@@ -66,4 +67,26 @@ pub fn one_line(cores: Cores, rounds: u64) -> Result<f64> {
 /// With a line for each direction, µs.
 pub fn two_lines(cores: Cores, rounds: u64) -> Result<f64> {
     ping_pong(cores, &Line::default(), &Line::default(), rounds)
+}
+
+/// How much the round trip may differ before and after a repetition, as a part of it.
+const STEADY: f64 = 0.15;
+/// How often a repetition is tried.
+const TRIES: usize = 12;
+
+/// Measures while the two cores stay as far from each other as they are: in a virtual machine they are not always the same ones of the
+/// host, and everything that goes from one to the other then takes another time. What was measured while that changed is measured again.
+pub fn steady<T>(cores: Cores, mut measure: impl FnMut() -> Result<T>) -> Result<T> {
+    const ROUNDS: u64 = 2_000;
+    let mut before = one_line(cores, ROUNDS)?;
+    let mut tries = 0;
+    loop {
+        let result = measure()?;
+        let after = one_line(cores, ROUNDS)?;
+        tries += 1;
+        if (after - before).abs() <= STEADY * before || tries == TRIES {
+            return Ok(result);
+        }
+        before = after;
+    }
 }

@@ -65,16 +65,37 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     let [mut one, mut two, mut ucx, mut libfabric] = [const { Vec::new() }; 4];
     let rounds = settings.rounds();
     for _ in 0..settings.repetitions() {
-        one.push(cache::one_line(cores, 20 * rounds as u64)?);
-        two.push(cache::two_lines(cores, 20 * rounds as u64)?);
-        modelled.add(&model::latency(cores, SIZE.into(), rounds)?);
-        for ((_, opcode, _), runs) in OPERATIONS.iter().zip(&mut operations) {
-            runs.add(&post_to_completion(&pair, *opcode, rounds)?);
+        let (lines, model, own) = cache::steady(cores, || {
+            let lines = [
+                cache::one_line(cores, rounds as u64)?,
+                cache::two_lines(cores, rounds as u64)?,
+            ];
+            let model = model::latency(cores, SIZE.into(), rounds)?;
+            let own = OPERATIONS.map(|(_, opcode, _)| post_to_completion(&pair, opcode, rounds));
+            Ok((lines, model, own))
+        })?;
+        one.push(lines[0]);
+        two.push(lines[1]);
+        modelled.add(&model);
+        for (times, runs) in own.into_iter().zip(&mut operations) {
+            runs.add(&times?);
         }
-        write.add(&write_ping_pong(&pair, rounds)?);
-        send.add(&send_ping_pong(&pair, rounds)?);
-        ucx.push(peers::ucx_put_latency(cores, SIZE, settings.quick)?);
-        libfabric.push(peers::libfabric_latency(cores, SIZE, settings.quick)?);
+        let (one_way_write, put) = cache::steady(cores, || {
+            Ok((
+                write_ping_pong(&pair, rounds)?,
+                peers::ucx_put_latency(cores, SIZE, rounds)?,
+            ))
+        })?;
+        write.add(&one_way_write);
+        ucx.push(put);
+        let (one_way_send, message) = cache::steady(cores, || {
+            Ok((
+                send_ping_pong(&pair, rounds)?,
+                peers::libfabric_latency(cores, SIZE, rounds)?,
+            ))
+        })?;
+        send.add(&one_way_send);
+        libfabric.push(message);
     }
 
     let mut figures = Vec::new();

@@ -11,11 +11,11 @@ use anyhow::Result;
 use vhost_device_rdma_bare::core::command::RegMr;
 use vhost_device_rdma_bare::spec::ring::SendWqe;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
-use vhost_device_rdma_bare::{page_list, PAGE};
+use vhost_device_rdma_bare::{page_list, Buffer, DeviceProcess, Placement, PAGE};
 
 use super::bed::{self, Pair};
 use super::registration::{command, shuffled, IOVA};
-use super::{figure, Settings};
+use super::{cache, figure, Settings};
 use crate::figure::{Better, Figure};
 
 const SECTION: &str = "key lookup";
@@ -41,6 +41,44 @@ impl Random {
     }
 }
 
+/// A device and what is registered with it.
+struct Registered {
+    pair: Pair,
+    /// Address of the pages that regions are made of.
+    pages: Vec<u64>,
+    _pages: Buffer,
+    _process: DeviceProcess,
+}
+
+impl Registered {
+    fn new(settings: &Settings) -> Result<Self> {
+        let process = bed::device(settings.cores, 2, "[limits]\nfootprint = 4294967296\n")?;
+        let a = bed::vm(&process, 0, 64 << 20)?;
+        let b = bed::vm(&process, 1, 256 << 20)?;
+        let pages = b.buffer(PAGES as usize * PAGE, Placement::Contiguous)?;
+        let region = b.region(0);
+        let first = (pages.page(0) - region.guest_addr()) / PAGE as u64;
+        Ok(Self {
+            pair: Pair::new(&a, &b, 1 << 20)?,
+            pages: shuffled(&region, first, PAGES),
+            _pages: pages,
+            _process: process,
+        })
+    }
+
+    /// Registers `count` regions of `size` bytes; returns their keys.
+    fn register(&self, count: usize, size: u64) -> Result<Vec<u32>> {
+        let vm = &self.pair.b.vm;
+        let pages = self.pages.iter().copied().cycle();
+        let pages: Vec<u64> = pages.take(size as usize / PAGE).collect();
+        let (list, _tables) = page_list(&vm.region(0), &pages)?;
+        let command = command(&self.pair.b.pd, list, size);
+        (0..count)
+            .map(|_| Ok(vm.execute::<RegMr>(&command)?.rkey))
+            .collect()
+    }
+}
+
 /// Measures.
 pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     let counts = if settings.quick {
@@ -48,88 +86,79 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     } else {
         &COUNTS
     };
-    let process = bed::device(settings.cores, 2, "[limits]\nfootprint = 4294967296\n")?;
-    let (a, b) = (
-        bed::vm(&process, 0, 64 << 20)?,
-        bed::vm(&process, 1, 256 << 20)?,
-    );
-    let pair = Pair::new(&a, &b, 1 << 20)?;
-    let region = b.region(0);
-    let pages = b.buffer(
-        PAGES as usize * PAGE,
-        vhost_device_rdma_bare::Placement::Contiguous,
-    )?;
-    let first = (pages.page(0) - region.guest_addr()) / PAGE as u64;
-    let pages = shuffled(&region, first, PAGES);
+    let time = settings.time() / 2;
     let mut random = Random(88_172_645_463_325_252);
-
     let mut figures = Vec::new();
-    let mut of_sizes = vec![Vec::new(); SIZES.len()];
-    let mut ways = Vec::new();
-    for size in SIZES {
-        let list: Vec<u64> = pages
-            .iter()
-            .copied()
-            .cycle()
-            .take(size as usize / PAGE)
-            .collect();
-        let (list, _tables) = page_list(&region, &list)?;
-        let rkey = b.execute::<RegMr>(&command(&pair.b.pd, list, size))?.rkey;
-        ways.push(
-            (0..TARGETS)
-                .map(|_| (rkey, IOVA + 8 * random.below(size / 8)))
-                .collect::<Vec<_>>(),
-        );
-    }
-    for _ in 0..settings.repetitions() {
-        for (way, runs) in ways.iter().zip(&mut of_sizes) {
-            runs.push(cost(&pair, way, settings.time() / 2)?);
-        }
-    }
+    let mut add = |name: &str, x: f64, own: &[f64], peer: &str, theirs: &[f64]| {
+        let point = figure(SECTION, name, "ns/WRITE", Better::Lower, own).at(x);
+        figures.push(point.beside(peer, theirs));
+    };
 
+    // One device has one region, the other more and more of them; so they can take turns.
+    let (one, many) = (Registered::new(settings)?, Registered::new(settings)?);
+    let alone = [(one.register(1, PAGE as u64)?[0], IOVA)];
     let mut keys = Vec::new();
-    let (list, _tables) = page_list(&region, &pages[..1])?;
-    let [mut same_runs, mut any_runs] = [Vec::new(), Vec::new()];
+    let mut any_figures = Vec::new();
     for count in counts {
-        while keys.len() < *count {
-            let keys_of = b.execute::<RegMr>(&command(&pair.b.pd, list, PAGE as u64))?;
-            keys.push(keys_of.rkey);
-        }
+        keys.extend(many.register(count - keys.len(), PAGE as u64)?);
         let mut any = || (keys[random.below(keys.len() as u64) as usize], IOVA);
         let same = [any()];
         let any: Vec<(u32, u64)> = (0..TARGETS).map(|_| any()).collect();
-        let [mut of_same, mut of_any] = [Vec::new(), Vec::new()];
+        let [mut of_alone, mut of_same, mut of_any] = [const { Vec::new() }; 3];
         for _ in 0..settings.repetitions() {
-            of_same.push(cost(&pair, &same, settings.time() / 2)?);
-            of_any.push(cost(&pair, &any, settings.time() / 2)?);
+            let (alone, same, any) = cache::steady(settings.cores, || {
+                Ok((
+                    cost(&one.pair, &alone, time)?,
+                    cost(&many.pair, &same, time)?,
+                    cost(&many.pair, &any, time)?,
+                ))
+            })?;
+            of_alone.push(alone);
+            of_same.push(same);
+            of_any.push(any);
         }
-        same_runs.push(of_same);
-        any_runs.push(of_any);
+        add(
+            "the same of many regions, by their number",
+            *count as f64,
+            &of_same,
+            "a device with one region",
+            &of_alone,
+        );
+        any_figures.push((*count as f64, of_any, of_alone));
+    }
+    for (x, own, theirs) in &any_figures {
+        add(
+            "any of many regions, by their number",
+            *x,
+            own,
+            "a device with one region",
+            theirs,
+        );
     }
 
-    let counts: Vec<f64> = counts.iter().map(|count| *count as f64).collect();
-    let sizes = SIZES.map(|size| size as f64);
-    let curves = [
-        (
-            "the same of many regions, by their number",
-            &counts[..],
-            &same_runs,
-        ),
-        ("any of many regions, by their number", &counts, &any_runs),
-        (
-            "anywhere in one region, by its size in bytes",
-            &sizes,
-            &of_sizes,
-        ),
-    ];
-    for (name, places, runs) in curves {
-        for (x, own) in places.iter().zip(runs) {
-            let mut point = figure(SECTION, name, "ns/WRITE", Better::Lower, own).at(*x);
-            if point.x != Some(places[0]) {
-                point = point.beside("the first of the curve", &runs[0]);
-            }
-            figures.push(point);
+    for size in SIZES {
+        let rkey = one.register(1, size)?[0];
+        let anywhere: Vec<(u32, u64)> = (0..TARGETS)
+            .map(|_| (rkey, IOVA + 8 * random.below(size / 8)))
+            .collect();
+        let [mut own, mut theirs] = [Vec::new(), Vec::new()];
+        for _ in 0..settings.repetitions() {
+            let (alone, anywhere) = cache::steady(settings.cores, || {
+                Ok((
+                    cost(&one.pair, &alone, time)?,
+                    cost(&one.pair, &anywhere, time)?,
+                ))
+            })?;
+            theirs.push(alone);
+            own.push(anywhere);
         }
+        add(
+            "anywhere in one region, by its size in bytes",
+            size as f64,
+            &own,
+            "one address in a region of 4 KiB",
+            &theirs,
+        );
     }
     Ok(figures)
 }

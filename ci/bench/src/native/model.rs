@@ -3,20 +3,20 @@
 //!
 //! One writes a 64-byte entry to a ring, its phase last, and sets a bit in a shared doorbell word by an atomic OR, which is the full
 //! fence between the two. The other polls that word, takes it by an exchange, reads entries as long as their phase says that
-//! they are new, copies the payload, and writes a 32-byte completion, its phase last, which the first one polls. No
-//! permissions, no keys, no limits, no checks.
+//! they are new, copies the payload, and writes a 32-byte completion, its phase last, which the first one polls: one entry after
+//! the other. No permissions, no keys, no limits, no checks.
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, Result};
 
 use super::bed::{measure_rate, DEPTH};
-use super::{pin, Cores};
+use super::{pin, settle, Cores};
 
 /// Entries of both rings.
 const ENTRIES: usize = DEPTH as usize;
-/// Entries that are read before their completions are written, at most.
-const BATCH: usize = 32;
+/// Most entries that may be read before their completions are written.
+pub const MAX_BATCH: usize = 32;
 /// The phase, in the first word of an entry and the last of a completion.
 const PHASE: u64 = 1;
 /// In the first word of an entry: write a completion.
@@ -68,19 +68,18 @@ impl Shared {
         }
     }
 
-    /// The worker's side.
-    fn serve(&self) {
+    /// The worker's side, which writes completions when it has read so many entries, or all that there are.
+    fn serve(&self, batch: usize) {
         let (mut position, mut completed) = (0, 0);
         loop {
             while self.doorbell.0.load(Ordering::Relaxed) == 0 {}
             self.doorbell.0.swap(0, Ordering::SeqCst);
             loop {
-                // Completions are written together, so that the other finds more of them when it fetches their line.
-                let mut done = [[0; 3]; BATCH];
+                let mut done = [[0; 3]; MAX_BATCH];
                 let mut signaled = 0;
                 let start = position;
                 let mut stop = false;
-                while position - start < BATCH {
+                while position - start < batch {
                     let entry = &self.entries[position % ENTRIES].0;
                     let flags = entry[0].load(Ordering::Acquire);
                     if flags & PHASE != phase(position) {
@@ -159,13 +158,18 @@ impl Driver<'_> {
     }
 }
 
-fn with_driver<T>(cores: Cores, measure: impl FnOnce(&mut Driver<'_>) -> Result<T>) -> Result<T> {
+fn with_driver<T>(
+    cores: Cores,
+    batch: usize,
+    measure: impl FnOnce(&mut Driver<'_>) -> Result<T>,
+) -> Result<T> {
     let shared = Shared::new();
+    settle();
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| -> Result<()> {
             // Wherever it runs, it must run, or the other waits for ever.
             let pinned = pin(&[cores.worker]);
-            shared.serve();
+            shared.serve(batch.min(MAX_BATCH));
             pinned
         });
         let mut driver = Driver {
@@ -183,7 +187,7 @@ fn with_driver<T>(cores: Cores, measure: impl FnOnce(&mut Driver<'_>) -> Result<
 
 /// One at a time: from posting to the completion, µs, sorted.
 pub fn latency(cores: Cores, size: u64, rounds: usize) -> Result<Vec<f64>> {
-    with_driver(cores, |driver| {
+    with_driver(cores, 1, |driver| {
         let mut times = Vec::with_capacity(rounds);
         for round in 0..rounds + rounds / 4 {
             let start = Instant::now();
@@ -199,9 +203,10 @@ pub fn latency(cores: Cores, size: u64, rounds: usize) -> Result<Vec<f64>> {
     })
 }
 
-/// Millions per second, posted in lists of so many, of which the last is signalled.
-pub fn rate(cores: Cores, size: u64, list: u64, time: Duration) -> Result<f64> {
-    with_driver(cores, |driver| {
+/// Millions per second, posted in lists of so many, of which the last is signalled. Completions are written after so many entries: one
+/// is the model; with [`MAX_BATCH`] the other finds more completions each time when it fetches their cache line.
+pub fn rate(cores: Cores, size: u64, list: u64, batch: usize, time: Duration) -> Result<f64> {
+    with_driver(cores, batch, |driver| {
         measure_rate(
             driver,
             list,

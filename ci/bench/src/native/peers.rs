@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context as _, Result};
 
-use super::Cores;
+use super::{settle, Cores};
 
 /// How long one run may take.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -63,6 +63,7 @@ impl Drop for Program {
 
 /// Runs a program as server and then as client; returns what the client prints.
 fn both(cores: Cores, program: &[&str], server: &[&str], client: &[&str]) -> Result<String> {
+    settle();
     let run = || -> Result<String> {
         let mut listening = Program::start(cores.worker, &[program, server].concat())?;
         // The client does not wait for the server; nothing tells that it listens.
@@ -113,32 +114,30 @@ fn ucx(cores: Cores, test: &[&str]) -> Result<Vec<f64>> {
 }
 
 /// Latency of a put, one way, µs.
-pub fn ucx_put_latency(cores: Cores, size: u32, quick: bool) -> Result<f64> {
-    let rounds = if quick { "100000" } else { "1000000" };
-    let size = size.to_string();
-    Ok(ucx(cores, &["-t", "ucp_put_lat", "-s", &size, "-n", rounds])?[1])
+pub fn ucx_put_latency(cores: Cores, size: u32, rounds: usize) -> Result<f64> {
+    let (size, rounds) = (size.to_string(), rounds.to_string());
+    Ok(ucx(cores, &["-t", "ucp_put_lat", "-s", &size, "-n", &rounds])?[1])
 }
 
 /// Puts, millions per second.
 pub fn ucx_put_rate(cores: Cores, size: u32, quick: bool) -> Result<f64> {
-    let rounds = if quick { "1000000" } else { "10000000" };
+    let rounds = if quick { "1000000" } else { "5000000" };
     let size = size.to_string();
     Ok(ucx(cores, &["-t", "ucp_put_bw", "-s", &size, "-n", rounds])?[7] / 1e6)
 }
 
 /// Puts, GB/s.
 pub fn ucx_put_bandwidth(cores: Cores, size: u32, quick: bool) -> Result<f64> {
-    let rounds = if quick { "1000" } else { "10000" };
+    let rounds = if quick { "1000" } else { "4000" };
     let text = size.to_string();
     let fields = ucx(cores, &["-t", "ucp_put_bw", "-s", &text, "-n", rounds])?;
     Ok(fields[7] * f64::from(size) / 1e9)
 }
 
 /// Latency of a message of libfabric's shared-memory provider, one way, µs.
-pub fn libfabric_latency(cores: Cores, size: u32, quick: bool) -> Result<f64> {
-    let rounds = if quick { "20000" } else { "200000" };
-    let size = size.to_string();
-    let common = ["-p", "shm", "-e", "rdm", "-I", rounds, "-S", &size];
+pub fn libfabric_latency(cores: Cores, size: u32, rounds: usize) -> Result<f64> {
+    let (size, rounds) = (size.to_string(), rounds.to_string());
+    let common = ["-p", "shm", "-e", "rdm", "-I", &rounds, "-S", &size];
     let client = [&common[..], &["127.0.0.1"]].concat();
     let text = both(cores, &["fi_pingpong"], &common, &client)?;
     // bytes, sent, acknowledged, total, time, MB/sec, usec/xfer, Mxfers/sec

@@ -5,7 +5,7 @@ use anyhow::Result;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
 
 use super::bed::{self, Pair};
-use super::{figure, model, peers, Settings};
+use super::{cache, figure, model, peers, Settings};
 use crate::figure::{Better, Figure, Target};
 
 const SECTION: &str = "message rate";
@@ -46,25 +46,46 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     ];
     let mut ours = [const { Vec::new() }; 2];
     let mut modelled = [const { Vec::new() }; 2];
+    let mut batched = [const { Vec::new() }; 2];
     let mut reads = Vec::new();
     let mut ucx = Vec::new();
     let time = settings.time();
     for _ in 0..settings.repetitions() {
-        for (((list, _), ours), modelled) in modes.iter().zip(&mut ours).zip(&mut modelled) {
-            modelled.push(model::rate(cores, SIZE.into(), *list, time)?);
-            ours.push(rate(&pair, wr_opcode::RDMA_WRITE, SIZE, *list, time)?);
+        let (rates, read, put) = cache::steady(cores, || {
+            let rates = modes.map(|(list, _)| -> Result<_> {
+                Ok((
+                    model::rate(cores, SIZE.into(), list, 1, time)?,
+                    rate(&pair, wr_opcode::RDMA_WRITE, SIZE, list, time)?,
+                    model::rate(cores, SIZE.into(), list, model::MAX_BATCH, time)?,
+                ))
+            });
+            Ok((
+                rates,
+                rate(&pair, wr_opcode::RDMA_READ, SIZE, 32, time)?,
+                peers::ucx_put_rate(cores, SIZE, settings.quick)?,
+            ))
+        })?;
+        for (mode, rates) in rates.into_iter().enumerate() {
+            let (model, own, batched_model) = rates?;
+            modelled[mode].push(model);
+            ours[mode].push(own);
+            batched[mode].push(batched_model);
         }
-        reads.push(rate(&pair, wr_opcode::RDMA_READ, SIZE, 32, time)?);
-        ucx.push(peers::ucx_put_rate(cores, SIZE, settings.quick)?);
+        reads.push(read);
+        ucx.push(put);
     }
     let mut figures = Vec::new();
-    for (((_, how), ours), modelled) in modes.iter().zip(&ours).zip(&modelled) {
+    for (mode, (_, how)) in modes.iter().enumerate() {
         let name = format!("WRITE {SIZE} B, {how}");
-        let ours = figure(SECTION, &name, "million/s", Better::Higher, ours);
+        let ours = figure(SECTION, &name, "million/s", Better::Higher, &ours[mode]);
         figures.push(
             ours.clone()
-                .beside("model", modelled)
+                .beside("model", &modelled[mode])
                 .target(Target::Min(0.65)),
+        );
+        figures.push(
+            ours.clone()
+                .beside("model, completions in batches", &batched[mode]),
         );
         figures.push(ours.beside("UCX put", &ucx));
     }

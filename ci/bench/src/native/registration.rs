@@ -87,16 +87,16 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
             for _ in 0..times {
                 let start = Instant::now();
                 vm.query_port()?;
-                nothing.push(start.elapsed().as_secs_f64() * 1e3);
+                nothing.push(start.elapsed().as_secs_f64() * 1e6);
                 let start = Instant::now();
                 let keys = vm.execute::<RegMr>(command)?;
-                there.push(start.elapsed().as_secs_f64() * 1e3);
+                there.push(start.elapsed().as_secs_f64() * 1e6);
                 let start = Instant::now();
                 vm.execute::<DeregMr>(&Handle {
                     handle: keys.lkey,
                     reserved: 0,
                 })?;
-                back.push(start.elapsed().as_secs_f64() * 1e3);
+                back.push(start.elapsed().as_secs_f64() * 1e6);
             }
             let nothing = median(&nothing);
             registering.push((median(&there) - nothing).max(0.0));
@@ -107,9 +107,9 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     for (name, which) in [("REG_MR, scattered 4 KiB pages", 0), ("DEREG_MR", 1)] {
         for ((size, _, _), runs) in prepared.iter().zip(&runs) {
             let runs = if which == 0 { &runs.0 } else { &runs.1 };
-            let mut point = figure(SECTION, name, "ms", Better::Lower, runs).at(*size as f64);
+            let mut point = figure(SECTION, name, "µs", Better::Lower, runs).at(*size as f64);
             if which == 0 && *size == 1 << 30 {
-                point = point.target(Target::Max(15.0));
+                point = point.target(Target::Max(15_000.0));
             }
             figures.push(point);
         }

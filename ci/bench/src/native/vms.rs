@@ -8,7 +8,7 @@ use vhost_device_rdma_bare::spec::verbs::wr_opcode;
 use vhost_device_rdma_bare::{DeviceProcess, Polling};
 
 use super::bed::{self, Pair};
-use super::{figure, quantile, Settings};
+use super::{cache, figure, quantile, settle, Settings};
 use crate::figure::{Better, Figure};
 
 const SECTION: &str = "VMs";
@@ -31,9 +31,18 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     }
     let mut runs = vec![(Vec::new(), Vec::new()); beds.len()];
     for _ in 0..settings.repetitions() {
-        for ((pairs, _), (latencies, rates)) in beds.iter().zip(&mut runs) {
-            latencies.push(latency(&pairs[0], settings.rounds())?);
-            rates.push(rate(pairs, settings)?);
+        let both = cache::steady(settings.cores, || {
+            let both = beds.iter().map(|(pairs, _)| {
+                Ok((
+                    latency(&pairs[0], settings.rounds())?,
+                    rate(pairs, settings)?,
+                ))
+            });
+            both.collect::<Result<Vec<_>>>()
+        })?;
+        for ((latency, rate), (latencies, rates)) in both.into_iter().zip(&mut runs) {
+            latencies.push(latency);
+            rates.push(rate);
         }
     }
     let mut figures = Vec::new();
@@ -58,6 +67,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
 }
 
 fn latency(pair: &Pair, rounds: usize) -> Result<f64> {
+    settle();
     let polling = pair.a.send_cq.polling();
     let wqe = bed::signaled(pair.wqe(wr_opcode::RDMA_WRITE));
     let mut times = Vec::with_capacity(rounds);
