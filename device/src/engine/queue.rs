@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The consumer's side of a work queue in guest memory.
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
+use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
+use virtio_rdma_spec::verbs::access;
 
-use crate::memory::Pages;
+use crate::memory::{Pages, Span};
+use crate::verbs::keys::Keys;
 use crate::verbs::Error;
 
 /// A work queue: where it is in its buffer, and how far it was consumed.
@@ -18,6 +21,17 @@ pub struct WorkQueue {
     pub entries: u32,
     /// Entries consumed, modulo 2^32.
     pub position: u32,
+}
+
+/// A plain receive work request that was taken for a message.
+#[derive(Debug)]
+pub struct PlainReceive<'a> {
+    /// Where the message goes.
+    pub span: Span<'a>,
+    /// Its id.
+    pub wr_id: u64,
+    /// Its index in its queue.
+    pub index: u16,
 }
 
 impl WorkQueue {
@@ -43,11 +57,25 @@ impl WorkQueue {
         (flags & PHASE == self.phase()).then_some(word)
     }
 
-    /// The words of the current entry, up to where a single scatter/gather entry ends; `None` if they are not at hand.
+    /// A copy of the first `N` bytes of the current entry, a power of two, if it was posted and they are at hand.
     #[inline]
     #[must_use]
-    pub fn entry<'a>(&self, buffer: &'a Pages) -> Option<&'a [AtomicU64; 8]> {
-        buffer.words(self.at(0))
+    pub fn entry<const N: usize>(&self, buffer: &Pages) -> Option<[u8; N]> {
+        let words = buffer.words::<N>(self.at(0))?;
+        let (first, rest) = words.split_first()?;
+        // Acquire: all else of the entry was written before its phase.
+        let head = first.load(Ordering::Acquire).to_ne_bytes();
+        let [_, flags, ..] = head;
+        if self.entries == 0 || flags & PHASE != self.phase() {
+            return None;
+        }
+        let mut bytes = [0; N];
+        let (to, to_rest) = bytes.split_first_chunk_mut()?;
+        *to = head;
+        for (to, word) in to_rest.chunks_exact_mut(8).zip(rest) {
+            to.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
+        Some(bytes)
     }
 
     /// The phase of the current entry once it is posted.
@@ -115,6 +143,35 @@ impl WorkQueue {
         }
         self.advance();
         (wqe.wr_id, good)
+    }
+
+    /// Takes the current entry of a receive queue for a message of `len` bytes, if it is plain: posted, as it should be, of one
+    /// scatter/gather entry that has place for them, in one piece, by its key and protection domain `pd`.
+    #[inline]
+    pub fn take_plain<'a>(
+        &mut self,
+        buffer: &Pages,
+        max_sge: usize,
+        keys: &'a Keys,
+        pd: u32,
+        len: u64,
+    ) -> Option<PlainReceive<'a>> {
+        let bytes: [u8; RecvWqe::SIZE + Sge::SIZE] = self.entry(buffer)?;
+        let (wqe, sge) = bytes.split_at_checked(RECV_DATA_OFFSET)?;
+        let (wqe, sge) = (RecvWqe::get(wqe), Sge::get(sge));
+        let clean = wqe.flags & !PHASE == 0 && wqe.reserved0 == 0 && wqe.reserved1 == 0;
+        if wqe.count != 1 || max_sge == 0 || !clean || u64::from(sge.length) < len {
+            return None;
+        }
+        let access = access::LOCAL_WRITE;
+        let span = keys.piece(sge.lkey, pd, access, sge.addr, len)?;
+        let index = self.index();
+        self.advance();
+        Some(PlainReceive {
+            span,
+            wr_id: wqe.wr_id,
+            index,
+        })
     }
 
     /// Goes to the next entry.

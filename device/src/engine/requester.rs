@@ -240,6 +240,10 @@ impl Requester {
                 if budget.messages == 0 || budget.bytes == 0 {
                     break;
                 }
+                // The general way would find this, too: this is how most turns end.
+                if qp.state() == qp_state::RTS && self.queue.ready(&self.buffer).is_none() {
+                    return Turn::Idle;
+                }
             }
             budget.messages -= 1;
             let active = match self.next_active(tables, qp) {

@@ -18,7 +18,7 @@ use virtio_rdma_spec::verbs::{
 
 use super::cursor::{check, transfer, Cursor, Fault, From, Part};
 use super::message::{Answer, Datagram, Message, GRH};
-use super::queue::WorkQueue;
+use super::queue::{PlainReceive, WorkQueue};
 use super::{complete_from, raise, LARGE};
 use crate::memory::{atomic, Pages};
 use crate::verbs::cq::{Cq, Source};
@@ -218,11 +218,34 @@ impl Responder {
         self.remote_qp == qp && gids.contains(&Some(self.remote_gid))
     }
 
-    /// Whether the peer may access memory as `wanted` says, REMOTE_WRITE or REMOTE_READ, and nothing else is to be done about it.
-    pub(crate) fn grants(&self, qp: &Qp, wanted: u32) -> bool {
-        self.access & wanted == wanted
-            && (wanted != access::REMOTE_READ || self.max_rd_atomic != 0)
-            && (self.communication_established || qp.state() != qp_state::RTR)
+    /// Whether the peer may access memory as `wanted` says, REMOTE_WRITE or REMOTE_READ.
+    pub(crate) fn grants(&self, wanted: u32) -> bool {
+        self.access & wanted == wanted && (wanted != access::REMOTE_READ || self.max_rd_atomic != 0)
+    }
+
+    /// Whether the first message is behind us, whose arrival is an event.
+    pub(crate) fn established(&self, qp: &Qp) -> bool {
+        self.communication_established || qp.state() != qp_state::RTR
+    }
+
+    /// Takes the next receive work request for a message of `len` bytes, if it is plain (see [`WorkQueue::take_plain`]).
+    #[inline]
+    pub(crate) fn take_plain<'a>(
+        &mut self,
+        tables: &'a Tables,
+        pd: u32,
+        len: u64,
+    ) -> Option<PlainReceive<'a>> {
+        if self.inbound.is_some() {
+            return None;
+        }
+        match &self.srq {
+            Some(srq) => srq.take_plain(tables, len),
+            None => {
+                let queue = &mut self.queue;
+                queue.take_plain(&self.buffer, self.max_sge, &tables.keys, pd, len)
+            }
+        }
     }
 
     /// Takes a slice of a message. `sender` is the requester, for a wake-up.

@@ -9,8 +9,11 @@ use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::cursor::From;
 use crate::engine::message::{Answer, Datagram, Message};
+use crate::engine::queue::PlainReceive;
 use crate::engine::responder::{Responder, Slice};
+use crate::memory::Span;
 use crate::rnic::{Rnic, GSI_QPN};
+use crate::verbs::cq::Cq;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
 
@@ -172,15 +175,28 @@ pub(crate) struct Target<'a> {
     responder: MutexGuard<'a, Responder>,
 }
 
-impl Target<'_> {
-    /// Whether it still takes messages.
-    pub(crate) fn listens(&self) -> bool {
-        listens(self.qp)
+impl<'a> Target<'a> {
+    /// Whether it takes messages, with nothing else to be done about that.
+    #[inline]
+    pub(crate) fn takes_plain(&self) -> bool {
+        listens(self.qp) && self.responder.established(self.qp)
     }
 
-    /// Whether it may be accessed as `wanted` says: see [`Responder::grants`].
-    pub(crate) fn grants(&self, wanted: u32) -> bool {
-        self.responder.grants(self.qp, wanted)
+    /// The `len` bytes at `addr` that the sender may access by `key` as `access` says, if they lie in one piece of a region.
+    #[inline]
+    pub(crate) fn piece(&self, access: u32, key: u32, addr: u64, len: u64) -> Option<Span<'a>> {
+        if !self.responder.grants(access) {
+            return None;
+        }
+        self.tables.keys.piece(key, self.qp.pd, access, addr, len)
+    }
+
+    /// Takes a receive work request for a message of `len` bytes, if it is plain, and tells where it completes.
+    #[inline]
+    pub(crate) fn take_plain(&mut self, len: u64) -> Option<(PlainReceive<'a>, &'a Arc<Cq>)> {
+        let cq = self.qp.recv_cq.as_ref().filter(|cq| !cq.errored())?;
+        let receive = self.responder.take_plain(self.tables, self.qp.pd, len)?;
+        Some((receive, cq))
     }
 }
 

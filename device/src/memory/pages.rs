@@ -317,17 +317,17 @@ impl Pages {
         Some(unsafe { &*ptr.cast::<AtomicU64>() })
     }
 
-    /// The `N` words at `offset`, which is a multiple of their size; `N` is a power of two up to 512.
+    /// The words of the `N` bytes at `offset`, which is a multiple of `N`, a power of two from 8 to 4096.
     #[inline]
     #[must_use]
-    pub fn words<const N: usize>(&self, offset: u64) -> Option<&[AtomicU64; N]> {
-        const { assert!(N.is_power_of_two() && N <= 512) };
-        if offset % (8 * N as u64) != 0 {
+    pub fn words<const N: usize>(&self, offset: u64) -> Option<&[AtomicU64]> {
+        const { assert!(N.is_power_of_two() && N >= 8 && N <= 4096) };
+        if offset % N as u64 != 0 {
             return None;
         }
         let (ptr, _) = self.at(offset)?;
-        // SAFETY: as in `word`: pages are a multiple of `8 * N` long and aligned to it, and so is `offset`, below `mapped`.
-        Some(unsafe { &*ptr.cast::<[AtomicU64; N]>() })
+        // SAFETY: as in `word`: pages are a multiple of `N` long and aligned to it, and so is `offset`, below `mapped`.
+        Some(unsafe { std::slice::from_raw_parts(ptr.cast::<AtomicU64>(), N / 8) })
     }
 
     /// The aligned 4-byte word at `offset`.

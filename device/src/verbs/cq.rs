@@ -466,7 +466,7 @@ impl Producer {
 #[inline]
 fn store(ring: &Ring, at: u64, bytes: &[u8; Cqe::SIZE]) -> Option<()> {
     const WORDS: usize = Cqe::SIZE / 8;
-    let words: &[AtomicU64; WORDS] = ring.buffer.words(at)?;
+    let words = ring.buffer.words::<{ Cqe::SIZE }>(at)?;
     for (i, (word, chunk)) in words.iter().zip(bytes.chunks_exact(8)).enumerate() {
         let value = u64::from_ne_bytes(chunk.try_into().unwrap_or_default());
         let last = i + 1 == WORDS;

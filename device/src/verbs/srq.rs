@@ -9,8 +9,9 @@ use virtio_rdma_spec::verbs::vendor_err;
 
 use super::cq::Cq;
 use super::qp::Qp;
+use super::tables::Tables;
 use super::Error;
-use crate::engine::queue::WorkQueue;
+use crate::engine::queue::{PlainReceive, WorkQueue};
 use crate::memory::{GuestMemory, Pages};
 use crate::worker::Worker;
 
@@ -228,6 +229,26 @@ impl Srq {
             wr_id,
             limit_reached,
             bad: (!good).then_some(vendor_err::BAD_RECEIVE),
+        })
+    }
+
+    /// Takes the next receive work request for a message of `len` bytes, if it is plain (see [`WorkQueue::take_plain`]) and taking
+    /// it has no consequences.
+    pub(crate) fn take_plain<'a>(&self, tables: &'a Tables, len: u64) -> Option<PlainReceive<'a>> {
+        let mut guard = self.inner();
+        let inner = &mut *guard;
+        if inner.limit != 0 || !inner.returned.is_empty() {
+            return None;
+        }
+        let receive =
+            inner
+                .queue
+                .take_plain(&inner.buffer, self.max_sge, &tables.keys, self.pd, len)?;
+        inner.store_consumed();
+        // Of shared ones the consumer keeps no account by index.
+        Some(PlainReceive {
+            index: 0,
+            ..receive
         })
     }
 

@@ -1,35 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The direct way: runs of plain work requests, carried out without what only others need.
 //!
-//! A work request is plain if it is an RDMA WRITE or READ of one scatter/gather entry, everything about it is as it should be, and its
-//! bytes lie in one piece at both ends. Whatever is not plain is left where it is, untouched, for the general way, which
-//! alone knows errors, waiting and slices: so there is nothing that only this way decides.
+//! A work request is plain if it is a WRITE, a READ or a SEND of one scatter/gather entry or as much inline data, everything about it is as it should be, and its bytes lie in one piece at both ends. Whatever is not plain
+//! is left where it is, untouched, for the general way, which alone knows errors, waiting and slices: so there is nothing that
+//! only this way decides.
 //!
 //! The locks that a message needs are taken once for a run, and whether an event is wanted is looked up once at its end.
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, PHASE, SEND_DATA_OFFSET};
-use virtio_rdma_spec::verbs::{access, qp_state, qp_type, send_flag, wr_opcode};
+use virtio_rdma_spec::verbs::{
+    access, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wr_opcode,
+};
 
 use super::Requester;
 use crate::engine::operation::completion_opcode;
 use crate::engine::settle;
-use crate::fabric::local::Peer;
-use crate::memory::copy_last;
-use crate::verbs::cq::Pushed;
+use crate::fabric::local::{Peer, Target};
+use crate::memory::{copy_last, Source, Span};
+use crate::verbs::cq::{Batch, Cq, Pushed};
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::Tables;
 
 /// Size of an entry with one scatter/gather entry, bytes.
 const ENTRY: usize = SEND_DATA_OFFSET + Sge::SIZE;
 
-/// Others may use the completion queue again after a message longer than this, bytes.
+/// Others may use a completion queue again after a message longer than this, bytes.
 const SHORT: u64 = 1024;
 
 /// Flags of a plain work request.
-const FLAGS: u8 = PHASE | send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED;
+const FLAGS: u8 =
+    PHASE | send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
 
 /// What a turn may still do.
 #[derive(Debug, Clone, Copy)]
@@ -38,6 +40,65 @@ pub(super) struct Budget {
     pub messages: u32,
     /// Bytes.
     pub bytes: u64,
+}
+
+/// A work request that may be plain.
+struct Entry {
+    wqe: SendWqe,
+    /// Its scatter/gather entry, or inline data.
+    data: [u8; Sge::SIZE],
+}
+
+impl Entry {
+    fn inline(&self) -> bool {
+        self.wqe.flags & send_flag::INLINE != 0
+    }
+
+    fn sge(&self) -> Sge {
+        Sge::from_bytes(&self.data)
+    }
+
+    /// Length of the message, bytes.
+    fn len(&self) -> u64 {
+        if self.inline() {
+            self.wqe.count.into()
+        } else {
+            self.sge().length.into()
+        }
+    }
+
+    fn is_read(&self) -> bool {
+        self.wqe.opcode == wr_opcode::RDMA_READ
+    }
+}
+
+/// The completion queue that is locked, if one is. Never two: others may lock the same two the other way round.
+#[derive(Default)]
+struct Completions<'a> {
+    open: Option<(Batch<'a>, &'a Arc<Cq>, &'a Tables)>,
+}
+
+impl<'a> Completions<'a> {
+    /// Pushes a completion to a queue of the VM of `tables`.
+    fn push(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>, cqe: &Cqe) {
+        if !matches!(self.open, Some((_, open, _)) if Arc::ptr_eq(open, cq)) {
+            self.finish();
+        }
+        let (batch, ..) = self.open.get_or_insert_with(|| (cq.batch(), cq, tables));
+        let pushed = batch.push(cqe);
+        if pushed != Pushed::Quiet {
+            self.finish();
+            settle(tables, cq, pushed);
+        }
+    }
+
+    /// Unlocks, and raises the event that is wanted.
+    fn finish(&mut self) {
+        if let Some((batch, cq, tables)) = self.open.take() {
+            let pushed = batch.finish();
+            settle(tables, cq, pushed);
+        }
+    }
 }
 
 impl Requester {
@@ -52,86 +113,47 @@ impl Requester {
         if self.qp_type != qp_type::RC || !self.plain_ahead() {
             return;
         }
-        let Ok(target) = peer.meet(tables, qp, self.dest_qp) else {
+        let Ok(mut target) = peer.meet(tables, qp, self.dest_qp) else {
             return;
         };
         let before = *budget;
-        let mut completions = None;
-        while budget.messages > 0 && qp.state() == qp_state::RTS && target.listens() {
-            let Some(words) = self.queue.entry(&self.buffer) else {
+        let mut completions = Completions::default();
+        while budget.messages > 0 && qp.state() == qp_state::RTS && target.takes_plain() {
+            let Some(entry) = self.plain_entry(qp, budget.bytes) else {
                 break;
             };
-            // Acquire: all else of the entry was written before its phase.
-            let head = words[0].load(Ordering::Acquire).to_ne_bytes();
-            if head[1] & PHASE != self.queue.phase() {
-                break;
-            }
-            let mut bytes = [0; ENTRY];
-            let (first, rest) = bytes.split_at_mut(8);
-            first.copy_from_slice(&head);
-            for (to, word) in rest.chunks_exact_mut(8).zip(&words[1..]) {
-                to.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
-            }
-            let (wqe, sge) = (SendWqe::get(&bytes), Sge::get(&bytes[SendWqe::SIZE..]));
-            let len = u64::from(sge.length);
-            if wqe.flags & !FLAGS != 0 || wqe.count != 1 || len == 0 || len > budget.bytes {
-                break;
-            }
-            let (local, remote) = match wqe.opcode {
-                wr_opcode::RDMA_WRITE => (0, access::REMOTE_WRITE),
-                wr_opcode::RDMA_READ if self.max_rd_atomic != 0 => {
-                    (access::LOCAL_WRITE, access::REMOTE_READ)
+            let len = entry.len();
+            let moved = match entry.wqe.opcode {
+                wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
+                    send(tables, qp, &mut target, &entry, &mut completions)
                 }
-                _ => break,
+                _ => access_remote(tables, qp, &target, &entry),
             };
-            if !target.grants(remote) {
+            if moved.is_none() {
                 break;
-            }
-            let keys = &tables.keys;
-            let Some(ours) = keys.piece(sge.lkey, qp.pd, local, sge.addr, len) else {
-                break;
-            };
-            let keys = &target.tables.keys;
-            let Some(theirs) = keys.piece(wqe.rkey, target.qp.pd, remote, wqe.remote_addr, len)
-            else {
-                break;
-            };
-            if local == 0 {
-                copy_last(theirs, ours.into());
-            } else {
-                copy_last(ours, theirs.into());
             }
             let index = self.queue.index();
             self.queue.advance();
             budget.messages -= 1;
             budget.bytes -= len;
-            if !self.signal_all && wqe.flags & send_flag::SIGNALED == 0 {
-                continue;
-            }
-            let Some(cq) = &qp.send_cq else {
-                continue;
-            };
-            let cqe = Cqe {
-                wr_id: wqe.wr_id,
-                byte_len: if local == 0 { 0 } else { sge.length },
-                qp_num: qp.number,
-                wqe_index: index,
-                opcode: completion_opcode(wqe.opcode),
-                ..Cqe::default()
-            };
-            let batch = completions.get_or_insert_with(|| cq.batch());
-            let pushed = batch.push(&cqe);
-            if pushed != Pushed::Quiet || len > SHORT {
-                let after = completions.take().map(|batch| batch.finish());
-                for pushed in [Some(pushed), after].into_iter().flatten() {
-                    settle(tables, cq, pushed);
+            if self.signal_all || entry.wqe.flags & send_flag::SIGNALED != 0 {
+                if let Some(cq) = &qp.send_cq {
+                    let cqe = Cqe {
+                        wr_id: entry.wqe.wr_id,
+                        byte_len: if entry.is_read() { len as u32 } else { 0 },
+                        qp_num: qp.number,
+                        wqe_index: index,
+                        opcode: completion_opcode(entry.wqe.opcode),
+                        ..Cqe::default()
+                    };
+                    completions.push(tables, cq, &cqe);
                 }
             }
+            if len > SHORT {
+                completions.finish();
+            }
         }
-        if let (Some(batch), Some(cq)) = (completions, &qp.send_cq) {
-            let pushed = batch.finish();
-            settle(tables, cq, pushed);
-        }
+        completions.finish();
         let messages = before.messages - budget.messages;
         if messages != 0 {
             self.reset_retries();
@@ -146,8 +168,106 @@ impl Requester {
 
     /// Whether the current entry may be plain.
     fn plain_ahead(&self) -> bool {
-        self.queue.ready(&self.buffer).is_some_and(|[opcode, ..]| {
-            matches!(opcode, wr_opcode::RDMA_WRITE | wr_opcode::RDMA_READ)
-        })
+        let head = self.queue.ready(&self.buffer);
+        head.is_some_and(|[opcode, ..]| is_plain(opcode))
     }
+
+    /// A copy of the current entry, if it is posted and may be plain, of at most `max` bytes.
+    #[inline]
+    fn plain_entry(&self, qp: &Qp, max: u64) -> Option<Entry> {
+        let bytes: [u8; ENTRY] = self.queue.entry(&self.buffer)?;
+        let (head, data) = bytes.split_first_chunk::<{ SendWqe::SIZE }>()?;
+        let entry = Entry {
+            wqe: SendWqe::from_bytes(head),
+            data: *data.first_chunk()?,
+        };
+        let wqe = &entry.wqe;
+        let one = if entry.inline() {
+            let count = usize::from(wqe.count);
+            count <= self.max_inline.min(Sge::SIZE) && !entry.is_read()
+        } else {
+            wqe.count == 1
+        };
+        let len = entry.len();
+        let good = is_plain(wqe.opcode)
+            && wqe.flags & !FLAGS == 0
+            && one
+            && len != 0
+            && len <= max
+            && (!entry.is_read() || self.max_rd_atomic != 0)
+            && qp.send_cq.is_some();
+        good.then_some(entry)
+    }
+}
+
+fn is_plain(opcode: u8) -> bool {
+    matches!(
+        opcode,
+        wr_opcode::RDMA_WRITE | wr_opcode::RDMA_READ | wr_opcode::SEND | wr_opcode::SEND_WITH_IMM
+    )
+}
+
+/// What a WRITE or SEND takes its bytes from.
+#[inline]
+fn source<'a>(tables: &'a Tables, qp: &Qp, entry: &'a Entry) -> Option<Source<'a>> {
+    if entry.inline() {
+        let bytes = entry.data.get(..usize::from(entry.wqe.count))?;
+        return Some(bytes.into());
+    }
+    Some(ours(tables, qp, entry, 0)?.into())
+}
+
+/// The requester's memory.
+#[inline]
+fn ours<'a>(tables: &'a Tables, qp: &Qp, entry: &Entry, access: u32) -> Option<Span<'a>> {
+    let sge = entry.sge();
+    let len = u64::from(sge.length);
+    tables.keys.piece(sge.lkey, qp.pd, access, sge.addr, len)
+}
+
+/// A WRITE or READ, if it is plain.
+#[inline]
+fn access_remote(tables: &Tables, qp: &Qp, target: &Target<'_>, entry: &Entry) -> Option<()> {
+    let wqe = &entry.wqe;
+    let theirs = |access| target.piece(access, wqe.rkey, wqe.remote_addr, entry.len());
+    if entry.is_read() {
+        let ours = ours(tables, qp, entry, access::LOCAL_WRITE)?;
+        copy_last(ours, theirs(access::REMOTE_READ)?.into());
+    } else {
+        let source = source(tables, qp, entry)?;
+        copy_last(theirs(access::REMOTE_WRITE)?, source);
+    }
+    Some(())
+}
+
+/// A SEND, if it is plain, and so is the receive that it meets.
+#[inline]
+fn send<'a>(
+    tables: &Tables,
+    qp: &Qp,
+    target: &mut Target<'a>,
+    entry: &Entry,
+    completions: &mut Completions<'a>,
+) -> Option<()> {
+    // Events for solicited completions are not those of others.
+    if entry.wqe.flags & send_flag::SOLICITED != 0 {
+        return None;
+    }
+    let source = source(tables, qp, entry)?;
+    let (receive, cq) = target.take_plain(entry.len())?;
+    copy_last(receive.span, source);
+    let with_imm = entry.wqe.opcode == wr_opcode::SEND_WITH_IMM;
+    let cqe = Cqe {
+        wr_id: receive.wr_id,
+        byte_len: entry.len() as u32,
+        imm: if with_imm { entry.wqe.imm } else { 0 },
+        qp_num: target.qp.number,
+        src_qp: qp.number,
+        wqe_index: receive.index,
+        opcode: wc_opcode::RECV,
+        wc_flags: if with_imm { wc_flag::WITH_IMM } else { 0 },
+        ..Cqe::default()
+    };
+    completions.push(target.tables, cq, &cqe);
+    Some(())
 }
