@@ -7,7 +7,7 @@ use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
 use virtio_rdma_spec::verbs::access;
 
 use crate::memory::{Pages, Span};
-use crate::verbs::keys::Keys;
+use crate::verbs::keys::{Keys, Memo};
 use crate::verbs::Error;
 
 /// A work queue: where it is in its buffer, and how far it was consumed.
@@ -58,7 +58,7 @@ impl WorkQueue {
     }
 
     /// A copy of the first `N` bytes of the current entry, a power of two, if it was posted and they are at hand.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn entry<const N: usize>(&self, buffer: &Pages) -> Option<[u8; N]> {
         let words = buffer.words::<N>(self.at(0))?;
@@ -153,6 +153,7 @@ impl WorkQueue {
         buffer: &Pages,
         max_sge: usize,
         keys: &'a Keys,
+        memo: &mut Memo<'a>,
         pd: u32,
         len: u64,
     ) -> Option<PlainReceive<'a>> {
@@ -164,7 +165,7 @@ impl WorkQueue {
             return None;
         }
         let access = access::LOCAL_WRITE;
-        let span = keys.piece(sge.lkey, pd, access, sge.addr, len)?;
+        let span = keys.piece(memo, sge.lkey, pd, access, sge.addr, len)?;
         let index = self.index();
         self.advance();
         Some(PlainReceive {

@@ -22,7 +22,7 @@ use super::queue::{PlainReceive, WorkQueue};
 use super::{complete_from, raise, LARGE};
 use crate::memory::{atomic, Pages};
 use crate::verbs::cq::{Cq, Source};
-use crate::verbs::keys::Accessor;
+use crate::verbs::keys::{Accessor, Keys, Memo};
 use crate::verbs::qp::Qp;
 use crate::verbs::srq::Srq;
 use crate::verbs::tables::{Gid, Tables};
@@ -232,7 +232,8 @@ impl Responder {
     #[inline]
     pub(crate) fn take_plain<'a>(
         &mut self,
-        tables: &'a Tables,
+        keys: &'a Keys,
+        memo: &mut Memo<'a>,
         pd: u32,
         len: u64,
     ) -> Option<PlainReceive<'a>> {
@@ -240,10 +241,10 @@ impl Responder {
             return None;
         }
         match &self.srq {
-            Some(srq) => srq.take_plain(tables, len),
+            Some(srq) => srq.take_plain(keys, memo, len),
             None => {
                 let queue = &mut self.queue;
-                queue.take_plain(&self.buffer, self.max_sge, &tables.keys, pd, len)
+                queue.take_plain(&self.buffer, self.max_sge, keys, memo, pd, len)
             }
         }
     }

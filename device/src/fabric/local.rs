@@ -14,6 +14,7 @@ use crate::engine::responder::{Responder, Slice};
 use crate::memory::Span;
 use crate::rnic::{Rnic, GSI_QPN};
 use crate::verbs::cq::Cq;
+use crate::verbs::keys::Memo;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
 
@@ -173,29 +174,32 @@ pub(crate) struct Target<'a> {
     pub tables: &'a Tables,
     pub qp: &'a Arc<Qp>,
     responder: MutexGuard<'a, Responder>,
+    memo: Memo<'a>,
 }
 
 impl<'a> Target<'a> {
     /// Whether it takes messages, with nothing else to be done about that.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn takes_plain(&self) -> bool {
         listens(self.qp) && self.responder.established(self.qp)
     }
 
     /// The `len` bytes at `addr` that the sender may access by `key` as `access` says, if they lie in one piece of a region.
-    #[inline]
-    pub(crate) fn piece(&self, access: u32, key: u32, addr: u64, len: u64) -> Option<Span<'a>> {
+    #[inline(always)]
+    pub(crate) fn piece(&mut self, access: u32, key: u32, addr: u64, len: u64) -> Option<Span<'a>> {
         if !self.responder.grants(access) {
             return None;
         }
-        self.tables.keys.piece(key, self.qp.pd, access, addr, len)
+        let (keys, pd) = (&self.tables.keys, self.qp.pd);
+        keys.piece(&mut self.memo, key, pd, access, addr, len)
     }
 
     /// Takes a receive work request for a message of `len` bytes, if it is plain, and tells where it completes.
     #[inline]
     pub(crate) fn take_plain(&mut self, len: u64) -> Option<(PlainReceive<'a>, &'a Arc<Cq>)> {
         let cq = self.qp.recv_cq.as_ref().filter(|cq| !cq.errored())?;
-        let receive = self.responder.take_plain(self.tables, self.qp.pd, len)?;
+        let (keys, pd) = (&self.tables.keys, self.qp.pd);
+        let receive = self.responder.take_plain(keys, &mut self.memo, pd, len)?;
         Some((receive, cq))
     }
 }
@@ -233,6 +237,7 @@ impl<'a> Peer<'a> {
             tables,
             qp,
             responder,
+            memo: Memo::default(),
         })
     }
 

@@ -39,6 +39,18 @@ impl<'a> Span<'a> {
         )
     }
 
+    /// The `len` bytes at `offset`, if they are in it.
+    #[inline(always)]
+    #[must_use]
+    pub fn get(self, offset: u64, len: u64) -> Option<Self> {
+        let left = (self.len as u64).checked_sub(offset)?;
+        (len <= left).then(|| Self {
+            ptr: self.ptr.wrapping_add(offset as usize),
+            len: len as usize,
+            ..self
+        })
+    }
+
     /// The 8-byte word that it starts with, if that is aligned.
     #[must_use]
     pub fn word(self) -> Option<&'a AtomicU64> {

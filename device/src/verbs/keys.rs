@@ -104,6 +104,25 @@ impl<'a> Grant<'a> {
     }
 }
 
+/// A piece of a region that was found by its key, for the next work request, which often names the same. It borrows the table,
+/// so it does not outlive a change.
+#[derive(Debug, Default)]
+pub struct Memo<'a> {
+    key: u32,
+    pd: u32,
+    access: u32,
+    /// Address of its first byte.
+    start: u64,
+    span: Option<Span<'a>>,
+}
+
+impl<'a> Memo<'a> {
+    #[inline(always)]
+    fn piece(&self, addr: u64, len: u64) -> Option<Span<'a>> {
+        self.span?.get(addr.wrapping_sub(self.start), len)
+    }
+}
+
 /// The table of keys.
 #[derive(Debug)]
 pub struct Keys {
@@ -275,16 +294,50 @@ impl Keys {
     }
 
     /// The `len` bytes at `addr` that protection domain `pd` may access by `key` as `access` says, if they lie in one piece of a
-    /// region.
-    #[inline]
+    /// region. What is found is remembered in `memo`.
+    #[inline(always)]
     #[must_use]
-    pub fn piece(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Option<Span<'_>> {
+    pub fn piece<'a>(
+        &'a self,
+        memo: &mut Memo<'a>,
+        key: u32,
+        pd: u32,
+        access: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<Span<'a>> {
+        if memo.key == key && memo.access == access && memo.pd == pd {
+            if let Some(piece) = memo.piece(addr, len) {
+                return Some(piece);
+            }
+        }
+        *memo = self.find_piece(key, pd, access, addr, len)?;
+        memo.piece(addr, len)
+    }
+
+    #[inline(never)]
+    fn find_piece(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Option<Memo<'_>> {
         let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
             return None;
         };
         mr.check(key, pd, access, addr, len).ok()?;
-        let span = mr.span(addr, len).ok()?;
-        (span.len() as u64 == len).then_some(span)
+        // All of the region, if that is one piece.
+        let whole = mr.span(mr.iova, mr.length).ok();
+        let whole = whole.filter(|whole| whole.len() as u64 == mr.length);
+        let (start, span) = match whole {
+            Some(whole) => (mr.iova, whole),
+            None => {
+                let left = mr.length - addr.wrapping_sub(mr.iova);
+                (addr, mr.span(addr, left).ok()?)
+            }
+        };
+        Some(Memo {
+            key,
+            pd,
+            access,
+            start,
+            span: Some(span),
+        })
     }
 
     #[cold]

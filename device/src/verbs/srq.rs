@@ -8,8 +8,8 @@ use virtio_rdma_spec::ring::{Sge, PHASE};
 use virtio_rdma_spec::verbs::vendor_err;
 
 use super::cq::Cq;
+use super::keys::{Keys, Memo};
 use super::qp::Qp;
-use super::tables::Tables;
 use super::Error;
 use crate::engine::queue::{PlainReceive, WorkQueue};
 use crate::memory::{GuestMemory, Pages};
@@ -234,7 +234,12 @@ impl Srq {
 
     /// Takes the next receive work request for a message of `len` bytes, if it is plain (see [`WorkQueue::take_plain`]) and taking
     /// it has no consequences.
-    pub(crate) fn take_plain<'a>(&self, tables: &'a Tables, len: u64) -> Option<PlainReceive<'a>> {
+    pub(crate) fn take_plain<'a>(
+        &self,
+        keys: &'a Keys,
+        memo: &mut Memo<'a>,
+        len: u64,
+    ) -> Option<PlainReceive<'a>> {
         let mut guard = self.inner();
         let inner = &mut *guard;
         if inner.limit != 0 || !inner.returned.is_empty() {
@@ -243,7 +248,7 @@ impl Srq {
         let receive =
             inner
                 .queue
-                .take_plain(&inner.buffer, self.max_sge, &tables.keys, self.pd, len)?;
+                .take_plain(&inner.buffer, self.max_sge, keys, memo, self.pd, len)?;
         inner.store_consumed();
         // Of shared ones the consumer keeps no account by index.
         Some(PlainReceive {

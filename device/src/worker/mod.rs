@@ -336,7 +336,7 @@ impl Loop {
     }
 
     fn run(&mut self) {
-        let mut idle_since = self.now();
+        let mut idle_since = None;
         // When we looked for work last, if we have only looked since.
         let mut looked = None;
         while !self.worker.stopping.load(Ordering::Relaxed) {
@@ -350,13 +350,16 @@ impl Loop {
                     self.patience.found();
                 }
                 self.turns(now);
-                idle_since = self.now();
-            } else if now.saturating_sub(idle_since) < self.patience.budget(now) {
+                idle_since = None;
+                continue;
+            }
+            let idle = now.saturating_sub(*idle_since.get_or_insert(now));
+            if idle < self.patience.budget(now) {
                 looked = Some(now);
                 std::hint::spin_loop();
             } else {
                 self.sleep(now);
-                idle_since = self.now();
+                idle_since = None;
             }
         }
         for qp in self.queue.drain(..) {

@@ -20,6 +20,7 @@ use crate::engine::settle;
 use crate::fabric::local::{Peer, Target};
 use crate::memory::{copy_last, Source, Span};
 use crate::verbs::cq::{Batch, Cq, Pushed};
+use crate::verbs::keys::Memo;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::Tables;
 
@@ -50,15 +51,18 @@ struct Entry {
 }
 
 impl Entry {
+    #[inline(always)]
     fn inline(&self) -> bool {
         self.wqe.flags & send_flag::INLINE != 0
     }
 
+    #[inline(always)]
     fn sge(&self) -> Sge {
         Sge::from_bytes(&self.data)
     }
 
     /// Length of the message, bytes.
+    #[inline(always)]
     fn len(&self) -> u64 {
         if self.inline() {
             self.wqe.count.into()
@@ -67,6 +71,7 @@ impl Entry {
         }
     }
 
+    #[inline(always)]
     fn is_read(&self) -> bool {
         self.wqe.opcode == wr_opcode::RDMA_READ
     }
@@ -117,6 +122,11 @@ impl Requester {
             return;
         };
         let before = *budget;
+        let mut own = Own {
+            tables,
+            qp,
+            memo: Memo::default(),
+        };
         let mut completions = Completions::default();
         while budget.messages > 0 && qp.state() == qp_state::RTS && target.takes_plain() {
             let Some(entry) = self.plain_entry(qp, budget.bytes) else {
@@ -125,9 +135,9 @@ impl Requester {
             let len = entry.len();
             let moved = match entry.wqe.opcode {
                 wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
-                    send(tables, qp, &mut target, &entry, &mut completions)
+                    own.send(&mut target, &entry, &mut completions)
                 }
-                _ => access_remote(tables, qp, &target, &entry),
+                _ => own.access_remote(&mut target, &entry),
             };
             if moved.is_none() {
                 break;
@@ -173,7 +183,7 @@ impl Requester {
     }
 
     /// A copy of the current entry, if it is posted and may be plain, of at most `max` bytes.
-    #[inline]
+    #[inline(always)]
     fn plain_entry(&self, qp: &Qp, max: u64) -> Option<Entry> {
         let bytes: [u8; ENTRY] = self.queue.entry(&self.buffer)?;
         let (head, data) = bytes.split_first_chunk::<{ SendWqe::SIZE }>()?;
@@ -200,6 +210,7 @@ impl Requester {
     }
 }
 
+#[inline(always)]
 fn is_plain(opcode: u8) -> bool {
     matches!(
         opcode,
@@ -207,67 +218,80 @@ fn is_plain(opcode: u8) -> bool {
     )
 }
 
-/// What a WRITE or SEND takes its bytes from.
-#[inline]
-fn source<'a>(tables: &'a Tables, qp: &Qp, entry: &'a Entry) -> Option<Source<'a>> {
-    if entry.inline() {
-        let bytes = entry.data.get(..usize::from(entry.wqe.count))?;
-        return Some(bytes.into());
-    }
-    Some(ours(tables, qp, entry, 0)?.into())
+/// The requester's side of a message.
+struct Own<'a> {
+    tables: &'a Tables,
+    qp: &'a Qp,
+    memo: Memo<'a>,
 }
 
-/// The requester's memory.
-#[inline]
-fn ours<'a>(tables: &'a Tables, qp: &Qp, entry: &Entry, access: u32) -> Option<Span<'a>> {
-    let sge = entry.sge();
-    let len = u64::from(sge.length);
-    tables.keys.piece(sge.lkey, qp.pd, access, sge.addr, len)
-}
-
-/// A WRITE or READ, if it is plain.
-#[inline]
-fn access_remote(tables: &Tables, qp: &Qp, target: &Target<'_>, entry: &Entry) -> Option<()> {
-    let wqe = &entry.wqe;
-    let theirs = |access| target.piece(access, wqe.rkey, wqe.remote_addr, entry.len());
-    if entry.is_read() {
-        let ours = ours(tables, qp, entry, access::LOCAL_WRITE)?;
-        copy_last(ours, theirs(access::REMOTE_READ)?.into());
-    } else {
-        let source = source(tables, qp, entry)?;
-        copy_last(theirs(access::REMOTE_WRITE)?, source);
+impl<'a> Own<'a> {
+    /// The memory of a work request that is not inline.
+    #[inline(always)]
+    fn piece(&mut self, entry: &Entry, access: u32) -> Option<Span<'a>> {
+        let (keys, pd, sge) = (&self.tables.keys, self.qp.pd, entry.sge());
+        let len = u64::from(sge.length);
+        keys.piece(&mut self.memo, sge.lkey, pd, access, sge.addr, len)
     }
-    Some(())
-}
 
-/// A SEND, if it is plain, and so is the receive that it meets.
-#[inline]
-fn send<'a>(
-    tables: &Tables,
-    qp: &Qp,
-    target: &mut Target<'a>,
-    entry: &Entry,
-    completions: &mut Completions<'a>,
-) -> Option<()> {
-    // Events for solicited completions are not those of others.
-    if entry.wqe.flags & send_flag::SOLICITED != 0 {
-        return None;
+    /// What a WRITE or SEND takes its bytes from.
+    #[inline(always)]
+    fn source<'b>(&mut self, entry: &'b Entry) -> Option<Source<'b>>
+    where
+        'a: 'b,
+    {
+        if entry.inline() {
+            let bytes = entry.data.get(..usize::from(entry.wqe.count))?;
+            return Some(bytes.into());
+        }
+        Some(self.piece(entry, 0)?.into())
     }
-    let source = source(tables, qp, entry)?;
-    let (receive, cq) = target.take_plain(entry.len())?;
-    copy_last(receive.span, source);
-    let with_imm = entry.wqe.opcode == wr_opcode::SEND_WITH_IMM;
-    let cqe = Cqe {
-        wr_id: receive.wr_id,
-        byte_len: entry.len() as u32,
-        imm: if with_imm { entry.wqe.imm } else { 0 },
-        qp_num: target.qp.number,
-        src_qp: qp.number,
-        wqe_index: receive.index,
-        opcode: wc_opcode::RECV,
-        wc_flags: if with_imm { wc_flag::WITH_IMM } else { 0 },
-        ..Cqe::default()
-    };
-    completions.push(target.tables, cq, &cqe);
-    Some(())
+
+    /// A WRITE or READ, if it is plain.
+    #[inline(always)]
+    fn access_remote(&mut self, target: &mut Target<'_>, entry: &Entry) -> Option<()> {
+        let wqe = &entry.wqe;
+        let (key, addr, len) = (wqe.rkey, wqe.remote_addr, entry.len());
+        if entry.is_read() {
+            let ours = self.piece(entry, access::LOCAL_WRITE)?;
+            let theirs = target.piece(access::REMOTE_READ, key, addr, len)?;
+            copy_last(ours, theirs.into());
+        } else {
+            let source = self.source(entry)?;
+            let theirs = target.piece(access::REMOTE_WRITE, key, addr, len)?;
+            copy_last(theirs, source);
+        }
+        Some(())
+    }
+
+    /// A SEND, if it is plain, and so is the receive that it meets.
+    #[inline(always)]
+    fn send<'b>(
+        &mut self,
+        target: &mut Target<'b>,
+        entry: &Entry,
+        completions: &mut Completions<'b>,
+    ) -> Option<()> {
+        // Events for solicited completions are not those of others.
+        if entry.wqe.flags & send_flag::SOLICITED != 0 {
+            return None;
+        }
+        let source = self.source(entry)?;
+        let (receive, cq) = target.take_plain(entry.len())?;
+        copy_last(receive.span, source);
+        let with_imm = entry.wqe.opcode == wr_opcode::SEND_WITH_IMM;
+        let cqe = Cqe {
+            wr_id: receive.wr_id,
+            byte_len: entry.len() as u32,
+            imm: if with_imm { entry.wqe.imm } else { 0 },
+            qp_num: target.qp.number,
+            src_qp: self.qp.number,
+            wqe_index: receive.index,
+            opcode: wc_opcode::RECV,
+            wc_flags: if with_imm { wc_flag::WITH_IMM } else { 0 },
+            ..Cqe::default()
+        };
+        completions.push(target.tables, cq, &cqe);
+        Some(())
+    }
 }
