@@ -14,7 +14,7 @@ use vhost_device_rdma::memory::{
 };
 use vhost_device_rdma::rnic::Limits;
 use vhost_device_rdma::verbs::cq::{Cq, Pushed, Ring, STRIDES};
-use vhost_device_rdma::verbs::keys::Keys;
+use vhost_device_rdma::verbs::keys::{Keys, Memo};
 use vhost_device_rdma::verbs::mr::{Backing, Mr};
 use vhost_device_rdma_bare::core::pages::PageTree;
 use vhost_device_rdma_bare::spec::command::PageList;
@@ -147,19 +147,12 @@ fn entries(c: &mut Criterion) {
     fill(&[&send.to_bytes()[..], &sge.to_bytes()].concat());
     group.bench_function("send", |b| {
         let mut queue = queue;
-        let mut sges = Vec::with_capacity(1);
         b.iter(|| {
             // The first round has this phase; there is no other here.
             queue.position %= ENTRIES;
-            let head = queue.ready(&buffer).expect("an entry");
-            let words = queue.entry(&buffer).expect("an entry");
-            let mut bytes = [0; SendWqe::SIZE];
-            for (to, word) in bytes.chunks_exact_mut(8).zip(words) {
-                to.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
-            }
-            queue.read_sges(&buffer, SEND_DATA_OFFSET, 1, &mut sges);
+            let bytes: [u8; 64] = queue.entry(&buffer).expect("an entry");
             queue.advance();
-            (head, SendWqe::get(&bytes), sges.first().copied())
+            (SendWqe::get(&bytes), Sge::get(&bytes[SEND_DATA_OFFSET..]))
         });
     });
     let receive = RecvWqe {
@@ -218,7 +211,7 @@ fn numbers() -> impl FnMut() -> u64 {
 /// Keys and addresses to host addresses: whatever there is in all, and however large it is.
 fn keys(c: &mut Criterion) {
     let look_up = |keys: &Keys, key, addr| {
-        let span = keys.piece(key, 1, access::REMOTE_WRITE, addr, 64);
+        let span = keys.piece(&mut Memo::default(), key, 1, access::REMOTE_WRITE, addr, 64);
         span.expect("a piece").len()
     };
     let memory = memory(1 << 18);

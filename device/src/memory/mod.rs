@@ -15,7 +15,9 @@ mod span;
 
 pub use guest::{Error, GuestMemory, RegionInfo};
 pub use pages::Pages;
-pub use span::{copy, copy_last, copy_streaming, end_streaming, fetch_bytes, Source, Span};
+pub use span::{
+    copy, copy_last, copy_streaming, end_streaming, fetch_bytes, prefetch, Source, Span,
+};
 
 #[cfg(test)]
 pub(crate) use guest::tests::region;

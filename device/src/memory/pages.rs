@@ -304,6 +304,22 @@ impl Pages {
         })
     }
 
+    /// The piece that `offset` is in, and at which offset it starts; `None` beyond the end.
+    #[inline]
+    #[must_use]
+    pub fn piece(&self, offset: u64) -> Option<(u64, Span<'_>)> {
+        let start = offset & !self.mask;
+        let (ptr, len) = self.at(start)?;
+        (offset - start < len).then(|| {
+            let span = Span {
+                ptr,
+                len: len as usize,
+                owner: PhantomData,
+            };
+            (start, span)
+        })
+    }
+
     /// The aligned 8-byte word at `offset`.
     #[inline]
     #[must_use]
@@ -523,6 +539,24 @@ mod tests {
             bytes.extend(part);
         }
         bytes
+    }
+
+    #[test]
+    fn pieces_are_pages_or_all() {
+        let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
+        let whole = Pages::resolve(&memory, &[0x1000, 0x2000], 12).unwrap();
+        assert_eq!(
+            whole.piece(0x1fff).map(|(at, span)| (at, span.len())),
+            Some((0, 0x2000))
+        );
+        let scattered = Pages::resolve(&memory, &[0x3000, 0x1000], 12).unwrap();
+        assert_eq!(
+            scattered.piece(0x1008).map(|(at, span)| (at, span.len())),
+            Some((0x1000, 0x1000))
+        );
+        for pages in [whole, scattered] {
+            assert!(pages.piece(0x2000).is_none() && pages.piece(u64::MAX).is_none());
+        }
     }
 
     proptest! {

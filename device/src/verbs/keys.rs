@@ -311,33 +311,32 @@ impl Keys {
                 return Some(piece);
             }
         }
-        *memo = self.find_piece(key, pd, access, addr, len)?;
-        memo.piece(addr, len)
+        self.find_piece(memo, key, pd, access, addr, len)
     }
 
     #[inline(never)]
-    fn find_piece(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Option<Memo<'_>> {
+    fn find_piece<'a>(
+        &'a self,
+        memo: &mut Memo<'a>,
+        key: u32,
+        pd: u32,
+        access: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<Span<'a>> {
         let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
             return None;
         };
         mr.check(key, pd, access, addr, len).ok()?;
-        // All of the region, if that is one piece.
-        let whole = mr.span(mr.iova, mr.length).ok();
-        let whole = whole.filter(|whole| whole.len() as u64 == mr.length);
-        let (start, span) = match whole {
-            Some(whole) => (mr.iova, whole),
-            None => {
-                let left = mr.length - addr.wrapping_sub(mr.iova);
-                (addr, mr.span(addr, left).ok()?)
-            }
-        };
-        Some(Memo {
+        let (start, span) = mr.piece(addr)?;
+        *memo = Memo {
             key,
             pd,
             access,
             start,
             span: Some(span),
-        })
+        };
+        memo.piece(addr, len)
     }
 
     #[cold]

@@ -92,6 +92,27 @@ impl Mr {
         }
     }
 
+    /// A contiguous piece of the region that `addr` is in, and at which address it starts. The address has been checked.
+    #[inline]
+    #[must_use]
+    pub fn piece(&self, addr: u64) -> Option<(u64, Span<'_>)> {
+        let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
+        match &self.backing {
+            Backing::Pages(pages) => {
+                let (start, span) = pages.piece(offset)?;
+                // The first and the last page may be more than the region.
+                let from = start.max(self.offset);
+                let to = (start + span.len() as u64).min(self.offset + self.length);
+                let piece = span.get(from - start, to - from)?;
+                Some((self.iova.wrapping_add(from - self.offset), piece))
+            }
+            Backing::Physical(memory) => {
+                let left = self.length - (offset - self.offset);
+                Some((addr, memory.as_ref()?.span(offset, left)?))
+            }
+        }
+    }
+
     /// Finds its memory anew after a change of the memory table.
     pub fn rebase(&mut self, memory: Option<&GuestMemory>) {
         self.backing.rebase(memory);
@@ -188,6 +209,25 @@ mod tests {
             mr.span(0x1000, 1).err(),
             Some(KeyError(vendor_err::MEMORY_GONE))
         );
+    }
+
+    #[test]
+    fn a_piece_ends_where_the_region_does() {
+        let memory = GuestMemory::new(vec![region(0, 3)]).unwrap();
+        let mr = |pages: Vec<u64>| Mr {
+            offset: 0x10,
+            length: 0x1000,
+            backing: Backing::Pages(Pages::resolve(&memory, &pages, 12).unwrap()),
+            ..lost_mr(0x7010, 0)
+        };
+        let piece = |mr: &Mr, addr| mr.piece(addr).map(|(start, span)| (start, span.len()));
+        let whole = mr(vec![0, 0x1000]);
+        assert_eq!(piece(&whole, 0x7010), Some((0x7010, 0x1000)));
+        assert_eq!(piece(&whole, 0x800f), Some((0x7010, 0x1000)));
+        let scattered = mr(vec![0x1000, 0]);
+        assert_eq!(piece(&scattered, 0x7fff), Some((0x7010, 0xff0)));
+        assert_eq!(piece(&scattered, 0x8000), Some((0x8000, 0x10)));
+        assert_eq!(piece(&lost_mr(0x1000, 0x100), 0x1000), None);
     }
 
     #[test]

@@ -34,7 +34,7 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use crate::engine::requester::Turn;
 use crate::engine::{notify, LONE_SLICE, SLICE};
-use crate::memory::Pages;
+use crate::memory::{prefetch, Pages};
 use crate::rnic::{announce, Rnic};
 use crate::verbs::cq::Cq;
 use crate::verbs::qp::Qp;
@@ -519,10 +519,12 @@ impl Loop {
             // Before the turn: what is scheduled during it needs another.
             qp.scheduled.store(false, Ordering::SeqCst);
             count(&self.worker.stats.turns);
-            let slice = if self.queue.is_empty() {
-                LONE_SLICE
-            } else {
-                SLICE
+            let slice = match self.queue.front() {
+                Some(next) => {
+                    prefetch(&**next);
+                    SLICE
+                }
+                None => LONE_SLICE,
             };
             match run(&qp, now, slice) {
                 Turn::Idle if qp.dead.load(Ordering::SeqCst) => {

@@ -85,6 +85,7 @@ struct Completions<'a> {
 
 impl<'a> Completions<'a> {
     /// Pushes a completion to a queue of the VM of `tables`.
+    #[inline(always)]
     fn push(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>, cqe: &Cqe) {
         if !matches!(self.open, Some((_, open, _)) if Arc::ptr_eq(open, cq)) {
             self.finish();
@@ -98,6 +99,7 @@ impl<'a> Completions<'a> {
     }
 
     /// Unlocks, and raises the event that is wanted.
+    #[inline(always)]
     fn finish(&mut self) {
         if let Some((batch, cq, tables)) = self.open.take() {
             let pushed = batch.finish();
