@@ -89,6 +89,10 @@ fn publish() -> Result<()> {
     let to = shell::root().join("ci/bench");
     for entry in fs::read_dir(report::directory())? {
         let path = entry?.path();
+        // What the lane collected is in directories.
+        if !path.is_file() {
+            continue;
+        }
         let name = path.file_name().and_then(|name| name.to_str());
         let Some(name) = name.filter(|name| name.starts_with(PREFIX)) else {
             continue;
