@@ -302,6 +302,44 @@ fn an_entry_that_claims_more_than_the_queue_was_created_for_is_refused() {
     }
 }
 
+// D-ERR-001.
+#[test]
+fn a_queue_without_scatter_gather_entries_takes_none() {
+    let two = Two::new();
+    let options = SideOptions {
+        qp: QpOptions {
+            caps: caps(4, 0, 16),
+            ..QpOptions::default()
+        },
+        ..SideOptions::default()
+    };
+    let pair = two.pair_with(&options, |_| {});
+    let (a, b) = (&pair.a, &pair.b);
+    // As above: all but the number of entries is good. The first multiple of this stride behind the record is 64.
+    let head = u64::from(wr_opcode::RDMA_WRITE) | 0x80 << 8 | 1 << 16;
+    let key_and_length = u64::from(a.mr.lkey) << 32 | 8;
+    let words = [
+        head,
+        7,
+        b.mr.iova,
+        b.mr.rkey.into(),
+        0,
+        0,
+        a.mr.iova,
+        key_and_length,
+    ];
+    for (i, word) in words.iter().enumerate().rev() {
+        a.qp.memory()
+            .u64(64 + 8 * i)
+            .store(word.to_le(), std::sync::atomic::Ordering::Release);
+    }
+    a.qp.ring().unwrap();
+    let cqe = a.sent();
+    assert_status(&cqe, wc_status::LOC_QP_OP_ERR);
+    assert_eq!((cqe.wr_id, cqe.vendor_err), (7, vendor_err::TOO_LONG_ENTRY));
+    assert_eq!(a.qp.state().unwrap(), qp_state::ERR);
+}
+
 /// Posts `wqe` at side a; expects that the responder refuses it, with these consequences.
 #[track_caller]
 fn refused_remotely(

@@ -198,7 +198,7 @@ impl Requester {
             let count = usize::from(wqe.count);
             count <= self.max_inline.min(Sge::SIZE) && !entry.is_read()
         } else {
-            wqe.count == 1
+            wqe.count == 1 && self.max_sge != 0
         };
         let len = entry.len();
         let good = is_plain(wqe.opcode)
