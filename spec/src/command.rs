@@ -37,6 +37,8 @@ constants! {
         DEREG_MR = 0x31,
         /// Changes a memory region.
         REREG_MR = 0x32,
+        /// Allocates a memory region for fast registration.
+        ALLOC_MR = 0x33,
         /// Allocates a memory window.
         ALLOC_MW = 0x38,
         /// Deallocates a memory window.
@@ -129,6 +131,14 @@ layouts! {
         13 => page_shift: u8,
         /// Reserved, zero.
         14 => reserved: u16,
+    }
+
+    /// An entry of a block list: the tables of the last level hold these in place of addresses of pages, 256 each.
+    pub struct Block(16) {
+        /// Guest-physical address of the first byte.
+        0 => addr: u64,
+        /// Length, bytes; not zero.
+        8 => length: u64,
     }
 
     /// A destination and how to get there.
@@ -253,7 +263,7 @@ layouts! {
         108 => max_ah: u32,
         /// Memory windows.
         112 => max_mw: u32,
-        /// Pages of a fast registration.
+        /// Pages, or blocks, of a fast registration.
         116 => max_fast_reg_pages: u32,
         /// Multicast groups.
         120 => max_mcast_grp: u32,
@@ -395,7 +405,7 @@ layouts! {
         49 => reserved: [u8; 7],
     }
 
-    /// Response of REG_MR.
+    /// Response of REG_MR, REREG_MR, ALLOC_MR.
     pub struct RegMrResponse(8) {
         /// Local key; also the handle.
         0 => lkey: u32,
@@ -509,6 +519,20 @@ layouts! {
         56 => key: u8,
         /// Reserved, zero.
         57 => reserved: [u8; 15],
+    }
+
+    /// Body of ALLOC_MR. The response is a `RegMrResponse`; DEREG_MR takes its lkey, or any later one of the region.
+    pub struct AllocMr(16) {
+        /// Protection domain.
+        0 => pd: u32,
+        /// Pages, or blocks, that a registration has at most.
+        4 => max_pages: u32,
+        /// `alloc_mr_flag`.
+        8 => flags: u32,
+        /// The 8-bit consumer part of the first key.
+        12 => key: u8,
+        /// Reserved, zero.
+        13 => reserved: [u8; 3],
     }
 
     /// Body of ALLOC_MW. The response is a `HandleResponse` with the rkey of the window; DEALLOC_MW takes it, or any later
@@ -682,6 +706,14 @@ constants! {
         PD = 2,
         /// Other access flags.
         ACCESS = 4,
+    }
+}
+
+constants! {
+    /// Flags of ALLOC_MR.
+    pub mod alloc_mr_flag: u32 {
+        /// Registrations have block lists in place of page lists.
+        BLOCKS = 1,
     }
 }
 

@@ -69,5 +69,7 @@ constants! {
         SRQ_RESIZE = 12,
         /// MODIFY_CQ: fewer completion events.
         CQ_MODERATION = 13,
+        /// ALLOC_MR, fast registration, invalidation of regions. Needs PHYSICAL_MR.
+        FAST_REG = 14,
     }
 }

@@ -5,6 +5,7 @@
 //! first lap, and flips with every lap; the ring starts zeroed. The writer of an entry writes everything else first and
 //! then, with release order, the 8 aligned bytes that hold the phase; the reader reads these 8 bytes first, with acquire
 //! order. There is no producer index, hence none that could be wrong.
+use crate::command::PageList;
 use crate::layouts;
 
 layouts! {
@@ -102,6 +103,24 @@ layouts! {
         40 => new_rkey: u32,
         /// Reserved, zero.
         44 => reserved1: u32,
+    }
+
+    /// An entry of a send queue that registers a region, as far as it differs from `SendWqe`: bytes 16 to 64.
+    pub struct FastReg(48) {
+        /// Address of the first byte, as work requests name it.
+        0 => iova: u64,
+        /// The key of the region from now on: its index, and new low 8 bits.
+        8 => key: u32,
+        /// `access` of the region.
+        12 => access: u32,
+        /// Length, bytes.
+        16 => length: u64,
+        /// The pages, or the blocks.
+        24 => pages: PageList,
+        /// Offset of the first byte in the first page, or the first block.
+        40 => offset: u32,
+        /// Key of a PHYSICAL region of the queue pair's protection domain: leave to name pages.
+        44 => lkey: u32,
     }
 
     /// The last operands of an entry of a send queue with a masked atomic operation; they follow the scatter/gather
@@ -210,6 +229,8 @@ pub const SEND_DATA_OFFSET: usize = SendWqe::SIZE;
 pub const UD_DATA_OFFSET: usize = UdWqe::SIZE;
 /// Offset of `BindMw` in an entry of a send queue.
 pub const BIND_MW_OFFSET: usize = 16;
+/// Offset of `FastReg` in an entry of a send queue.
+pub const FAST_REG_OFFSET: usize = 16;
 /// Offset of `MaskedOperands` in an entry of a send queue.
 pub const MASKED_OPERANDS_OFFSET: usize = 64;
 /// Offset of the first scatter/gather entry in an entry of a receive queue.

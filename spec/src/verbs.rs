@@ -186,6 +186,14 @@ constants! {
         BIND = 19,
         /// The shared receive queue does not exist, or does not belong to the XRC domain.
         SRQ = 20,
+        /// A registration by a work request without the key of a PHYSICAL region.
+        PRIVILEGE = 21,
+        /// The region is registered already.
+        REGISTERED = 22,
+        /// A page list or block list is malformed, or is not the one that the registration needs.
+        PAGE_LIST = 23,
+        /// The device is not willing to hold so many pages.
+        NO_MEMORY = 24,
     }
 }
 

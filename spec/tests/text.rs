@@ -202,6 +202,7 @@ macro_rules! plain {
 
 fn groups_of_crate() -> BTreeMap<String, Group> {
     let mut all: BTreeMap<String, Group> = BTreeMap::from(groups![
+        command::alloc_mr_flag,
         command::create_qp_flag,
         command::gid_type,
         command::mw_type,
@@ -235,6 +236,7 @@ fn groups_of_crate() -> BTreeMap<String, Group> {
             ring::SEND_DATA_OFFSET,
             ring::UD_DATA_OFFSET,
             ring::BIND_MW_OFFSET,
+            ring::FAST_REG_OFFSET,
             ring::MASKED_OPERANDS_OFFSET,
             ring::RECV_DATA_OFFSET,
             ring::WQE_PHASE_WORD,

@@ -58,6 +58,7 @@ commands! {
     RegMr, REG_MR, spec::RegMr, spec::RegMrResponse;
     DeregMr, DEREG_MR, spec::Handle, Empty;
     ReregMr, REREG_MR, spec::ReregMr, spec::RegMrResponse;
+    AllocMr, ALLOC_MR, spec::AllocMr, spec::RegMrResponse;
     AllocMw, ALLOC_MW, spec::AllocMw, spec::HandleResponse;
     DeallocMw, DEALLOC_MW, spec::Handle, Empty;
     CreateCq, CREATE_CQ, spec::CreateCq, spec::HandleResponse;

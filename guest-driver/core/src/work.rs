@@ -6,9 +6,9 @@
 //! but by one at a time, under the lock of the completion queue they complete to.
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
-    BindMw, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe, BIND_MW_OFFSET,
-    MASKED_OPERANDS_OFFSET, MAX_SGE, MAX_WQ_ENTRIES, PHASE, RECV_DATA_OFFSET, SEND_DATA_OFFSET,
-    UD_DATA_OFFSET,
+    BindMw, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe, BIND_MW_OFFSET,
+    FAST_REG_OFFSET, MASKED_OPERANDS_OFFSET, MAX_SGE, MAX_WQ_ENTRIES, PHASE, RECV_DATA_OFFSET,
+    SEND_DATA_OFFSET, UD_DATA_OFFSET,
 };
 use virtio_rdma_spec::verbs::send_flag;
 
@@ -439,19 +439,28 @@ impl<M: Memory> SendBatch<'_, M> {
     /// # Errors
     /// The queue is full; the batch is as before.
     pub fn push_bind(&mut self, wqe: &SendWqe, bind: &BindMw) -> Result<(), PostError> {
+        self.push_operands(wqe, &bind.to_bytes())
+    }
+
+    /// Adds a registration of a region: of `wqe` count opcode, flags and id.
+    ///
+    /// # Errors
+    /// The queue is full; the batch is as before.
+    pub fn push_reg(&mut self, wqe: &SendWqe, reg: &FastReg) -> Result<(), PostError> {
+        self.push_operands(wqe, &reg.to_bytes())
+    }
+
+    /// Adds an entry that has `operands` behind the id.
+    fn push_operands(&mut self, wqe: &SendWqe, operands: &[u8]) -> Result<(), PostError> {
+        const START: usize = BIND_MW_OFFSET / 8;
+        const _: () = assert!(BIND_MW_OFFSET == FAST_REG_OFFSET);
         let entry = self.batch.entry()?;
-        let at = entry.get(BIND_MW_OFFSET / 8..).unwrap_or(&[]);
-        put(at, &bind.to_bytes());
-        let head = wqe.with(0, wqe.flags & !send_flag::INLINE).to_bytes();
-        put(
-            entry
-                .get(..BIND_MW_OFFSET / 8)
-                .unwrap_or(&[])
-                .get(1..)
-                .unwrap_or(&[]),
-            head.get(8..).unwrap_or(&[]),
-        );
-        self.push_word(entry, &head);
+        let (head, at) = entry.split_at_checked(START).unwrap_or_default();
+        put(at, operands);
+        let bytes = wqe.with(0, wqe.flags & !send_flag::INLINE).to_bytes();
+        let id = bytes.get(8..).unwrap_or(&[]);
+        put(head.get(1..).unwrap_or(&[]), id);
+        self.push_word(entry, &bytes);
         Ok(())
     }
 

@@ -9,11 +9,12 @@ use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout, Sr
 use virtio_rdma_driver_core::{
     ArmMode, CompletionQueue, Doorbell, PostError, RecvQueue, SendQueue, SharedRecvQueue,
 };
+use virtio_rdma_spec::command::PageList;
 use virtio_rdma_spec::doorbell::{bit, Bit, BLOCK_SIZE, SLOTS};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
-    BindMw, CqRecord, Cqe, CqeExtension, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe,
-    PHASE,
+    BindMw, CqRecord, Cqe, CqeExtension, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord,
+    UdWqe, PHASE,
 };
 use virtio_rdma_spec::verbs::send_flag;
 
@@ -328,6 +329,11 @@ proptest! {
         let operands = MaskedOperands { mask0: word(10), mask1: word(11) };
         let mut batch = sq.batch();
         batch.push_bind(&wqe, &bind).unwrap();
+        let pages = PageList { addr: word(1), count: word(2) as u32, levels: 2, page_shift: 12, ..PageList::default() };
+        let reg = FastReg {
+            iova: word(3), key: word(4) as u32, access: 7, length: word(5), pages, offset: word(6) as u32, lkey: word(7) as u32,
+        };
+        batch.push_reg(&SendWqe { opcode: 32, ..wqe }, &reg).unwrap();
         batch.push_masked(&masked, &operands, Some(list[0])).unwrap();
         prop_assert!(batch.commit());
         let mut device = Reader { memory: &memory, layout: layout.sq, position: 0 };
@@ -335,6 +341,10 @@ proptest! {
         let head = SendWqe::get(&entry);
         prop_assert_eq!((head.opcode, head.flags, head.count, head.wr_id), (8, flags | PHASE, 0, wqe.wr_id));
         prop_assert_eq!(BindMw::get(&entry[16..]), bind);
+        let (entry, _) = device.next().unwrap();
+        let head = SendWqe::get(&entry);
+        prop_assert_eq!((head.opcode, head.flags, head.count, head.wr_id), (32, flags | PHASE, 0, wqe.wr_id));
+        prop_assert_eq!(FastReg::get(&entry[16..]), reg);
         let (entry, _) = device.next().unwrap();
         prop_assert_eq!(SendWqe::get(&entry), SendWqe { count: 1, flags: flags | PHASE, ..masked });
         prop_assert_eq!(sges(&entry, 48, 1), &list[..1]);
