@@ -167,7 +167,7 @@ mod tests {
             let page = pick % count;
             let mut table = root;
             for level in (1..tree.levels()).rev() {
-                table = slots[&(table, (page / leaf >> (9 * u32::from(level - 1))) % 512)];
+                table = slots[&(table, ((page / leaf) >> (9 * u32::from(level - 1))) % 512)];
             }
             prop_assert_eq!(tree.page_slot(page), Some(Slot { table, index: page % leaf }));
             prop_assert_eq!(tree.page_slot(count), None);
