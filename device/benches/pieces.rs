@@ -14,6 +14,7 @@ use vhost_device_rdma::memory::{
 };
 use vhost_device_rdma::rnic::Limits;
 use vhost_device_rdma::verbs::cq::{Cq, Pushed, Ring, STRIDES};
+use vhost_device_rdma::verbs::footprint::Footprint;
 use vhost_device_rdma::verbs::keys::{Keys, Memo};
 use vhost_device_rdma::verbs::mr::{Backing, Mr};
 use vhost_device_rdma_bare::core::pages::PageTree;
@@ -180,6 +181,7 @@ fn entries(c: &mut Criterion) {
 /// Regions of the same `pages` of guest memory, each with its address.
 fn regions(memory: &GuestMemory, count: u32, pages: &[u64]) -> (Keys, Vec<u32>) {
     let mut keys = Keys::new(&Limits::default());
+    let footprint = Footprint::default();
     let handles = (0..count).map(|_| {
         let backing = Backing::Pages(Pages::resolve(memory, pages, 12).expect("pages"));
         let index = keys.add_region(|index| Mr {
@@ -189,7 +191,7 @@ fn regions(memory: &GuestMemory, count: u32, pages: &[u64]) -> (Keys, Vec<u32>) 
             iova: 0,
             length: pages.len() as u64 * PAGE,
             offset: 0,
-            footprint: 0,
+            share: footprint.share(0),
             windows: AtomicU32::new(0),
             backing,
         });

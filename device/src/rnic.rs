@@ -24,6 +24,7 @@ use crate::engine::notify;
 use crate::fabric::local::{Network, Ports};
 use crate::memory::GuestMemory;
 use crate::verbs::cq::Cq;
+use crate::verbs::footprint::Footprint;
 use crate::verbs::mr::Mr;
 use crate::verbs::qp::Qp;
 use crate::verbs::srq::Srq;
@@ -500,7 +501,8 @@ impl Rnic {
         tables.cqs.clear();
         tables.pds.clear();
         tables.status_page = None;
-        tables.footprint = 0;
+        // What is still in use is not this VM's any longer.
+        tables.footprint = Footprint::default();
         drop(tables);
         // Their timers hold queue pairs that are gone.
         for worker in &self.workers {
@@ -676,7 +678,7 @@ impl Rnic {
             "node_guid": format!("{:016x}", self.node_guid),
             "running": tables.running,
             "memory_bytes": tables.memory.as_ref().map_or(0, GuestMemory::size),
-            "footprint_bytes": tables.footprint,
+            "footprint_bytes": tables.footprint.bytes(),
             "gids": gids.collect::<Vec<_>>(),
             "counts": {
                 "contexts": tables.contexts.len(),

@@ -66,7 +66,7 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeCq) -> Result<Vec<u8>, Error
     // A queue that comes back under this number meanwhile may have another stride: `resize` looks again.
     let stride = find(&rnic.tables(), body.cqn)?.stride();
     let pages = resolve(rnic, body.entries, stride, body.ring_offset, &body.buffer)?;
-    let mut tables = rnic.tables_mut();
+    let tables = rnic.tables_mut();
     let cq = find(&tables, body.cqn)?;
     let buffer = tables.adopt(pages)?;
     let (old, new) = (cq.footprint(), buffer.footprint());

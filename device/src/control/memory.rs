@@ -4,87 +4,21 @@ use std::sync::atomic::AtomicU32;
 use std::sync::Arc;
 
 use virtio_rdma_spec::command::{
-    mw_type, rereg_flag, AllocMw, PageList, RegMr, RegMrResponse, ReregMr,
+    alloc_mr_flag, mw_type, rereg_flag, AllocMr, AllocMw, PageList, RegMr, RegMrResponse, ReregMr,
 };
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::verbs::access;
 
 use super::{encode, handle_response, needs, resolve, zero};
-use crate::memory::Pages;
+use crate::memory::{Form, Pages};
 use crate::rnic::Rnic;
-use crate::verbs::mr::{Backing, Mr};
+use crate::verbs::fast::FastMr;
+use crate::verbs::mr::{check_access, Backing, Mr, Range};
 use crate::verbs::mw::Mw;
 use crate::verbs::Error;
 
-/// Longest region, bytes.
-pub(super) const MAX_MR_SIZE: u64 = 1 << 40;
-
-/// Access flags that a region may have.
-const ACCESS: u32 = access::LOCAL_WRITE
-    | access::REMOTE_WRITE
-    | access::REMOTE_READ
-    | access::REMOTE_ATOMIC
-    | access::ZERO_BASED
-    | access::HUGETLB
-    | access::RELAXED_ORDERING;
-
-/// Access flags that come with a feature.
-const ACCESS_FEATURES: [(u32, u32); 3] = [
-    (access::MW_BIND, feature::MW),
-    (access::FLUSH_GLOBAL, feature::FLUSH),
-    (access::PHYSICAL, feature::PHYSICAL_MR),
-];
-
-/// Access flags that the specification names, but that this device does not support: its pages are pinned and volatile.
-const ACCESS_NEVER: u32 = access::ON_DEMAND | access::FLUSH_PERSISTENT;
-
-fn check_access(rnic: &Rnic, wanted: u32) -> Result<(), Error> {
-    let known = ACCESS_FEATURES
-        .iter()
-        .fold(ACCESS | ACCESS_NEVER, |all, (bit, _)| all | bit);
-    zero(wanted & !known == 0)?;
-    let missing = ACCESS_FEATURES
-        .iter()
-        .any(|(bit, feature)| wanted & bit != 0 && !rnic.accepted(*feature));
-    if missing || wanted & ACCESS_NEVER != 0 {
-        return Err(Error::NotSupported);
-    }
-    // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1, 10.6.3.1).
-    let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
-    zero(wanted & writes == 0 || wanted & access::LOCAL_WRITE != 0)
-}
-
-/// What a region covers.
-struct Range {
-    iova: u64,
-    length: u64,
-    offset: u64,
-}
-
-impl Range {
-    /// Checks a range against its page list.
-    fn check(self, access: u32, list: &PageList) -> Result<Self, Error> {
-        let Self {
-            iova,
-            length,
-            offset,
-        } = self;
-        zero(length <= MAX_MR_SIZE)?;
-        let zero_based = access & access::ZERO_BASED != 0;
-        let iova = if zero_based { 0 } else { iova };
-        zero(iova.checked_add(length.saturating_sub(1)).is_some())?;
-        let end = offset.checked_add(length).ok_or(Error::Invalid)?;
-        zero((12..=31).contains(&list.page_shift))?;
-        zero(offset >> list.page_shift == 0)?;
-        // A region without bytes is on a page, too.
-        zero(u64::from(list.count) == end.max(1).div_ceil(1 << list.page_shift))?;
-        Ok(Self {
-            iova,
-            length,
-            offset,
-        })
-    }
-}
+/// Pages of a fast registration, at most.
+pub(super) const MAX_FAST_REG_PAGES: u32 = 1 << 20;
 
 pub(super) fn register(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
     zero(body.reserved == [0; 7])?;
@@ -100,7 +34,8 @@ pub(super) fn register(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error>
         length: body.length,
         offset: body.offset,
     }
-    .check(body.access, &body.pages)?;
+    .check(body.access)?;
+    zero(range.has_pages(&body.pages))?;
     let pages = resolve(rnic, &body.pages)?;
     insert(rnic, body, &range, Some(pages))
 }
@@ -130,13 +65,9 @@ fn insert(
     if tables.pds.get(body.pd).is_none() {
         return Err(Error::NotFound);
     }
-    let (backing, footprint) = match pages {
-        Some(pages) => {
-            let pages = tables.adopt(pages)?;
-            let footprint = pages.footprint();
-            (Backing::Pages(pages), footprint)
-        }
-        None => (Backing::Physical(tables.memory.clone()), 0),
+    let backing = match pages {
+        Some(pages) => Backing::Pages(tables.present(pages)?),
+        None => Backing::Physical(tables.memory.clone()),
     };
     let index = tables.keys.add_region(|index| Mr {
         key: index << 8 | u32::from(body.key),
@@ -145,11 +76,10 @@ fn insert(
         iova: range.iova,
         length: range.length,
         offset: range.offset,
-        footprint,
+        share: tables.footprint.share(backing.footprint()),
         windows: AtomicU32::new(0),
         backing,
-    });
-    let index = index.inspect_err(|_| tables.release(footprint))?;
+    })?;
     if let Some(pd) = tables.pds.get_mut(body.pd) {
         pd.users += 1;
     }
@@ -169,14 +99,13 @@ fn keys_response(key: u32) -> Vec<u8> {
 pub(super) fn deregister(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
     // The write lock is the guarantee: whoever used the key holds the lock for reading until its access has ended.
     let mut tables = rnic.tables_mut();
-    let mr = tables.keys.remove_region(key)?;
-    tables.release(mr.footprint);
-    if let Some(pd) = tables.pds.get_mut(mr.pd) {
+    let removed = tables.keys.remove_region(key)?;
+    if let Some(pd) = tables.pds.get_mut(removed.pd) {
         pd.users = pd.users.saturating_sub(1);
     }
     // To give memory back takes time, which nobody has to wait for.
     drop(tables);
-    drop(mr);
+    drop(removed);
     Ok(Vec::new())
 }
 
@@ -186,13 +115,13 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
     let all = rereg_flag::TRANSLATION | rereg_flag::PD | rereg_flag::ACCESS;
     zero(body.reserved == [0; 15] && body.flags != 0 && body.flags & !all == 0)?;
     let changes = |flag| body.flags & flag != 0;
-    let mut access = rnic
-        .tables()
-        .keys
-        .region(body.lkey)
-        .ok_or(Error::NotFound)?
-        .access;
-    let before = access;
+    let before = {
+        let tables = rnic.tables();
+        zero(tables.keys.fast_region(body.lkey).is_none())?;
+        let mr = tables.keys.region(body.lkey).ok_or(Error::NotFound)?;
+        mr.access
+    };
+    let mut access = before;
     if changes(rereg_flag::ACCESS) {
         check_access(rnic, body.access)?;
         access = body.access;
@@ -204,7 +133,8 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
             length: body.length,
             offset: body.offset,
         }
-        .check(access, &body.pages)?;
+        .check(access)?;
+        zero(range.has_pages(&body.pages))?;
         Some((range, resolve(rnic, &body.pages)?))
     } else {
         None
@@ -228,7 +158,7 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
         return Err(Error::NotFound);
     }
     let moved = match moved {
-        Some((range, pages)) => Some((range, tables.adopt(pages)?)),
+        Some((range, pages)) => Some((range, tables.present(pages)?)),
         None => None,
     };
     let mr = tables.keys.region_mut(body.lkey).ok_or(Error::NotFound)?;
@@ -243,9 +173,8 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
         mr.iova = range.iova;
         mr.length = range.length;
         mr.offset = range.offset;
-        let old = std::mem::replace(&mut mr.footprint, pages.footprint());
+        mr.share = tables.footprint.share(pages.footprint());
         _replaced = std::mem::replace(&mut mr.backing, Backing::Pages(pages));
-        tables.release(old);
     }
     if let Some(pd) = tables.pds.get_mut(old_pd) {
         pd.users = pd.users.saturating_sub(1);
@@ -254,6 +183,24 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
         pd.users += 1;
     }
     Ok(keys_response(key))
+}
+
+pub(super) fn allocate_region(rnic: &Arc<Rnic>, body: &AllocMr) -> Result<Vec<u8>, Error> {
+    needs(rnic, feature::FAST_REG)?;
+    zero(body.reserved == [0; 3] && body.flags & !alloc_mr_flag::BLOCKS == 0)?;
+    zero((1..=MAX_FAST_REG_PAGES).contains(&body.max_pages))?;
+    let form = if body.flags & alloc_mr_flag::BLOCKS == 0 {
+        Form::Pages
+    } else {
+        Form::Blocks
+    };
+    let mut tables = rnic.tables_mut();
+    let tables = &mut *tables;
+    let pd = tables.pds.get_mut(body.pd).ok_or(Error::NotFound)?;
+    let region = FastMr::new(body.pd, body.max_pages, form);
+    let index = tables.keys.add_fast_region(region)?;
+    pd.users += 1;
+    Ok(keys_response(index << 8 | u32::from(body.key)))
 }
 
 pub(super) fn allocate_window(rnic: &Arc<Rnic>, body: &AllocMw) -> Result<Vec<u8>, Error> {

@@ -23,6 +23,7 @@ use crate::memory::Pages;
 use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
 use crate::verbs::cq::{Source, MAX_MODERATION_COUNT, MAX_MODERATION_PERIOD};
 use crate::verbs::keys::NULL_LKEY;
+use crate::verbs::mr::MAX_MR_SIZE;
 use crate::verbs::qp::MAX_RD_ATOMIC;
 use crate::verbs::tables::{Context, Pd, Slots, Tables};
 use crate::verbs::Error;
@@ -81,6 +82,7 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::REG_MR => memory::register(rnic, &parse(body)?),
         opcode::DEREG_MR => memory::deregister(rnic, parse_handle(body)?),
         opcode::REREG_MR => memory::reregister(rnic, &parse(body)?),
+        opcode::ALLOC_MR => memory::allocate_region(rnic, &parse(body)?),
         opcode::ALLOC_MW => memory::allocate_window(rnic, &parse(body)?),
         opcode::DEALLOC_MW => memory::deallocate_window(rnic, parse_handle(body)?),
         opcode::CREATE_CQ => cq::create(rnic, &parse(body)?),
@@ -163,7 +165,7 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         fw_ver: part(env!("CARGO_PKG_VERSION_MAJOR")) << 32
             | part(env!("CARGO_PKG_VERSION_MINOR")) << 16
             | part(env!("CARGO_PKG_VERSION_PATCH")),
-        max_mr_size: memory::MAX_MR_SIZE,
+        max_mr_size: MAX_MR_SIZE,
         page_size_cap: 0xffff_f000,
         max_context: limits.contexts,
         max_qp: limits.qps,
@@ -175,6 +177,7 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         max_cqe: MAX_CQ_ENTRIES,
         max_mr: limits.mrs,
         max_mw: limits.mws,
+        max_fast_reg_pages: memory::MAX_FAST_REG_PAGES,
         max_pd: limits.pds,
         max_qp_rd_atom: u32::from(MAX_RD_ATOMIC),
         max_qp_init_rd_atom: u32::from(MAX_RD_ATOMIC),
@@ -274,7 +277,8 @@ fn set_status_page(rnic: &Arc<Rnic>, body: &SetStatusPage) -> Result<Vec<u8>, Er
 fn resolve(rnic: &Rnic, list: &PageList) -> Result<Pages, Error> {
     let (memory, footprint) = {
         let tables = rnic.tables();
-        (tables.memory.clone().ok_or(Error::Fault)?, tables.footprint)
+        let memory = tables.memory.clone().ok_or(Error::Fault)?;
+        (memory, tables.footprint.bytes())
     };
     let left = rnic.settings.limits.footprint.saturating_sub(footprint);
     if u64::from(list.count).saturating_mul(Pages::PAGE_FOOTPRINT) > left {
@@ -290,21 +294,26 @@ fn resolve_ring(rnic: &Rnic, list: &PageList) -> Result<Pages, Error> {
 }
 
 impl Tables {
-    /// Takes `pages` into account. The memory table may have changed since they were resolved.
-    fn adopt(&mut self, pages: Pages) -> Result<Pages, Error> {
-        let pages = match &self.memory {
-            Some(memory) if pages.resolved_in(memory) => pages,
+    /// `pages`, or the same resolved anew: the memory table may have changed since they were.
+    fn present(&self, pages: Pages) -> Result<Pages, Error> {
+        match &self.memory {
+            Some(memory) if pages.resolved_in(memory) => Ok(pages),
             Some(memory) => Some(pages.rebase(Some(memory)))
                 .filter(|pages| !pages.lost())
-                .ok_or(Error::Fault)?,
-            None => return Err(Error::Fault),
-        };
-        self.footprint = self.footprint.saturating_add(pages.footprint());
+                .ok_or(Error::Fault),
+            None => Err(Error::Fault),
+        }
+    }
+
+    /// The same, and takes them into account.
+    fn adopt(&self, pages: Pages) -> Result<Pages, Error> {
+        let pages = self.present(pages)?;
+        self.footprint.add(pages.footprint());
         Ok(pages)
     }
 
-    fn release(&mut self, footprint: u64) {
-        self.footprint = self.footprint.saturating_sub(footprint);
+    fn release(&self, footprint: u64) {
+        self.footprint.release(footprint);
     }
 }
 

@@ -143,7 +143,7 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeSrq) -> Result<Vec<u8>, Erro
         len,
     )?;
     let pages = resolve_ring(rnic, &body.buffer)?;
-    let mut tables = rnic.tables_mut();
+    let tables = rnic.tables_mut();
     let srq = tables.srqs.get(body.srqn).cloned().ok_or(Error::NotFound)?;
     let buffer = tables.adopt(pages)?;
     let (old, new) = (srq.footprint(), buffer.footprint());

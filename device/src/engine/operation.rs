@@ -2,7 +2,8 @@
 //! What work requests do, by their opcodes, and what they need for it beyond addresses and keys.
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::{
-    BindMw, MaskedOperands, SendWqe, Sge, BIND_MW_OFFSET, MASKED_OPERANDS_OFFSET,
+    BindMw, FastReg, MaskedOperands, SendWqe, Sge, BIND_MW_OFFSET, FAST_REG_OFFSET,
+    MASKED_OPERANDS_OFFSET,
 };
 use virtio_rdma_spec::verbs::{
     access, flush_level, flush_type, qp_type, vendor_err, wc_opcode, wc_status, wr_opcode,
@@ -30,25 +31,31 @@ pub enum Kind {
     Bind,
     /// Invalidates a local key.
     Invalidate,
+    /// Registers a fast region.
+    Register,
 }
 
 impl Kind {
-    /// What `opcode` does, and the feature that it comes with.
+    /// What `opcode` does, and the features of which it needs one, if there are any.
     #[must_use]
-    pub fn of(opcode: u8) -> Option<(Self, Option<u32>)> {
+    pub fn of(opcode: u8) -> Option<(Self, &'static [u32])> {
+        const INVALIDATION: &[u32] = &[feature::MW, feature::FAST_REG];
+        const ATOMIC: &[u32] = &[feature::ATOMIC];
         Some(match opcode {
-            wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => (Self::Send, None),
-            wr_opcode::SEND_WITH_INV => (Self::Send, Some(feature::MW)),
-            wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => (Self::Write, None),
-            wr_opcode::RDMA_READ => (Self::Read, None),
+            wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => (Self::Send, &[]),
+            wr_opcode::SEND_WITH_INV => (Self::Send, INVALIDATION),
+            wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => (Self::Write, &[]),
+            wr_opcode::RDMA_READ => (Self::Read, &[]),
+            wr_opcode::RDMA_READ_WITH_INV => (Self::Read, &[feature::FAST_REG]),
             wr_opcode::ATOMIC_CMP_AND_SWP
             | wr_opcode::ATOMIC_FETCH_AND_ADD
             | wr_opcode::MASKED_ATOMIC_CMP_AND_SWP
-            | wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD => (Self::Atomic, Some(feature::ATOMIC)),
-            wr_opcode::ATOMIC_WRITE => (Self::AtomicWrite, Some(feature::ATOMIC)),
-            wr_opcode::FLUSH => (Self::Flush, Some(feature::FLUSH)),
-            wr_opcode::BIND_MW => (Self::Bind, Some(feature::MW)),
-            wr_opcode::LOCAL_INV => (Self::Invalidate, Some(feature::MW)),
+            | wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD => (Self::Atomic, ATOMIC),
+            wr_opcode::ATOMIC_WRITE => (Self::AtomicWrite, ATOMIC),
+            wr_opcode::FLUSH => (Self::Flush, &[feature::FLUSH]),
+            wr_opcode::BIND_MW => (Self::Bind, &[feature::MW]),
+            wr_opcode::LOCAL_INV => (Self::Invalidate, INVALIDATION),
+            wr_opcode::REG_MR => (Self::Register, &[feature::FAST_REG]),
             _ => return None,
         })
     }
@@ -58,12 +65,10 @@ impl Kind {
     pub fn allowed(self, opcode: u8, qp_type: u8) -> bool {
         match qp_type {
             qp_type::RC | qp_type::XRC_INI => true,
-            qp_type::UC => {
-                matches!(
-                    self,
-                    Self::Send | Self::Write | Self::Bind | Self::Invalidate
-                )
-            }
+            qp_type::UC => matches!(
+                self,
+                Self::Send | Self::Write | Self::Bind | Self::Invalidate | Self::Register
+            ),
             qp_type::UD | qp_type::GSI => {
                 matches!(opcode, wr_opcode::SEND | wr_opcode::SEND_WITH_IMM)
             }
@@ -80,7 +85,7 @@ impl Kind {
     /// Whether it is done at the requester, with no message to anybody.
     #[must_use]
     pub fn is_local(self) -> bool {
-        matches!(self, Self::Bind | Self::Invalidate)
+        matches!(self, Self::Bind | Self::Invalidate | Self::Register)
     }
 
     /// Whether it brings data, to which its scatter/gather list must lead.
@@ -101,6 +106,8 @@ pub enum Operation {
     Flush(u32, Option<u64>),
     /// A window is bound.
     Bind(BindMw),
+    /// A fast region is registered.
+    Register(FastReg),
 }
 
 /// An error of an entry: `wc_status` and `vendor_err`.
@@ -141,15 +148,25 @@ impl Operation {
             }
             wr_opcode::FLUSH => read_flush(wqe),
             wr_opcode::BIND_MW => {
-                let mut bytes = [0; BindMw::SIZE];
-                for (i, chunk) in bytes.chunks_exact_mut(8).enumerate() {
-                    chunk.copy_from_slice(&queue.word(buffer, BIND_MW_OFFSET + 8 * i));
-                }
-                Ok(Self::Bind(BindMw::from_bytes(&bytes)))
+                let bind = read_operands(queue, buffer, BIND_MW_OFFSET);
+                Ok(Self::Bind(BindMw::from_bytes(&bind)))
+            }
+            wr_opcode::REG_MR => {
+                let reg = read_operands(queue, buffer, FAST_REG_OFFSET);
+                Ok(Self::Register(FastReg::from_bytes(&reg)))
             }
             _ => Ok(Self::None),
         }
     }
+}
+
+/// The `N` bytes of operands at `within`.
+fn read_operands<const N: usize>(queue: &WorkQueue, buffer: &Pages, within: usize) -> [u8; N] {
+    let mut bytes = [0; N];
+    for (i, chunk) in bytes.chunks_exact_mut(8).enumerate() {
+        chunk.copy_from_slice(&queue.word(buffer, within + 8 * i));
+    }
+    bytes
 }
 
 /// The masks of a masked atomic operation, which follow its only scatter/gather entry.
@@ -159,11 +176,8 @@ fn read_masks(queue: &WorkQueue, buffer: &Pages, wqe: &SendWqe) -> Result<Masked
     if wqe.count > 1 || (queue.stride as usize) < end {
         return Err(TOO_LONG);
     }
-    let mut bytes = [0; MaskedOperands::SIZE];
-    for (i, chunk) in bytes.chunks_exact_mut(8).enumerate() {
-        chunk.copy_from_slice(&queue.word(buffer, MASKED_OPERANDS_OFFSET + 8 * i));
-    }
-    Ok(MaskedOperands::from_bytes(&bytes))
+    let masks = read_operands(queue, buffer, MASKED_OPERANDS_OFFSET);
+    Ok(MaskedOperands::from_bytes(&masks))
 }
 
 fn read_flush(wqe: &SendWqe) -> Result<Operation, Refused> {
@@ -191,7 +205,7 @@ fn read_flush(wqe: &SendWqe) -> Result<Operation, Refused> {
 pub fn completion_opcode(opcode: u8) -> u8 {
     match opcode {
         wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => wc_opcode::RDMA_WRITE,
-        wr_opcode::RDMA_READ => wc_opcode::RDMA_READ,
+        wr_opcode::RDMA_READ | wr_opcode::RDMA_READ_WITH_INV => wc_opcode::RDMA_READ,
         wr_opcode::ATOMIC_CMP_AND_SWP => wc_opcode::COMP_SWAP,
         wr_opcode::ATOMIC_FETCH_AND_ADD => wc_opcode::FETCH_ADD,
         wr_opcode::MASKED_ATOMIC_CMP_AND_SWP => wc_opcode::MASKED_COMP_SWAP,
@@ -200,6 +214,7 @@ pub fn completion_opcode(opcode: u8) -> u8 {
         wr_opcode::FLUSH => wc_opcode::FLUSH,
         wr_opcode::BIND_MW => wc_opcode::BIND_MW,
         wr_opcode::LOCAL_INV => wc_opcode::LOCAL_INV,
+        wr_opcode::REG_MR => wc_opcode::REG_MR,
         _ => wc_opcode::SEND,
     }
 }
@@ -214,8 +229,8 @@ mod tests {
             Kind::of(opcode).is_some_and(|(kind, _)| kind.allowed(opcode, qp_type))
         };
         for opcode in 0..=255 {
-            let known = matches!(opcode, 0..=9 | 12..=15);
-            let unreliable = matches!(opcode, 0..=3 | 7..=9);
+            let known = matches!(opcode, 0..=9 | 11..=15 | 32);
+            let unreliable = matches!(opcode, 0..=3 | 7..=9 | 32);
             assert_eq!(has(opcode, qp_type::RC), known, "{opcode}");
             assert_eq!(has(opcode, qp_type::XRC_INI), known, "{opcode}");
             assert_eq!(has(opcode, qp_type::UC), unreliable, "{opcode}");

@@ -4,6 +4,7 @@
 //!
 //! Each entry is read once into a local copy, which alone is checked and used.
 mod direct;
+mod register;
 
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
@@ -14,10 +15,11 @@ use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
-    access, qp_state, qp_type, send_flag, vendor_err, wc_status, MASK_24,
+    access, qp_state, qp_type, send_flag, vendor_err, wc_status, wr_opcode, MASK_24,
 };
 
 use self::direct::Budget;
+use self::register::Registration;
 use super::cursor::{check, Cursor, From};
 use super::message::{Answer, Datagram, Message};
 use super::operation::{completion_opcode, Kind, Operation};
@@ -27,7 +29,7 @@ use super::{complete, raise, BURST, SLICE};
 use crate::fabric::local::{self, Fanout, Route};
 use crate::memory::Pages;
 use crate::rnic::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
-use crate::verbs::keys::Accessor;
+use crate::verbs::keys::{Accessor, KeyError};
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
 
@@ -80,6 +82,8 @@ pub struct Requester {
     active: Option<Active>,
     /// What the active one asks for beyond moving data.
     operation: Operation,
+    /// How far the active one is, if it is a registration.
+    registration: Option<Box<Registration>>,
     /// Where the active one goes, if it is a datagram.
     datagram: Option<Datagram>,
     /// How far the active one is, if it goes to a multicast group.
@@ -122,6 +126,7 @@ impl Requester {
             inline: Vec::with_capacity(max_inline.next_multiple_of(8)),
             active: None,
             operation: Operation::None,
+            registration: None,
             datagram: None,
             fanout: None,
             route: Route::default(),
@@ -164,6 +169,7 @@ impl Requester {
     pub(crate) fn reset(&mut self) {
         self.queue.position = 0;
         self.active = None;
+        self.registration = None;
         self.drain(false);
         self.configure(&QpAttr::default());
     }
@@ -256,11 +262,17 @@ impl Requester {
                 qp.wake.store(false, Ordering::Relaxed);
             }
             if active.kind.is_local() {
-                if let Err((status, reason)) = self.execute(tables, qp, &active) {
-                    self.fail(tables, qp, status, reason);
-                    return Turn::Again;
+                match self.execute(tables, qp, &active, &mut budget) {
+                    Ok(true) => self.finish(tables, qp, &active),
+                    Ok(false) => break,
+                    Err((status, reason)) => {
+                        self.fail(tables, qp, status, reason);
+                        return Turn::Again;
+                    }
                 }
-                self.finish(tables, qp, &active);
+                if budget.bytes == 0 {
+                    break;
+                }
                 continue;
             }
             let len = (active.message.length - active.done).min(budget.bytes);
@@ -286,6 +298,13 @@ impl Requester {
                 Answer::Done => {
                     self.reset_retries();
                     budget.bytes -= len;
+                    if active.message.opcode == wr_opcode::RDMA_READ_WITH_INV {
+                        if let Err(key) = self.invalidate_sink(tables, qp) {
+                            let status = wc_status::LOC_QP_OP_ERR;
+                            self.fail(tables, qp, status, key.0);
+                            return Turn::Again;
+                        }
+                    }
                     self.finish(tables, qp, &active);
                     let worker = qp.worker.index;
                     qp.rnic.count_sent(worker, 1, active.message.length);
@@ -481,7 +500,7 @@ impl Requester {
         self.fanout = None;
         let kind = Kind::of(wqe.opcode)
             .filter(|(kind, _)| kind.allowed(wqe.opcode, self.qp_type))
-            .filter(|(_, feature)| feature.is_none_or(|feature| qp.rnic.accepted(feature)));
+            .filter(|(_, any)| any.is_empty() || any.iter().any(|one| qp.rnic.accepted(*one)));
         let Some((kind, _)) = kind else {
             return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE)));
         };
@@ -534,7 +553,8 @@ impl Requester {
             }
             return Some(Ok(active));
         }
-        if count > self.max_sge {
+        let invalidates = wqe.opcode == wr_opcode::RDMA_READ_WITH_INV;
+        if count > self.max_sge || (invalidates && count != 1) {
             return Some(Err((wc_status::LOC_QP_OP_ERR, vendor_err::TOO_LONG_ENTRY)));
         }
         self.queue
@@ -551,7 +571,24 @@ impl Requester {
         if let Err(key) = check(tables, &self.sges, Accessor::local(qp.pd), wanted) {
             return Some(Err((wc_status::LOC_PROT_ERR, key.0)));
         }
+        if let (true, Some(sink)) = (invalidates, self.sges.first()) {
+            if let Err(key) = tables.keys.check_invalidate_region(sink.lkey, qp.pd) {
+                return Some(Err((wc_status::LOC_QP_OP_ERR, key.0)));
+            }
+        }
         Some(Ok(active))
+    }
+
+    /// The RDMA_READ_WITH_INV in progress has brought its data: the key that it was written by is of no use any longer.
+    fn invalidate_sink(&self, tables: &Tables, qp: &Qp) -> Result<(), KeyError> {
+        match self.sges.first() {
+            Some(sink) => {
+                let key = sink.lkey;
+                tables.keys.check_invalidate_region(key, qp.pd)?;
+                tables.keys.invalidate(key, qp.pd, qp.number)
+            }
+            None => Ok(()),
+        }
     }
 
     /// Where a datagram goes; `None` if its address is not one.
@@ -613,20 +650,31 @@ impl Requester {
         peer.deliver(tables, qp, self.dest_qp, slice)
     }
 
-    /// Carries out a work request that is no message.
-    fn execute(&self, tables: &Tables, qp: &Qp, active: &Active) -> Result<(), (u8, u8)> {
+    /// Carries out a work request that is no message, as far as the budget goes. Returns whether it is done.
+    fn execute(
+        &mut self,
+        tables: &Tables,
+        qp: &Qp,
+        active: &Active,
+        budget: &mut Budget,
+    ) -> Result<bool, (u8, u8)> {
         let keys = &tables.keys;
         match self.operation {
+            Operation::Register(reg) if active.kind == Kind::Register => {
+                self.register(tables, qp, &reg, budget)
+            }
             Operation::Bind(bind) if active.kind == Kind::Bind => {
                 let flush = bind.access & access::FLUSH_GLOBAL != 0;
                 if flush && !qp.rnic.accepted(feature::FLUSH) {
                     return Err((wc_status::MW_BIND_ERR, vendor_err::BIND));
                 }
                 keys.bind(&bind, qp.pd, qp.number)
+                    .map(|()| true)
                     .map_err(|key| (wc_status::MW_BIND_ERR, key.0))
             }
             _ => keys
                 .invalidate(active.message.imm, qp.pd, qp.number)
+                .map(|()| true)
                 .map_err(|key| (wc_status::LOC_QP_OP_ERR, key.0)),
         }
     }
@@ -670,6 +718,7 @@ impl Requester {
     }
 
     fn complete_active(&mut self, tables: &Tables, qp: &Arc<Qp>, status: u8, reason: u8) {
+        self.registration = None;
         let Some(active) = self.active.take() else {
             return;
         };

@@ -340,7 +340,8 @@ impl Responder {
                     offset,
                 );
                 let moved = transfer(&mut to, &mut source, part);
-                drop(to);
+                // Their leave to access memory ends here: it may be what is to be invalidated.
+                drop((to, source));
                 match moved {
                     Ok(()) if last => {
                         if let Some(key) = invalidated {
@@ -382,7 +383,7 @@ impl Responder {
                     Err(Fault::Destination(key)) => self.violation(&at, key.0),
                 }
             }
-            (wr_opcode::RDMA_READ, Payload::Into(mut sink)) => {
+            (wr_opcode::RDMA_READ | wr_opcode::RDMA_READ_WITH_INV, Payload::Into(mut sink)) => {
                 if self.max_rd_atomic == 0 {
                     return self.invalid_request(tables, qp, vendor_err::RD_ATOMIC);
                 }

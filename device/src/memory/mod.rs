@@ -2,18 +2,22 @@
 //! All unsafe access to guest memory, and nothing else.
 //!
 //! [`GuestMemory`] is the memory of a VM as its front end shared it. [`Pages`] is a list of guest pages resolved to host
-//! addresses: what a memory region or a ring consists of. It keeps the mapping alive, so everything outside of this module
+//! addresses: what a memory region or a ring consists of; [`Blocks`] is the same for a block list. It keeps the mapping alive, so everything outside of this module
 //! is safe code: ring words are seen as atomics, payload is copied between [`Span`]s.
 //!
 //! Guest memory changes under us at any time. Nothing here gives out a plain reference to it.
 
 pub mod atomic;
+mod blocks;
 mod guest;
+mod list;
 pub mod null;
 mod pages;
 mod span;
 
+pub use blocks::Blocks;
 pub use guest::{Error, GuestMemory, RegionInfo};
+pub use list::{Form, ListReader, Resolved};
 pub use pages::Pages;
 pub use span::{
     copy, copy_last, copy_streaming, end_streaming, fetch_bytes, prefetch, Source, Span,

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Guest pages resolved to host addresses.
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use virtio_rdma_spec::command::PageList;
 
 use super::guest::{Host, Range};
+use super::list::{Form, ListReader, Resolved};
 use super::{Error, GuestMemory, Span};
 
 /// Pages that a span looks ahead for, at most.
@@ -45,8 +46,8 @@ pub struct Pages {
 const ONE_PIECE: u8 = 63;
 
 /// Resolves pages one after the other.
-struct Resolver<'a> {
-    memory: &'a GuestMemory,
+#[derive(Debug)]
+pub(super) struct Resolver {
     /// Size of a page, bytes.
     size: u64,
     /// Pages that will come, at most.
@@ -57,33 +58,38 @@ struct Resolver<'a> {
     count: u64,
     /// Empty as long as all pages follow each other.
     scattered: Vec<Host>,
+    /// The first page that does not follow the others, until those are in `scattered`.
+    stray: Option<Host>,
 }
 
-impl<'a> Resolver<'a> {
-    fn new(memory: &'a GuestMemory, expected: usize, shift: u8) -> Result<Self, Error> {
+impl Resolver {
+    /// For `expected` pages of 2^`shift` bytes.
+    pub(super) fn new(expected: usize, shift: u8) -> Result<Self, Error> {
         if expected == 0 || !(12..=31).contains(&shift) {
             return Err(Error::PageList);
         }
         Ok(Self {
-            memory,
             size: 1 << shift,
             expected,
             range: None,
             first: None,
             count: 0,
             scattered: Vec::new(),
+            stray: None,
         })
     }
 
+    /// Takes the next page. Returns whether it takes further ones at once: otherwise there is something to
+    /// [`Self::spread`] before.
     #[inline]
-    fn push(&mut self, page: u64) -> Result<(), Error> {
+    pub(super) fn push(&mut self, memory: &GuestMemory, page: u64) -> Result<bool, Error> {
         if page & (self.size - 1) != 0 {
             return Err(Error::PageList);
         }
         let known = self.range.and_then(|range| range.host(page, self.size));
         let host = match known {
             Some(host) => host,
-            None => self.find(page)?,
+            None => self.find(memory, page)?,
         };
         if !self.scattered.is_empty() {
             self.scattered.push(host);
@@ -91,32 +97,55 @@ impl<'a> Resolver<'a> {
             let first = *self.first.get_or_insert(host);
             let follows = first.0.wrapping_add((self.count * self.size) as usize);
             if host.0 != follows {
-                self.scatter(first);
-                self.scattered.push(host);
+                self.stray = Some(host);
+                return Ok(false);
             }
         }
         self.count += 1;
-        Ok(())
+        Ok(true)
+    }
+
+    /// Whether there is something to [`Self::spread`].
+    pub(super) fn stray(&self) -> bool {
+        self.stray.is_some()
     }
 
     #[cold]
-    fn find(&mut self, page: u64) -> Result<Host, Error> {
-        self.range = self.memory.range(page).copied();
+    fn find(&mut self, memory: &GuestMemory, page: u64) -> Result<Host, Error> {
+        self.range = memory.range(page).copied();
         self.range
             .and_then(|range| range.host(page, self.size))
             .ok_or(Error::NotGuestMemory(page))
     }
 
-    /// The next page does not follow the others.
-    #[cold]
-    fn scatter(&mut self, first: Host) {
-        self.scattered.reserve_exact(self.expected);
-        let offsets = (0..self.count).map(|i| (i * self.size) as usize);
-        self.scattered
-            .extend(offsets.map(|offset| Host(first.0.wrapping_add(offset))));
+    /// Writes down up to `max` of the pages that follow each other one by one, and behind them the one that does not.
+    /// Returns how many.
+    pub(super) fn spread(&mut self, max: usize) -> usize {
+        match (self.stray, self.first) {
+            (Some(stray), Some(first)) => self.spread_before(first, stray, max),
+            _ => 0,
+        }
     }
 
-    fn finish(self) -> Result<Pages, Error> {
+    #[cold]
+    fn spread_before(&mut self, first: Host, stray: Host, max: usize) -> usize {
+        if self.scattered.is_empty() {
+            self.scattered.reserve_exact(self.expected);
+        }
+        let from = self.scattered.len() as u64;
+        let to = self.count.min(from.saturating_add(max as u64));
+        let offsets = (from..to).map(|i| (i * self.size) as usize);
+        self.scattered
+            .extend(offsets.map(|offset| Host(first.0.wrapping_add(offset))));
+        if to == self.count {
+            self.scattered.push(stray);
+            self.stray = None;
+            self.count += 1;
+        }
+        (to - from) as usize
+    }
+
+    pub(super) fn finish(self, memory: &GuestMemory) -> Result<Pages, Error> {
         let mapped = self.count.checked_mul(self.size).ok_or(Error::PageList)?;
         let shift = self.size.trailing_zeros() as u8;
         let unit = if self.scattered.is_empty() {
@@ -125,7 +154,7 @@ impl<'a> Resolver<'a> {
             shift
         };
         Ok(Pages {
-            place: Place::Mapped(self.memory.clone()),
+            place: Place::Mapped(memory.clone()),
             first: self.first.ok_or(Error::PageList)?,
             list: self.scattered.into(),
             mapped,
@@ -146,11 +175,13 @@ impl Pages {
     /// [`Error::PageList`] if there is no page, the page size is not between 4 KiB and 2 GiB, or a page is not aligned to
     /// it; [`Error::NotGuestMemory`] if a page is not wholly in one region of guest memory.
     pub fn resolve(memory: &GuestMemory, guest: &[u64], shift: u8) -> Result<Self, Error> {
-        let mut resolver = Resolver::new(memory, guest.len(), shift)?;
+        let mut resolver = Resolver::new(guest.len(), shift)?;
         for page in guest {
-            resolver.push(*page)?;
+            if !resolver.push(memory, *page)? {
+                resolver.spread(usize::MAX);
+            }
         }
-        resolver.finish()
+        resolver.finish(memory)
     }
 
     /// Reads and resolves the page list that `list` describes.
@@ -159,33 +190,12 @@ impl Pages {
     /// As [`Self::resolve`]; [`Error::PageList`] for a malformed list, [`Error::NotGuestMemory`] for a table outside of guest
     /// memory.
     pub fn read(memory: &GuestMemory, list: &PageList) -> Result<Self, Error> {
-        let capacity = match list.levels {
-            0 => 1,
-            levels @ 1..=3 => 512u64.pow(u32::from(levels)),
-            _ => return Err(Error::PageList),
-        };
-        if u64::from(list.count) > capacity || list.reserved != 0 {
-            return Err(Error::PageList);
+        let mut reader = ListReader::new(memory, list, Form::Pages)?;
+        reader.step(usize::MAX)?;
+        match reader.finish()? {
+            Resolved::Pages(pages) => Ok(pages),
+            Resolved::Blocks(_) => Err(Error::PageList),
         }
-        let mut resolver = Resolver::new(memory, list.count as usize, list.page_shift)?;
-        let mut tables = vec![list.addr];
-        for depth in (1..list.levels).rev() {
-            // Tables of the next level in all: pages covered by one entry shrink by 512 with each level.
-            let entries = (list.count as usize).div_ceil(512usize.pow(u32::from(depth)));
-            let mut next = Vec::with_capacity(entries);
-            entries_of(memory, &tables, entries, |entry| {
-                next.push(entry);
-                Ok(())
-            })?;
-            tables = next;
-        }
-        if list.levels == 0 {
-            resolver.push(list.addr)?;
-        } else {
-            let count = list.count as usize;
-            entries_of(memory, &tables, count, |entry| resolver.push(entry))?;
-        }
-        resolver.finish()
     }
 
     /// No pages at all, for an object without a buffer.
@@ -304,6 +314,13 @@ impl Pages {
         })
     }
 
+    /// The same as [`Self::span`], for as long as `memory` lives; `None` also if the pages were not resolved in it.
+    #[must_use]
+    pub fn span_in<'m>(&self, memory: &'m GuestMemory, offset: u64, max: u64) -> Option<Span<'m>> {
+        let span = self.span(offset, max)?;
+        self.resolved_in(memory).then(|| span.in_memory(memory))
+    }
+
     /// The piece that `offset` is in, and at which offset it starts; `None` beyond the end.
     #[inline]
     #[must_use]
@@ -359,29 +376,12 @@ impl Pages {
     }
 }
 
-/// Calls `f` with the first `count` entries of `tables`.
-fn entries_of(
-    memory: &GuestMemory,
-    tables: &[u64],
-    count: usize,
-    mut f: impl FnMut(u64) -> Result<(), Error>,
-) -> Result<(), Error> {
-    let mut left = count;
-    for table in tables {
-        let words = memory.table(*table).ok_or(Error::NotGuestMemory(*table))?;
-        for word in words.iter().take(left) {
-            f(u64::from_le(word.load(Ordering::Relaxed)))?;
-        }
-        left = left.saturating_sub(512);
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::{copy, copy_last, fetch_bytes, region};
     use super::*;
     use proptest::prelude::*;
+    use std::sync::atomic::Ordering;
 
     fn list(addr: u64, count: u32, levels: u8) -> PageList {
         PageList {

@@ -3,6 +3,8 @@
 use std::marker::PhantomData;
 use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, Ordering};
 
+use super::GuestMemory;
+
 /// A contiguous piece of guest memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Span<'a> {
@@ -23,6 +25,15 @@ impl<'a> Span<'a> {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The same piece, for as long as the memory lives: it must be in that.
+    pub(super) fn in_memory(self, _: &GuestMemory) -> Span<'_> {
+        Span {
+            ptr: self.ptr,
+            len: self.len,
+            owner: PhantomData,
+        }
     }
 
     /// The first `len` bytes, and the rest.

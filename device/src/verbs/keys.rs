@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 use virtio_rdma_spec::ring::BindMw;
 use virtio_rdma_spec::verbs::{access, vendor_err};
 
+use super::fast::{FastMr, Lease};
 use super::mr::{check_range, Mr};
 use super::mw::{Binding, Mw, State};
 use super::slab::Slab;
@@ -20,7 +21,10 @@ use crate::rnic::Limits;
 pub struct KeyError(pub u8);
 
 /// A window cannot be bound, or a key not be invalidated.
-const CANNOT_BIND: KeyError = KeyError(vendor_err::BIND);
+pub(super) const CANNOT_BIND: KeyError = KeyError(vendor_err::BIND);
+
+/// No region, and no bound window, has this key.
+const UNKNOWN: KeyError = KeyError(vendor_err::KEY_UNKNOWN);
 
 /// The null lkey: of index 0, which no region and no window has.
 pub const NULL_LKEY: u32 = 0xff;
@@ -66,13 +70,24 @@ impl Accessor {
 #[derive(Debug)]
 enum Key {
     Region(Box<Mr>),
+    Fast(Box<FastMr>),
     Window(Box<Mw>),
+}
+
+/// A region that was taken out.
+#[derive(Debug)]
+pub struct Removed {
+    /// Its protection domain.
+    pub pd: u32,
+    _key: Key,
 }
 
 /// What a key gives access to.
 #[derive(Debug)]
 enum To<'a> {
     Region(&'a Mr),
+    /// A fast region that is registered, in this memory.
+    Fast(Lease<'a>, Option<&'a GuestMemory>),
     /// Nothing: it is read.
     Zeros,
     /// Nothing: it is written.
@@ -96,8 +111,13 @@ impl<'a> Grant<'a> {
     /// If the memory is gone.
     #[inline]
     pub fn span(&self, addr: u64, max: u64) -> Result<Span<'a>, KeyError> {
-        match self.to {
+        match &self.to {
             To::Region(mr) => mr.span(addr.wrapping_add(self.shift), max),
+            To::Fast(lease, memory) => {
+                let gone = KeyError(vendor_err::MEMORY_GONE);
+                let mr = lease.as_ref().ok_or(gone)?;
+                mr.span_in(memory.ok_or(gone)?, addr.wrapping_add(self.shift), max)
+            }
             To::Zeros => Ok(null::zeros(max)),
             To::Discarded => Ok(null::discarded(max)),
         }
@@ -127,6 +147,8 @@ impl<'a> Memo<'a> {
 #[derive(Debug)]
 pub struct Keys {
     slab: Slab<Key>,
+    /// The VM's memory.
+    memory: Option<GuestMemory>,
     /// Number of windows.
     mws: u32,
     /// Queue pairs with the indices of the windows of type 2 that they bound.
@@ -141,6 +163,7 @@ impl Keys {
     pub fn new(limits: &Limits) -> Self {
         Self {
             slab: Slab::new(1, limits.mrs.saturating_add(limits.mws)),
+            memory: None,
             mws: 0,
             bound: Mutex::default(),
             max_mrs: limits.mrs,
@@ -160,11 +183,11 @@ impl Keys {
         self.slab.len().saturating_sub(self.mws())
     }
 
-    /// All regions.
+    /// All regions but fast ones.
     pub fn regions(&self) -> impl Iterator<Item = &Mr> {
         self.slab.iter().filter_map(|(_, key)| match key {
             Key::Region(mr) => Some(&**mr),
-            Key::Window(_) => None,
+            Key::Fast(_) | Key::Window(_) => None,
         })
     }
 
@@ -177,6 +200,17 @@ impl Keys {
             return Err(Error::NoMemory);
         }
         self.add(|index| Key::Region(Box::new(make(index))))
+    }
+
+    /// Adds a fast region.
+    ///
+    /// # Errors
+    /// [`Error::NoMemory`] if there are too many regions.
+    pub fn add_fast_region(&mut self, region: FastMr) -> Result<u32, Error> {
+        if self.mrs() >= self.max_mrs {
+            return Err(Error::NoMemory);
+        }
+        self.add(|_| Key::Fast(Box::new(region)))
     }
 
     /// Adds the window that `make` makes of its index.
@@ -210,6 +244,15 @@ impl Keys {
         }
     }
 
+    /// The fast region of a key, whatever the lowest 8 bits of that are.
+    #[must_use]
+    pub fn fast_region(&self, key: u32) -> Option<&FastMr> {
+        match self.slab.get(key >> 8) {
+            Some(Key::Fast(region)) => Some(region),
+            _ => None,
+        }
+    }
+
     /// The region of a key, to change it.
     pub fn region_mut(&mut self, key: u32) -> Option<&mut Mr> {
         match self.slab.get_mut(key >> 8) {
@@ -218,19 +261,21 @@ impl Keys {
         }
     }
 
-    /// Takes a region out.
+    /// Takes a region out; a fast one whatever the lowest 8 bits of its key are by now.
     ///
     /// # Errors
     /// [`Error::NotFound`], or [`Error::Busy`] while windows are bound to it.
-    pub fn remove_region(&mut self, key: u32) -> Result<Mr, Error> {
-        let mr = self.region_mut(key).ok_or(Error::NotFound)?;
-        if *mr.windows.get_mut() != 0 {
+    pub fn remove_region(&mut self, key: u32) -> Result<Removed, Error> {
+        let (pd, mr) = match self.slab.get_mut(key >> 8) {
+            Some(Key::Region(mr)) if mr.key == key => (mr.pd, Some(&mut **mr)),
+            Some(Key::Fast(region)) => (region.pd, region.get_mut()),
+            _ => return Err(Error::NotFound),
+        };
+        if mr.is_some_and(|mr| *mr.windows.get_mut() != 0) {
             return Err(Error::Busy);
         }
-        match self.slab.remove(key >> 8) {
-            Some(Key::Region(mr)) => Ok(*mr),
-            _ => Err(Error::NotFound),
-        }
+        let _key = self.slab.remove(key >> 8).ok_or(Error::NotFound)?;
+        Ok(Removed { pd, _key })
     }
 
     /// Takes a window out, whatever the lowest 8 bits of its key are by now.
@@ -261,9 +306,12 @@ impl Keys {
 
     /// Finds the memory of all regions anew after a change of the memory table.
     pub fn rebase(&mut self, memory: Option<&GuestMemory>) {
+        self.memory = memory.cloned();
         for key in self.slab.iter_mut() {
-            if let Key::Region(mr) = key {
-                mr.rebase(memory);
+            match key {
+                Key::Region(mr) => mr.rebase(memory),
+                Key::Fast(region) => region.rebase(memory),
+                Key::Window(_) => {}
             }
         }
     }
@@ -353,6 +401,16 @@ impl Keys {
             Some(Key::Window(mw)) => {
                 self.grant_window(mw, key, accessor, access, Some((addr, len)))
             }
+            Some(Key::Fast(region)) => {
+                let lease = region.lease().ok_or(UNKNOWN)?;
+                let mr = lease.as_ref().ok_or(UNKNOWN)?;
+                mr.check(key, accessor.pd, access, addr, len)?;
+                Ok(Grant {
+                    to: To::Fast(lease, self.memory.as_ref()),
+                    shift: 0,
+                    _window: None,
+                })
+            }
             // What local accesses are for is told by this flag alone.
             None if key == NULL_LKEY && accessor.qp.is_none() => Ok(Grant {
                 to: if access & LOCAL_WRITE == 0 {
@@ -363,7 +421,7 @@ impl Keys {
                 shift: 0,
                 _window: None,
             }),
-            _ => Err(KeyError(vendor_err::KEY_UNKNOWN)),
+            _ => Err(UNKNOWN),
         }
     }
 
@@ -374,10 +432,15 @@ impl Keys {
     pub fn check_whole(&self, key: u32, accessor: Accessor, access: u32) -> Result<(), KeyError> {
         match self.slab.get(key >> 8) {
             Some(Key::Region(mr)) => mr.check(key, accessor.pd, access, mr.iova, 0),
+            Some(Key::Fast(region)) => {
+                let lease = region.lease().ok_or(UNKNOWN)?;
+                let mr = lease.as_ref().ok_or(UNKNOWN)?;
+                mr.check(key, accessor.pd, access, mr.iova, 0)
+            }
             Some(Key::Window(mw)) => self
                 .grant_window(mw, key, accessor, access, None)
                 .map(|_| ()),
-            None => Err(KeyError(vendor_err::KEY_UNKNOWN)),
+            None => Err(UNKNOWN),
         }
     }
 
@@ -389,11 +452,10 @@ impl Keys {
         access: u32,
         range: Option<(u64, u64)>,
     ) -> Result<Grant<'a>, KeyError> {
-        let unknown = KeyError(vendor_err::KEY_UNKNOWN);
         // Windows are for remote accesses only.
-        let qp = accessor.qp.ok_or(unknown)?;
+        let qp = accessor.qp.ok_or(UNKNOWN)?;
         let state = mw.state();
-        let binding = state.binding.filter(|_| state.key == key).ok_or(unknown)?;
+        let binding = state.binding.filter(|_| state.key == key).ok_or(UNKNOWN)?;
         if mw.pd != accessor.pd || (mw.type_2 && binding.qp != qp) {
             return Err(KeyError(vendor_err::KEY_PD));
         }
@@ -403,14 +465,19 @@ impl Keys {
         if let Some((addr, len)) = range {
             check_range(binding.iova, binding.length, addr, len)?;
         }
-        match self.slab.get(binding.region) {
-            Some(Key::Region(mr)) => Ok(Grant {
-                to: To::Region(mr),
-                shift: binding.shift,
-                _window: Some(state),
-            }),
-            _ => Err(unknown),
-        }
+        let to = match self.slab.get(binding.region) {
+            Some(Key::Region(mr)) => To::Region(mr),
+            // It is registered as long as a window is bound to it.
+            Some(Key::Fast(region)) => {
+                To::Fast(region.lease().ok_or(UNKNOWN)?, self.memory.as_ref())
+            }
+            _ => return Err(UNKNOWN),
+        };
+        Ok(Grant {
+            to,
+            shift: binding.shift,
+            _window: Some(state),
+        })
     }
 
     /// Binds a window, as a work request of queue pair `qp` of protection domain `pd` says. Nobody uses its old binding any
@@ -436,8 +503,7 @@ impl Keys {
         };
         let index = bind.mw_rkey >> 8;
         self.unbind(index, &mut state);
-        if let Some((mr, binding)) = binding {
-            mr.windows.fetch_add(1, Ordering::Relaxed);
+        if let Some(binding) = binding {
             if mw.type_2 {
                 self.bound().insert((qp, index));
             }
@@ -447,18 +513,27 @@ impl Keys {
         Ok(())
     }
 
-    /// What a window becomes bound to.
-    fn binding(&self, bind: &BindMw, pd: u32, qp: u32) -> Result<(&Mr, Binding), KeyError> {
+    /// What a window becomes bound to. The region counts it already.
+    fn binding(&self, bind: &BindMw, pd: u32, qp: u32) -> Result<Binding, KeyError> {
         if bind.access & !WINDOW_ACCESS != 0 || (bind.reserved, bind.reserved1) != (0, 0) {
             return Err(CANNOT_BIND);
         }
-        let mr = self.region(bind.mr_lkey).ok_or(CANNOT_BIND)?;
         let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
         let wanted = if bind.access & writes == 0 {
             access::MW_BIND
         } else {
             access::MW_BIND | access::LOCAL_WRITE
         };
+        let lease;
+        let mr = match self.slab.get(bind.mr_lkey >> 8) {
+            Some(Key::Region(mr)) => Some(&**mr),
+            Some(Key::Fast(region)) => {
+                lease = region.lease().ok_or(CANNOT_BIND)?;
+                lease.as_ref()
+            }
+            _ => None,
+        };
+        let mr = mr.ok_or(CANNOT_BIND)?;
         mr.check(bind.mr_lkey, pd, wanted, bind.mr_addr, bind.length)
             .map_err(|_| CANNOT_BIND)?;
         let iova = if bind.access & access::ZERO_BASED != 0 {
@@ -474,7 +549,28 @@ impl Keys {
             length: bind.length,
             shift: bind.mr_addr.wrapping_sub(iova),
         };
-        Ok((mr, binding))
+        if !mr.bind() {
+            return Err(CANNOT_BIND);
+        }
+        Ok(binding)
+    }
+
+    /// Whether a fast region of protection domain `pd` can be registered with this key, and that region.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check_register(&self, key: u32, pd: u32) -> Result<&FastMr, KeyError> {
+        let region = self.fast_region(key).ok_or(UNKNOWN)?;
+        region.check_free(pd)?;
+        Ok(region)
+    }
+
+    /// Registers `mr` for the fast region that its key is of, and that can hold it.
+    ///
+    /// # Errors
+    /// Why that cannot be.
+    pub fn register(&self, mr: Mr) -> Result<(), KeyError> {
+        self.fast_region(mr.key).ok_or(UNKNOWN)?.register(mr)
     }
 
     /// Whether queue pair `qp` of protection domain `pd`, or its peer, may invalidate `key`.
@@ -484,11 +580,22 @@ impl Keys {
     pub fn check_invalidate(&self, key: u32, pd: u32, qp: u32) -> Result<(), KeyError> {
         match self.slab.get(key >> 8) {
             Some(Key::Window(mw)) => may_invalidate(mw, &mw.state(), key, pd, qp),
+            Some(Key::Fast(region)) => region.check_invalidate(key, pd),
             _ => Err(CANNOT_BIND),
         }
     }
 
-    /// Invalidates `key` for queue pair `qp` of protection domain `pd`, or for its peer. Nobody uses it any longer then.
+    /// Whether protection domain `pd` may invalidate the region of `key`.
+    ///
+    /// # Errors
+    /// Where not.
+    pub fn check_invalidate_region(&self, key: u32, pd: u32) -> Result<(), KeyError> {
+        let region = self.fast_region(key).ok_or(CANNOT_BIND)?;
+        region.check_invalidate(key, pd)
+    }
+
+    /// Invalidates `key` for queue pair `qp` of protection domain `pd`, or for its peer. Nobody uses it any longer then. The
+    /// caller must not have a [`Grant`]: it could wait for itself.
     ///
     /// # Errors
     /// Where that is not possible.
@@ -500,6 +607,7 @@ impl Keys {
                 self.unbind(key >> 8, &mut state);
                 Ok(())
             }
+            Some(Key::Fast(region)) => region.invalidate(key, pd).map(drop),
             _ => Err(CANNOT_BIND),
         }
     }
@@ -526,8 +634,17 @@ impl Keys {
             return;
         };
         self.bound().remove(&(binding.qp, index));
-        if let Some(Key::Region(mr)) = self.slab.get(binding.region) {
-            mr.windows.fetch_sub(1, Ordering::Relaxed);
+        match self.slab.get(binding.region) {
+            Some(Key::Region(mr)) => {
+                mr.windows.fetch_sub(1, Ordering::Relaxed);
+            }
+            Some(Key::Fast(region)) => {
+                // While a window is bound to it, nobody is about to change it.
+                if let Some(mr) = region.lease().as_ref().and_then(|lease| lease.as_ref()) {
+                    mr.windows.fetch_sub(1, Ordering::Relaxed);
+                }
+            }
+            _ => {}
         }
     }
 }
@@ -545,6 +662,7 @@ fn may_invalidate(mw: &Mw, state: &State, key: u32, pd: u32, qp: u32) -> Result<
 mod tests {
     use super::*;
     use crate::memory::{region, Pages};
+    use crate::verbs::footprint::Footprint;
     use crate::verbs::mr::Backing;
     use proptest::prelude::*;
     use std::sync::atomic::AtomicU32;
@@ -579,7 +697,7 @@ mod tests {
             iova: 0x10000,
             length: 0x2000,
             offset: 0,
-            footprint: 0,
+            share: Footprint::default().share(0),
             windows: AtomicU32::new(0),
             backing: Backing::Pages(Pages::resolve(&memory, &[0, 0x1000], 12).unwrap()),
         });

@@ -6,6 +6,8 @@
 //! lock of the object itself.
 
 pub mod cq;
+pub mod fast;
+pub mod footprint;
 pub mod keys;
 pub mod mr;
 pub mod mw;

@@ -1,27 +1,135 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Memory regions (specification: "Memory regions and keys").
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use virtio_rdma_spec::verbs::vendor_err;
+use virtio_rdma_spec::command::PageList;
+use virtio_rdma_spec::config::feature;
+use virtio_rdma_spec::verbs::{access, vendor_err};
 
+use super::footprint::Share;
 use super::keys::KeyError;
-use crate::memory::{GuestMemory, Pages, Span};
+use super::Error;
+use crate::memory::{Blocks, GuestMemory, Pages, Resolved, Span};
+use crate::rnic::Rnic;
+
+/// Longest region, bytes.
+pub const MAX_MR_SIZE: u64 = 1 << 40;
+
+/// `Mr::windows` of a region to which no window can be bound any longer.
+pub(super) const NO_WINDOWS: u32 = u32::MAX;
+
+/// Access flags that a region may have.
+const ACCESS: u32 = access::LOCAL_WRITE
+    | access::REMOTE_WRITE
+    | access::REMOTE_READ
+    | access::REMOTE_ATOMIC
+    | access::ZERO_BASED
+    | access::HUGETLB
+    | access::RELAXED_ORDERING;
+
+/// Access flags that come with a feature.
+const ACCESS_FEATURES: [(u32, u32); 3] = [
+    (access::MW_BIND, feature::MW),
+    (access::FLUSH_GLOBAL, feature::FLUSH),
+    (access::PHYSICAL, feature::PHYSICAL_MR),
+];
+
+/// Access flags that the specification names, but that this device does not support: its pages are pinned and volatile.
+const ACCESS_NEVER: u32 = access::ON_DEMAND | access::FLUSH_PERSISTENT;
+
+/// Checks the access flags of a region.
+///
+/// # Errors
+/// [`Error::Invalid`] for flags that are unknown or that cannot be without others, [`Error::NotSupported`] for those that are not
+/// supported.
+pub fn check_access(rnic: &Rnic, wanted: u32) -> Result<(), Error> {
+    let known = ACCESS_FEATURES
+        .iter()
+        .fold(ACCESS | ACCESS_NEVER, |all, (bit, _)| all | bit);
+    if wanted & !known != 0 {
+        return Err(Error::Invalid);
+    }
+    let missing = ACCESS_FEATURES
+        .iter()
+        .any(|(bit, feature)| wanted & bit != 0 && !rnic.accepted(*feature));
+    if missing || wanted & ACCESS_NEVER != 0 {
+        return Err(Error::NotSupported);
+    }
+    // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1, 10.6.3.1).
+    let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
+    if wanted & writes != 0 && wanted & access::LOCAL_WRITE == 0 {
+        return Err(Error::Invalid);
+    }
+    Ok(())
+}
+
+/// What a region covers.
+#[derive(Debug, Clone, Copy)]
+pub struct Range {
+    /// Address of the first byte, as work requests name it.
+    pub iova: u64,
+    /// Length, bytes.
+    pub length: u64,
+    /// Offset of the first byte in the pages or blocks.
+    pub offset: u64,
+}
+
+impl Range {
+    /// Checks address and length of a region with these access flags.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`].
+    pub fn check(self, access: u32) -> Result<Self, Error> {
+        let zero_based = access & access::ZERO_BASED != 0;
+        let iova = if zero_based { 0 } else { self.iova };
+        let end = iova.checked_add(self.length.saturating_sub(1));
+        if self.length > MAX_MR_SIZE || end.is_none() {
+            return Err(Error::Invalid);
+        }
+        Ok(Self { iova, ..self })
+    }
+
+    /// Whether it is of as many pages as the list has.
+    #[must_use]
+    pub fn has_pages(&self, list: &PageList) -> bool {
+        let shift = u32::from(list.page_shift);
+        (12..=31).contains(&shift)
+            && self.offset >> shift == 0
+            // A region without bytes is on a page, too.
+            && self.offset.checked_add(self.length).is_some_and(|end| {
+                u64::from(list.count) == end.max(1).div_ceil(1 << shift)
+            })
+    }
+}
 
 /// The memory of a region.
 #[derive(Debug)]
 pub enum Backing {
     /// Pages.
     Pages(Pages),
+    /// Blocks.
+    Blocks(Blocks),
     /// All guest memory, by guest-physical addresses, while there is any.
     Physical(Option<GuestMemory>),
 }
 
 impl Backing {
-    /// Number of pages.
+    /// Number of pages or blocks.
     #[must_use]
     pub fn count(&self) -> u64 {
         match self {
             Self::Pages(pages) => pages.count(),
+            Self::Blocks(blocks) => blocks.count(),
+            Self::Physical(_) => 0,
+        }
+    }
+
+    /// Memory of the process that it takes, bytes.
+    #[must_use]
+    pub fn footprint(&self) -> u64 {
+        match self {
+            Self::Pages(pages) => pages.footprint(),
+            Self::Blocks(blocks) => blocks.footprint(),
             Self::Physical(_) => 0,
         }
     }
@@ -30,7 +138,17 @@ impl Backing {
     fn rebase(&mut self, memory: Option<&GuestMemory>) {
         match self {
             Self::Pages(pages) => *pages = pages.rebase(memory),
+            Self::Blocks(blocks) => *blocks = blocks.rebase(memory),
             Self::Physical(old) => *old = memory.cloned(),
+        }
+    }
+}
+
+impl From<Resolved> for Backing {
+    fn from(resolved: Resolved) -> Self {
+        match resolved {
+            Resolved::Pages(pages) => Self::Pages(pages),
+            Resolved::Blocks(blocks) => Self::Blocks(blocks),
         }
     }
 }
@@ -50,9 +168,9 @@ pub struct Mr {
     pub length: u64,
     /// Offset of the first byte in the pages.
     pub offset: u64,
-    /// What its page list takes of our memory, bytes.
-    pub footprint: u64,
-    /// Windows that are bound to it.
+    /// What its page list takes of our memory.
+    pub share: Share,
+    /// Windows that are bound to it. See also `NO_WINDOWS`.
     pub windows: AtomicU32,
     /// Its memory.
     pub backing: Backing,
@@ -83,7 +201,7 @@ impl Mr {
         }
         check_range(self.iova, self.length, addr, len)?;
         match &self.backing {
-            Backing::Pages(_) => Ok(()),
+            Backing::Pages(_) | Backing::Blocks(_) => Ok(()),
             Backing::Physical(memory) => memory
                 .as_ref()
                 .filter(|memory| memory.covers(addr, len))
@@ -97,20 +215,28 @@ impl Mr {
     #[must_use]
     pub fn piece(&self, addr: u64) -> Option<(u64, Span<'_>)> {
         let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
-        match &self.backing {
-            Backing::Pages(pages) => {
-                let (start, span) = pages.piece(offset)?;
-                // The first and the last page may be more than the region.
-                let from = start.max(self.offset);
-                let to = (start + span.len() as u64).min(self.offset + self.length);
-                let piece = span.get(from - start, to - from)?;
-                Some((self.iova.wrapping_add(from - self.offset), piece))
-            }
+        let (start, span) = match &self.backing {
+            Backing::Pages(pages) => pages.piece(offset)?,
+            Backing::Blocks(blocks) => blocks.piece(offset)?,
             Backing::Physical(memory) => {
                 let left = self.length - (offset - self.offset);
-                Some((addr, memory.as_ref()?.span(offset, left)?))
+                return Some((addr, memory.as_ref()?.span(offset, left)?));
             }
-        }
+        };
+        // The first and the last page may be more than the region.
+        let from = start.max(self.offset);
+        let to = (start + span.len() as u64).min(self.offset + self.length);
+        let piece = span.get(from - start, to - from)?;
+        Some((self.iova.wrapping_add(from - self.offset), piece))
+    }
+
+    /// Counts a window that is bound to it, if one still can be.
+    pub(super) fn bind(&self) -> bool {
+        let more = |count: u32| count.checked_add(1).filter(|count| *count != NO_WINDOWS);
+        let counted = self
+            .windows
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        counted.is_ok()
     }
 
     /// Finds its memory anew after a change of the memory table.
@@ -128,9 +254,29 @@ impl Mr {
         // The range is within the region, and the region within its pages: they are lost, if anything.
         match &self.backing {
             Backing::Pages(pages) => pages.span(offset, max),
+            Backing::Blocks(blocks) => blocks.span(offset, max),
             Backing::Physical(memory) => {
                 memory.as_ref().and_then(|memory| memory.span(offset, max))
             }
+        }
+        .ok_or(KeyError(vendor_err::MEMORY_GONE))
+    }
+
+    /// The same, for as long as `memory` lives, which is the VM's.
+    ///
+    /// # Errors
+    /// If the memory is gone.
+    pub fn span_in<'m>(
+        &self,
+        memory: &'m GuestMemory,
+        addr: u64,
+        max: u64,
+    ) -> Result<Span<'m>, KeyError> {
+        let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
+        match &self.backing {
+            Backing::Pages(pages) => pages.span_in(memory, offset, max),
+            Backing::Blocks(blocks) => blocks.span_in(memory, offset, max),
+            Backing::Physical(_) => memory.span(offset, max),
         }
         .ok_or(KeyError(vendor_err::MEMORY_GONE))
     }
@@ -152,8 +298,8 @@ pub(super) fn check_range(start: u64, length: u64, addr: u64, len: u64) -> Resul
 mod tests {
     use super::*;
     use crate::memory::region;
+    use crate::verbs::footprint::Footprint;
     use proptest::prelude::*;
-    use virtio_rdma_spec::verbs::access;
 
     fn lost_mr(iova: u64, length: u64) -> Mr {
         let access = access::LOCAL_WRITE | access::REMOTE_READ;
@@ -164,7 +310,7 @@ mod tests {
             iova,
             length,
             offset: 0,
-            footprint: 0,
+            share: Footprint::default().share(0),
             windows: AtomicU32::new(0),
             backing: Backing::Pages(
                 Pages::resolve(&GuestMemory::new(vec![region(0, 1)]).unwrap(), &[0], 12)

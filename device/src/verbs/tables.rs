@@ -6,6 +6,7 @@ use std::sync::Arc;
 use virtio_rdma_spec::doorbell;
 
 use super::cq::{Cq, Source};
+use super::footprint::Footprint;
 use super::keys::Keys;
 use super::qp::Qp;
 use super::slab::Slab;
@@ -131,8 +132,8 @@ pub struct Tables {
     pub xrcds: Slab<Pd>,
     /// Attachments to multicast groups: queue pairs with the group's GID.
     pub multicast: BTreeSet<(u32, Gid)>,
-    /// What all page lists take of our memory, bytes.
-    pub footprint: u64,
+    /// What all page lists take of our memory.
+    pub footprint: Footprint,
 }
 
 impl std::fmt::Debug for Tables {
@@ -164,7 +165,7 @@ impl Tables {
             srqs: Slab::new(1, limits.srqs),
             xrcds: Slab::new(1, limits.xrcds),
             multicast: BTreeSet::new(),
-            footprint: 0,
+            footprint: Footprint::default(),
         }
     }
 }

@@ -48,6 +48,7 @@ const FEATURES: u64 = 1 << feature::RC
     | 1 << feature::PHYSICAL_MR
     | 1 << feature::SRQ_RESIZE
     | 1 << feature::CQ_MODERATION
+    | 1 << feature::FAST_REG
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1
@@ -279,7 +280,9 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_features(&mut self, features: u64) -> Result<()> {
         let has = |feature: u32| features & (1 << feature) != 0;
         let needs_srq = has(feature::XRC) || has(feature::SRQ_RESIZE);
-        if features & !FEATURES != 0 || (needs_srq && !has(feature::SRQ)) {
+        let lacks =
+            needs_srq && !has(feature::SRQ) || has(feature::FAST_REG) && !has(feature::PHYSICAL_MR);
+        if features & !FEATURES != 0 || lacks {
             return Err(Error::FeatureMismatch);
         }
         self.rnic.set_features(features);

@@ -243,7 +243,7 @@ fn a_killed_front_end_is_cleaned_up_and_taken_back() {
 }
 
 /// Waits until the device knows that the second VM is gone.
-fn wait_until_gone(two: &Two) {
+pub fn wait_until_gone(two: &Two) {
     let deadline = Instant::now() + TIMEOUT;
     let devices = || {
         two.process.status().unwrap()["devices"]

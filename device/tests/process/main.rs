@@ -8,6 +8,7 @@ mod datagram;
 mod ends;
 mod errors;
 mod events;
+mod fast;
 mod frontend;
 mod lifecycle;
 mod memory;

@@ -22,11 +22,11 @@ mod virtqueue;
 mod vm;
 
 pub use mapping::View;
-pub use memory::{page_list, Buffer, Placement, Region};
+pub use memory::{block_list, page_list, Buffer, Placement, Region};
 pub use process::{DeviceProcess, ProcessOptions};
 pub use srq::{Srq, SrqOptions, Xrcd};
 pub use verbs::{
-    Address, Connection, Context, Cq, Mr, Mw, Pd, Polling, Qp, QpOptions, Uses, RECV_FLAG,
+    Address, Connection, Context, Cq, FastMr, Mr, Mw, Pd, Polling, Qp, QpOptions, Uses, RECV_FLAG,
 };
 pub use virtio_rdma_driver_core as core;
 pub use virtio_rdma_spec as spec;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{memfd_create, MemfdFlags};
 use vhost::VhostUserMemoryRegionInfo;
-use virtio_rdma_driver_core::pages::{PageTree, TABLE_SIZE};
-use virtio_rdma_spec::command::PageList;
+use virtio_rdma_driver_core::pages::{PageTree, Slot, TABLE_SIZE};
+use virtio_rdma_spec::command::{Block, PageList};
 
 use crate::mapping::{Mapping, View};
 use crate::{Error, PAGE};
@@ -238,31 +238,66 @@ pub fn page_list(region: &Arc<Region>, pages: &[u64]) -> Result<(PageList, Optio
         list.addr = pages.first().copied().unwrap_or(0);
         return Ok((list, None));
     }
+    let (tables, root) = page_tables(region, &tree)?;
+    list.addr = root;
+    for (page, addr) in (0..).zip(pages) {
+        if let Some(slot) = tree.page_slot(page) {
+            put(&tables, slot, 8, &addr.to_le_bytes());
+        }
+    }
+    Ok((list, Some(tables)))
+}
+
+/// A block list of the pieces of memory with these guest-physical addresses and lengths, with its tables in `region`.
+///
+/// # Errors
+/// If there are no or too many blocks, or no memory for the tables.
+pub fn block_list(
+    region: &Arc<Region>,
+    blocks: &[(u64, u64)],
+) -> Result<(PageList, Buffer), Error> {
+    let tree = PageTree::of_blocks(blocks.len() as u64).ok_or(Error::BadAddress)?;
+    let (tables, root) = page_tables(region, &tree)?;
+    for (number, (addr, length)) in (0..).zip(blocks) {
+        if let Some(slot) = tree.page_slot(number) {
+            let block = Block {
+                addr: *addr,
+                length: *length,
+            };
+            put(&tables, slot, Block::SIZE, &block.to_bytes());
+        }
+    }
+    let list = PageList {
+        addr: root,
+        count: tree.count(),
+        levels: tree.levels(),
+        ..PageList::default()
+    };
+    Ok((list, tables))
+}
+
+/// Tables with the addresses of each other; and the address of the topmost one.
+fn page_tables(region: &Arc<Region>, tree: &PageTree) -> Result<(Buffer, u64), Error> {
     let size = tree.tables() as usize * TABLE_SIZE;
     // Where there is no such run of pages left, any pages will do.
     let tables = region
         .buffer(size, Placement::Contiguous)
         .or_else(|_| region.buffer(size, Placement::Scattered))?;
-    let put = |slot: virtio_rdma_driver_core::pages::Slot, addr: u64| {
-        let offset = slot.table as usize * TABLE_SIZE + slot.index as usize * 8;
-        tables
-            .view()
-            .u64(offset)
-            .store(addr.to_le(), std::sync::atomic::Ordering::Relaxed);
-    };
-    for (page, addr) in (0..).zip(pages) {
-        if let Some(slot) = tree.page_slot(page) {
-            put(slot, *addr);
-        }
-    }
+    let mut root = 0;
     for table in 0..tree.tables() {
         let addr = tables.page(table as usize);
         match tree.table_slot(table) {
-            Some(slot) => put(slot, addr),
-            None => list.addr = addr,
+            Some(slot) => put(&tables, slot, 8, &addr.to_le_bytes()),
+            None => root = addr,
         }
     }
-    Ok((list, Some(tables)))
+    Ok((tables, root))
+}
+
+/// Writes an entry of a table, in which each has `size` bytes.
+fn put(tables: &Buffer, slot: Slot, size: usize, entry: &[u8]) {
+    let offset = slot.table as usize * TABLE_SIZE + slot.index as usize * size;
+    tables.view().write(offset, entry);
 }
 
 impl Drop for Buffer {

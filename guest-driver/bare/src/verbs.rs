@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::command::{
-    AllocMw, AttachMcast, CreateContext, CreateCq, CreatePd, CreateQp, DeallocMw, DeregMr,
+    AllocMr, AllocMw, AttachMcast, CreateContext, CreateCq, CreatePd, CreateQp, DeallocMw, DeregMr,
     DestroyContext, DestroyCq, DestroyPd, DestroyQp, DetachMcast, ModifyCq, ModifyQp, QueryQp,
     RegMr, ResizeCq,
 };
@@ -17,7 +17,9 @@ use virtio_rdma_spec::command::{
     self as spec, create_qp_flag, AddressVector, Handle, Multicast, PageList, QpAttr,
 };
 use virtio_rdma_spec::doorbell::BLOCK_SIZE;
-use virtio_rdma_spec::ring::{BindMw, Cqe, CqeExtension, MaskedOperands, SendWqe, Sge, UdWqe};
+use virtio_rdma_spec::ring::{
+    BindMw, Cqe, CqeExtension, FastReg, MaskedOperands, SendWqe, Sge, UdWqe,
+};
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, wr_opcode};
 
 use crate::mapping::View;
@@ -162,6 +164,24 @@ impl Pd {
         })
     }
 
+    /// Allocates a fast region for lists of up to `max_pages` pages, or, by `flags`, blocks.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn fast_region(self: &Arc<Self>, max_pages: u32, flags: u32) -> Result<FastMr, Error> {
+        let body = spec::AllocMr {
+            pd: self.handle,
+            max_pages,
+            flags,
+            ..spec::AllocMr::default()
+        };
+        let response = self.vm.execute::<AllocMr>(&body)?;
+        Ok(FastMr {
+            pd: self.clone(),
+            key: response.lkey,
+        })
+    }
+
     /// Registers `length` bytes of `buffer` from `offset`, under the address `iova`.
     ///
     /// # Errors
@@ -220,6 +240,28 @@ pub struct Mw {
 impl Drop for Mw {
     fn drop(&mut self) {
         let _ = self.pd.vm.execute::<DeallocMw>(&handle(self.rkey));
+    }
+}
+
+/// A fast region.
+#[derive(Debug)]
+pub struct FastMr {
+    pd: Arc<Pd>,
+    /// Its first key.
+    pub key: u32,
+}
+
+impl FastMr {
+    /// Its key with these low 8 bits.
+    #[must_use]
+    pub fn key(&self, low: u8) -> u32 {
+        self.key & !0xff | u32::from(low)
+    }
+}
+
+impl Drop for FastMr {
+    fn drop(&mut self) {
+        let _ = self.pd.vm.execute::<DeregMr>(&handle(self.key));
     }
 }
 
@@ -1175,6 +1217,36 @@ impl Qp {
         batch.push_bind(&wqe, bind)?;
         batch.commit();
         self.ring()
+    }
+
+    /// Posts the registration of a fast region.
+    ///
+    /// # Errors
+    /// If the queue is full.
+    pub fn post_reg(&self, wr_id: u64, reg: &FastReg) -> Result<(), Error> {
+        let wqe = SendWqe {
+            opcode: wr_opcode::REG_MR,
+            wr_id,
+            ..SendWqe::default()
+        };
+        let mut batch = self.send_queue().batch();
+        batch.push_reg(&wqe, reg)?;
+        batch.commit();
+        self.ring()
+    }
+
+    /// Posts the invalidation of a key.
+    ///
+    /// # Errors
+    /// If the queue is full.
+    pub fn invalidate(&self, wr_id: u64, key: u32) -> Result<(), Error> {
+        let wqe = SendWqe {
+            opcode: wr_opcode::LOCAL_INV,
+            imm: key,
+            wr_id,
+            ..SendWqe::default()
+        };
+        self.post_send(&wqe, &[])
     }
 
     /// Posts a masked atomic operation.

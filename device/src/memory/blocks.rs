@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Blocks of guest memory, of any address and length, resolved to host addresses.
+use std::marker::PhantomData;
+
+use super::guest::{Host, Range};
+use super::{Error, GuestMemory, Span};
+
+/// A list of blocks of guest memory, resolved, that are seen as one piece of memory. Keeps the mapping that it was resolved in
+/// alive.
+#[derive(Debug)]
+pub struct Blocks {
+    place: Place,
+    /// Where each block starts, counted from the first.
+    starts: Box<[u64]>,
+    /// Length of all, bytes.
+    len: u64,
+}
+
+/// Where blocks are known to be.
+#[derive(Debug)]
+enum Place {
+    /// In this memory, at these host addresses.
+    Mapped(GuestMemory, Box<[Host]>),
+    /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be accessed.
+    Lost(Box<[u64]>),
+}
+
+/// Resolves blocks one after the other.
+#[derive(Debug)]
+pub(super) struct BlockResolver {
+    /// Where the last block was: most likely the next one is there, too.
+    range: Option<Range>,
+    starts: Vec<u64>,
+    hosts: Vec<Host>,
+    len: u64,
+}
+
+impl BlockResolver {
+    /// For `count` blocks.
+    pub(super) fn new(count: usize) -> Self {
+        Self {
+            range: None,
+            starts: Vec::with_capacity(count),
+            hosts: Vec::with_capacity(count),
+            len: 0,
+        }
+    }
+
+    /// Takes the next block.
+    pub(super) fn push(
+        &mut self,
+        memory: &GuestMemory,
+        addr: u64,
+        length: u64,
+    ) -> Result<(), Error> {
+        if length == 0 {
+            return Err(Error::PageList);
+        }
+        let known = self.range.and_then(|range| range.host(addr, length));
+        let host = match known {
+            Some(host) => host,
+            None => {
+                self.range = memory.range(addr).copied();
+                self.range
+                    .and_then(|range| range.host(addr, length))
+                    .ok_or(Error::NotGuestMemory(addr))?
+            }
+        };
+        self.starts.push(self.len);
+        self.hosts.push(host);
+        self.len = self.len.checked_add(length).ok_or(Error::PageList)?;
+        Ok(())
+    }
+
+    pub(super) fn finish(self, memory: &GuestMemory) -> Result<Blocks, Error> {
+        Ok(Blocks {
+            place: Place::Mapped(memory.clone(), self.hosts.into()),
+            starts: self.starts.into(),
+            len: self.len,
+        })
+    }
+}
+
+impl Blocks {
+    /// Memory of the process that a block takes at most, bytes.
+    pub const BLOCK_FOOTPRINT: u64 = (size_of::<u64>() + size_of::<Host>()) as u64;
+
+    /// Resolves the blocks of guest-physical address and length.
+    fn resolve(
+        memory: &GuestMemory,
+        blocks: impl ExactSizeIterator<Item = (u64, u64)>,
+    ) -> Result<Self, Error> {
+        let mut resolver = BlockResolver::new(blocks.len());
+        for (addr, length) in blocks {
+            resolver.push(memory, addr, length)?;
+        }
+        resolver.finish(memory)
+    }
+
+    /// The same blocks, resolved anew in `memory`. Where that fails they are lost, until a later call finds them.
+    #[must_use]
+    pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
+        let guest: Box<[u64]> = match &self.place {
+            Place::Mapped(memory, hosts) => hosts.iter().filter_map(|h| memory.guest(*h)).collect(),
+            Place::Lost(guest) => guest.clone(),
+        };
+        let ends = self.starts.iter().skip(1).chain([&self.len]);
+        let lengths: Vec<u64> = self.starts.iter().zip(ends).map(|(a, b)| b - a).collect();
+        let blocks = guest.iter().copied().zip(lengths);
+        memory
+            .and_then(|memory| Self::resolve(memory, blocks).ok())
+            .unwrap_or_else(|| Self {
+                place: Place::Lost(guest),
+                starts: self.starts.clone(),
+                len: self.len,
+            })
+    }
+
+    /// Whether they were resolved in this very memory.
+    #[must_use]
+    pub fn resolved_in(&self, memory: &GuestMemory) -> bool {
+        matches!(&self.place, Place::Mapped(own, _) if own.same(memory))
+    }
+
+    /// Number of blocks.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.starts.len() as u64
+    }
+
+    /// Length of all, bytes.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there is nothing.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether `length` bytes from `offset` on begin in the first block and need all of them.
+    #[must_use]
+    pub fn fit(&self, offset: u64, length: u64) -> bool {
+        let first = self.starts.get(1).copied().unwrap_or(self.len);
+        let last = self.starts.last().copied().unwrap_or(0);
+        let end = offset.checked_add(length);
+        offset < first && end.is_some_and(|end| end <= self.len && (end > last || last == 0))
+    }
+
+    /// Memory of the process that this list takes, bytes.
+    #[must_use]
+    pub fn footprint(&self) -> u64 {
+        Self::BLOCK_FOOTPRINT * self.count()
+    }
+
+    /// The block that `offset` is in, and at which offset it starts; `None` beyond the end.
+    #[must_use]
+    pub fn piece(&self, offset: u64) -> Option<(u64, Span<'_>)> {
+        let Place::Mapped(_, hosts) = &self.place else {
+            return None;
+        };
+        if offset >= self.len {
+            return None;
+        }
+        let after = self.starts.partition_point(|start| *start <= offset);
+        let block = after.checked_sub(1)?;
+        let start = *self.starts.get(block)?;
+        let end = self.starts.get(after).copied().unwrap_or(self.len);
+        // Each block was found to lie in one region of the memory, as long as that lives.
+        let span = Span {
+            ptr: hosts.get(block)?.0,
+            len: (end - start) as usize,
+            owner: PhantomData,
+        };
+        Some((start, span))
+    }
+
+    /// A contiguous piece that starts at `offset`, of at most `max` bytes; `None` beyond the end.
+    #[must_use]
+    pub fn span(&self, offset: u64, max: u64) -> Option<Span<'_>> {
+        let (start, block) = self.piece(offset)?;
+        let (_, rest) = block.split_at((offset - start) as usize);
+        let (span, _) = rest.split_at(usize::try_from(max).unwrap_or(usize::MAX));
+        Some(span)
+    }
+
+    /// The same as [`Self::span`], for as long as `memory` lives; `None` also if the blocks were not resolved in it.
+    #[must_use]
+    pub fn span_in<'m>(&self, memory: &'m GuestMemory, offset: u64, max: u64) -> Option<Span<'m>> {
+        let span = self.span(offset, max)?;
+        self.resolved_in(memory).then(|| span.in_memory(memory))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{copy, fetch_bytes, region};
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn blocks_are_found_again() {
+        let memory = GuestMemory::new(vec![region(0, 2), region(0x10000, 1)]).unwrap();
+        let list = [(0x10, 0x20), (0x10ffe, 2), (0x1fff, 1), (0, 0x2000)];
+        let blocks = Blocks::resolve(&memory, list.into_iter()).unwrap();
+        assert_eq!((blocks.count(), blocks.len()), (4, 0x2023));
+        let piece = |blocks: &Blocks, at| blocks.piece(at).map(|(start, span)| (start, span.len()));
+        for (at, expected) in [
+            (0, Some((0, 0x20))),
+            (0x1f, Some((0, 0x20))),
+            (0x20, Some((0x20, 2))),
+            (0x22, Some((0x22, 1))),
+            (0x23, Some((0x23, 0x2000))),
+            (0x2022, Some((0x23, 0x2000))),
+            (0x2023, None),
+            (u64::MAX, None),
+        ] {
+            assert_eq!(piece(&blocks, at), expected, "{at:#x}");
+        }
+        let lost = blocks.rebase(None);
+        assert_eq!(
+            (lost.count(), lost.len(), piece(&lost, 0)),
+            (4, 0x2023, None)
+        );
+        assert!(!lost.resolved_in(&memory));
+        let partly = GuestMemory::new(vec![region(0, 2)]).unwrap();
+        assert_eq!(piece(&blocks.rebase(Some(&partly)), 0), None);
+        let found = lost.rebase(Some(&memory));
+        assert!(found.resolved_in(&memory));
+        assert_eq!(piece(&found, 0x20), Some((0x20, 2)));
+        assert_eq!(found.span(0x2000, 0x1000).unwrap().len(), 0x23);
+    }
+
+    #[test]
+    fn what_is_no_block_is_refused() {
+        let memory = GuestMemory::new(vec![region(0, 2)]).unwrap();
+        let one = |addr, length| Blocks::resolve(&memory, [(addr, length)].into_iter());
+        assert!(one(0x1fff, 1).is_ok());
+        assert!(matches!(one(0, 0), Err(Error::PageList)));
+        for (addr, length) in [(0x1fff, 2), (0x2000, 1), (1, u64::MAX), (u64::MAX, 1)] {
+            assert!(matches!(one(addr, length), Err(Error::NotGuestMemory(_))));
+        }
+    }
+
+    #[test]
+    fn a_range_needs_all_its_blocks() {
+        let memory = GuestMemory::new(vec![region(0, 1)]).unwrap();
+        let blocks = |list: &[(u64, u64)]| Blocks::resolve(&memory, list.iter().copied()).unwrap();
+        let three = blocks(&[(0, 4), (8, 4), (16, 4)]);
+        for (offset, length, fits) in [
+            (0, 12, true),
+            (0, 9, true),
+            (0, 8, false),
+            (3, 9, true),
+            (3, 10, false),
+            (4, 8, false),
+            (0, u64::MAX, false),
+            (1, u64::MAX, false),
+        ] {
+            assert_eq!(three.fit(offset, length), fits, "{offset} {length}");
+        }
+        let one = blocks(&[(0, 4)]);
+        assert!(one.fit(0, 0) && one.fit(3, 0) && one.fit(3, 1));
+        assert!(!one.fit(4, 0) && !three.fit(0, 0));
+    }
+
+    proptest! {
+        /// All bytes, read through spans of any size, are those of the blocks put together.
+        #[test]
+        fn blocks_are_one_memory(
+            list in prop::collection::vec((0u64..0x1800, 1u64..0x800), 1..20), offset: u64, max in 1u64..0x1000,
+        ) {
+            let memory = GuestMemory::new(vec![region(0, 2)]).unwrap();
+            let pattern: Vec<u8> = (0..0x2000u32).map(|i| (i * 7 + i / 251) as u8).collect();
+            copy(memory.span(0, 0x2000).unwrap(), pattern.as_slice().into());
+            let blocks = Blocks::resolve(&memory, list.iter().copied()).unwrap();
+            let bytes: Vec<u8> =
+                list.iter().flat_map(|(at, len)| &pattern[*at as usize..][..*len as usize]).copied().collect();
+            let mut at = offset % bytes.len() as u64;
+            let mut read = Vec::new();
+            while let Some(span) = blocks.span(at, max) {
+                prop_assert!(!span.is_empty() && span.len() as u64 <= max);
+                let mut piece = vec![0; span.len()];
+                fetch_bytes(&mut piece, span);
+                at += piece.len() as u64;
+                read.extend(piece);
+            }
+            prop_assert_eq!(&read[..], &bytes[(offset % bytes.len() as u64) as usize..]);
+        }
+    }
+}
