@@ -58,7 +58,10 @@ static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_PHYSICAL_MR,
 	VRDMA_FEATURE_SRQ_RESIZE,
 	VRDMA_FEATURE_CQ_MODERATION,
+	VRDMA_FEATURE_FAST_REG,
 };
+/* The rest of the driver asks for each, and asking for one that is not here is a BUG. */
+static_assert(ARRAY_SIZE(vrdma_features) == VRDMA_FEATURES);
 
 /* A device must not offer these without what they need. If one does, we go without. */
 static int vrdma_validate(struct virtio_device *vdev)
@@ -67,6 +70,8 @@ static int vrdma_validate(struct virtio_device *vdev)
 		__virtio_clear_bit(vdev, VRDMA_FEATURE_XRC);
 		__virtio_clear_bit(vdev, VRDMA_FEATURE_SRQ_RESIZE);
 	}
+	if (!virtio_has_feature(vdev, VRDMA_FEATURE_PHYSICAL_MR))
+		__virtio_clear_bit(vdev, VRDMA_FEATURE_FAST_REG);
 	return 0;
 }
 
