@@ -15,16 +15,27 @@ use crate::shell;
 #[derive(Clone, Debug)]
 pub struct Images {
     roots: Vec<(Suite, PathBuf)>,
+    storage_roots: Vec<(Suite, PathBuf)>,
     kernels: Vec<(Kernel, KernelImage)>,
 }
 
 impl Images {
+    /// Adds the root images with what serves and uses storage.
+    pub fn add_storage(&mut self, kernels: &[Kernel]) -> Result<()> {
+        let suites = images::suites(kernels).into_iter();
+        let roots = suites.map(|suite| Ok((suite, images::storage_image(suite)?)));
+        self.storage_roots = roots.collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// The root image with what serves and uses storage, for a kernel.
+    pub fn storage_root(&self, kernel: Kernel) -> Result<&Path> {
+        root_of(&self.storage_roots, kernel)
+    }
+
     /// The root image for a kernel.
     pub fn root(&self, kernel: Kernel) -> Result<&Path> {
-        let found = self.roots.iter().find(|(of, _)| *of == kernel.suite());
-        found
-            .map(|(_, image)| image.as_path())
-            .with_context(|| format!("no root image of {}", kernel.suite()))
+        root_of(&self.roots, kernel)
     }
 
     /// The image of a kernel.
@@ -34,6 +45,13 @@ impl Images {
             .map(|(_, image)| image)
             .with_context(|| format!("no image of kernel {kernel}"))
     }
+}
+
+fn root_of(roots: &[(Suite, PathBuf)], kernel: Kernel) -> Result<&Path> {
+    let found = roots.iter().find(|(of, _)| *of == kernel.suite());
+    found
+        .map(|(_, image)| image.as_path())
+        .with_context(|| format!("no root image of {}", kernel.suite()))
 }
 
 /// This project's programs for one guest kernel.
@@ -101,6 +119,7 @@ pub fn images(kernels: &[Kernel]) -> Result<Images> {
         let kernels = kernel_images(&build_roots(kernels)?)?;
         Ok(Images {
             roots: join(roots)?,
+            storage_roots: Vec::new(),
             kernels,
         })
     })
@@ -146,6 +165,7 @@ pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
         let (kernels, modules) = join(guest)?;
         let images = Images {
             roots: join(roots)?,
+            storage_roots: Vec::new(),
             kernels,
         };
         let (device, providers) = programs?;

@@ -263,6 +263,34 @@ pub fn root_image(suite: Suite) -> Result<PathBuf> {
     Ok(dir.join("root.img"))
 }
 
+/// The root image of guests that serve and use storage: the other one with more in it.
+pub fn storage_image(suite: Suite) -> Result<PathBuf> {
+    let base = root_image(suite)?;
+    let script = scripts().join("storage.sh");
+    // The base's entry has its key in its name.
+    let entry = base.parent().and_then(Path::file_name);
+    let key = Key::new()
+        .path(&script)?
+        .bytes(entry.unwrap_or_default().as_encoded_bytes());
+    let name = suite.entry("guest-storage");
+    let dir = cache::entry(&name, key, |dir| {
+        let what = format!("Making the image of {suite} guests with storage");
+        shell::step(&what, || {
+            shell::logged(
+                &name,
+                shell::as_root("bash")
+                    .arg(&script)
+                    .arg(&base)
+                    .arg(dir.join("root.img"))
+                    .arg(mirror())
+                    .arg(suite.name()),
+            )?;
+            shell::own(dir)
+        })
+    })?;
+    Ok(dir.join("root.img"))
+}
+
 /// What a kernel needs to boot the root image.
 pub fn kernel_image(build_root: &BuildRoot, kernel: Kernel) -> Result<KernelImage> {
     let key = build_root.key(

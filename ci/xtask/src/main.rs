@@ -69,6 +69,9 @@ enum Command {
         /// Only cases whose name contains this
         #[arg(long)]
         only: Option<String>,
+        /// Shorter where a lane does the same for minutes: to try it out
+        #[arg(long)]
+        quick: bool,
     },
     /// Measure how fast the device is, beside what it competes with; the report is target/reports/bench.md
     Bench(commands::bench::Options),
@@ -126,7 +129,18 @@ fn dispatch(command: Command) -> Result<bool> {
             names,
             kernel,
             only,
-        } => commands::lane::run(&names, kernel, only.as_deref()),
+            quick,
+        } => {
+            let only = only.as_deref();
+            commands::lane::run(
+                &names,
+                &lanes::Choice {
+                    kernel,
+                    only,
+                    quick,
+                },
+            )
+        }
         Command::Bench(options) => commands::bench::run(&options),
         Command::Instructions { update, only } => {
             setup::packages(&["valgrind"])?;

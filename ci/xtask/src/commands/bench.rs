@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{ensure, Result};
 
+use crate::lanes::Choice;
 use crate::{commands, report, setup, shell};
 
 /// What the native part competes with, and the font of the plots.
@@ -75,7 +76,7 @@ pub fn run(options: &Options) -> Result<bool> {
         shell::step("Measuring natively", || bench(&words))?;
     }
     if !options.native {
-        good = commands::lane::run(&["bench-vm".to_owned()], None, None)?;
+        good = commands::lane::run(&["bench-vm".to_owned()], &Choice::default())?;
     }
     bench(&["report"])?;
     if options.publish {

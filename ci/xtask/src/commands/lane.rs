@@ -3,21 +3,20 @@
 
 use anyhow::Result;
 
-use crate::images::Kernel;
-use crate::lanes::{self, Means};
+use crate::lanes::{self, Choice, Means};
 use crate::setup;
 
 /// Runs the lanes; false if a case failed.
-pub fn run(names: &[String], kernel: Option<Kernel>, only: Option<&str>) -> Result<bool> {
+pub fn run(names: &[String], choice: &Choice) -> Result<bool> {
     let wanted = names
         .iter()
         .map(|name| lanes::find(name))
         .collect::<Result<Vec<_>>>()?;
     setup::run()?;
-    let means = Means::prepare(&wanted, kernel)?;
+    let means = Means::prepare(&wanted, choice.kernel)?;
     let mut good = true;
     for lane in &wanted {
-        good &= lanes::run(lane, &means, kernel, only)?.good();
+        good &= lanes::run(lane, &means, choice)?.good();
     }
     Ok(good)
 }

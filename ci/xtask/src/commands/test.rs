@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use crate::commands::instructions;
-use crate::lanes::{self, Means};
+use crate::lanes::{self, Choice, Means};
 use crate::report::Outcome;
 use crate::{setup, shell};
 
@@ -157,7 +157,11 @@ fn results(line: &str) -> Option<Count> {
 fn lane(name: &str, only: Option<&str>) -> Result<Count> {
     let lane = lanes::find(name)?;
     let means = Means::prepare(std::slice::from_ref(&lane), None)?;
-    let report = lanes::run(&lane, &means, None, only)?;
+    let choice = Choice {
+        only,
+        ..Choice::default()
+    };
+    let report = lanes::run(&lane, &means, &choice)?;
     Ok(Count {
         passed: report.count(Outcome::Passed),
         failed: report.count(Outcome::Failed),

@@ -24,6 +24,7 @@ pub fn lane() -> Lane {
         with_device: false,
         vms: 2,
         memory: 1024,
+        storage: false,
         runs: cases,
     }
 }

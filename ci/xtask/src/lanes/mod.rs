@@ -12,6 +12,7 @@ mod smoke;
 mod stock;
 mod suite;
 pub mod tools;
+mod ulp;
 mod verbs;
 
 use std::fmt::Write as _;
@@ -42,9 +43,14 @@ pub struct Lane {
     pub vms: u8,
     /// Memory of each in MiB.
     pub memory: u32,
+    /// True for guests with the image of storage, and a disk each that outlives them.
+    pub storage: bool,
     /// The kernels it runs on, and the cases it runs there.
     pub runs: fn() -> Vec<(Kernel, Vec<Case>)>,
 }
+
+/// The disk of a guest with storage, MiB.
+const STORAGE_DISK: u64 = 512;
 
 /// One case.
 #[derive(Clone, Copy)]
@@ -78,6 +84,7 @@ pub fn all() -> Vec<Lane> {
         scale::lane(),
         stock::lane(),
         perftest::lane(),
+        ulp::lane(),
         bench::lane(),
     ]
 }
@@ -104,6 +111,8 @@ pub struct Ground<'a> {
     pub bed: Bed,
     /// The guests' kernel.
     pub kernel: Kernel,
+    /// True if it is to be shorter than usual.
+    pub quick: bool,
     plan: Plan<'a>,
     figures: Vec<(String, Value)>,
     sub_cases: Vec<CaseReport>,
@@ -283,28 +292,38 @@ impl Means {
             }
         }
         if lanes.iter().any(|lane| lane.with_device) {
-            Ok(Means::All(Box::new(artifacts::everything(&kernels)?)))
+            let mut everything = artifacts::everything(&kernels)?;
+            if lanes.iter().any(|lane| lane.storage) {
+                everything.images.add_storage(&kernels)?;
+            }
+            Ok(Means::All(Box::new(everything)))
         } else {
             Ok(Means::Stock(artifacts::images(&kernels)?))
         }
     }
 }
 
-/// Runs a lane and writes its report. `only` selects cases by a part of their names.
-pub fn run(
-    lane: &Lane,
-    means: &Means,
-    kernel: Option<Kernel>,
-    only: Option<&str>,
-) -> Result<Report> {
+/// What of a lane runs, and how.
+#[derive(Clone, Copy, Default)]
+pub struct Choice<'a> {
+    /// Only this guest kernel.
+    pub kernel: Option<Kernel>,
+    /// Only cases with this in their names.
+    pub only: Option<&'a str>,
+    /// Shorter than usual.
+    pub quick: bool,
+}
+
+/// Runs a lane and writes its report.
+pub fn run(lane: &Lane, means: &Means, choice: &Choice) -> Result<Report> {
     let mut lane_report = Report::new(lane.name);
     for (on, cases) in (lane.runs)() {
         let cases: Vec<Case> = cases
             .into_iter()
-            .filter(|case| only.is_none_or(|part| case.name.contains(part)))
+            .filter(|case| choice.only.is_none_or(|part| case.name.contains(part)))
             .collect();
-        if kernel.is_none_or(|wanted| wanted == on) && !cases.is_empty() {
-            run_on(lane, means, on, &cases, &mut lane_report)?;
+        if choice.kernel.is_none_or(|wanted| wanted == on) && !cases.is_empty() {
+            run_on(lane, means, on, &cases, choice.quick, &mut lane_report)?;
         }
     }
     let path = lane_report.write()?;
@@ -321,6 +340,7 @@ fn run_on(
     means: &Means,
     kernel: Kernel,
     cases: &[Case],
+    quick: bool,
     lane_report: &mut Report,
 ) -> Result<()> {
     let stock = PathBuf::from("qemu-system-x86_64");
@@ -339,10 +359,15 @@ fn run_on(
     let plan = Plan {
         stack: stack.as_ref().filter(|_| lane.with_device),
         qemu,
-        root: images.root(kernel)?,
+        root: if lane.storage {
+            images.storage_root(kernel)?
+        } else {
+            images.root(kernel)?
+        },
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
         memory: lane.memory,
+        disk: lane.storage.then_some(STORAGE_DISK),
         logs,
         interactive: false,
     };
@@ -361,6 +386,7 @@ fn run_on(
     let mut ground = Ground {
         bed,
         kernel,
+        quick,
         plan,
         figures: Vec::new(),
         sub_cases: Vec::new(),

@@ -27,6 +27,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
+        storage: false,
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],
     }
 }

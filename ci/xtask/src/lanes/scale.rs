@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The lane `scale`: how much of everything one VM can have, and what it costs.
 
-use std::fs;
 use std::time::Duration;
 
 use anyhow::{ensure, Context, Result};
 
-use super::tools::{counts, settled};
+use super::tools::{counts, device_memory, settled};
 use super::{Case, Ground, Lane};
 use crate::images::Kernel;
 
@@ -23,6 +22,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 1,
         memory: 4096,
+        storage: false,
         runs: || {
             let case = Case {
                 name: "65,536 queue pairs and completion queues",
@@ -35,7 +35,7 @@ pub fn lane() -> Lane {
 
 fn queue_pairs(ground: &mut Ground) -> Result<()> {
     let before = counts(&ground.bed)?;
-    let resident = device_memory(ground)?;
+    let resident = device_memory(&ground.bed)?;
     ground.vm(1)?.sh("rm -f /tmp/counted")?;
     let job = ground
         .vm(1)?
@@ -56,7 +56,7 @@ fn queue_pairs(ground: &mut Ground) -> Result<()> {
         );
     }
     // Each pair: a queue pair and its completion queue.
-    let each = (device_memory(ground)?.saturating_sub(resident)) / COUNT;
+    let each = (device_memory(&ground.bed)?.saturating_sub(resident)) / COUNT;
     ground.figure("device_bytes_per_qp_and_cq", each);
     ground.vm(1)?.sh("touch /tmp/counted")?;
     let output = job.wait(PATIENCE)?;
@@ -86,14 +86,4 @@ fn queue_pairs(ground: &mut Ground) -> Result<()> {
         );
     }
     settled(&ground.bed, &before)
-}
-
-/// Resident memory of the device process, bytes, without that of the guests, which it shares.
-fn device_memory(ground: &Ground) -> Result<u64> {
-    let device = ground.bed.device.as_ref().context("no device")?;
-    let path = format!("/proc/{}/status", device.pid());
-    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
-    Ok(kib.context("no RssAnon")? * 1024)
 }

@@ -123,6 +123,7 @@ pub fn lane_56() -> Lane {
         with_device: true,
         vms: 1,
         memory: 1024,
+        storage: false,
         runs: || {
             let cases = [
                 Case {
@@ -151,6 +152,7 @@ pub fn lane_65() -> Lane {
         with_device: true,
         vms: 1,
         memory: 1024,
+        storage: false,
         runs: || {
             let cases = [
                 Case {

@@ -2,6 +2,7 @@
 //! Running the stock tools between VMs, and reading what they say.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::time::Duration;
 
 use anyhow::{bail, ensure, Context, Result};
@@ -233,6 +234,16 @@ pub fn settled(bed: &Bed, before: &[Counts]) -> Result<()> {
     })?;
     let now = counts(bed)?;
     same.with_context(|| format!("objects are left over: there were {before:?}, there are {now:?}"))
+}
+
+/// Resident memory of the device process, bytes, without that of the guests, which it shares.
+pub fn device_memory(bed: &Bed) -> Result<u64> {
+    let device = bed.device.as_ref().context("no device")?;
+    let path = format!("/proc/{}/status", device.pid());
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
+    Ok(kib.context("no RssAnon")? * 1024)
 }
 
 /// A table of perftest.

@@ -45,6 +45,8 @@ pub struct Plan<'a> {
     pub vms: u8,
     /// Memory of each in MiB.
     pub memory: u32,
+    /// MiB of a disk for each that keeps its contents when the VM is killed, `/dev/vdc`.
+    pub disk: Option<u64>,
     /// Where console and device logs go.
     pub logs: PathBuf,
     /// Give the serial consoles sockets (`console-N` in the bed's directory) instead of log files alone.
@@ -157,6 +159,9 @@ impl Vm {
         let console_log = plan.logs.join(format!("vm{number}.console"));
         let _ = fs::remove_file(&console_log);
         let qemu_log = plan.logs.join(format!("vm{number}.qemu"));
+        if let Some(size) = plan.disk {
+            File::create(disk(directory, number))?.set_len(size << 20)?;
+        }
         let path = |name: &str| directory.join(format!("{name}-{number}"));
         let command = command_line(plan, number, directory, &console_log);
         let mut vm = Vm {
@@ -335,6 +340,11 @@ fn link(directory: &Path, number: u8) -> PathBuf {
     directory.join(format!("net-{number}"))
 }
 
+/// The image of a VM's own disk.
+fn disk(directory: &Path, number: u8) -> PathBuf {
+    directory.join(format!("disk-{number}"))
+}
+
 /// The QEMU command line of a VM.
 fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -> Vec<String> {
     let socket = |name: &str| {
@@ -394,6 +404,14 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
             ),
         );
         add("-device", format!("virtio-blk-pci,drive={disk}"));
+    }
+    if plan.disk.is_some() {
+        let path = disk(directory, number);
+        add(
+            "-drive",
+            format!("if=none,id=disk,format=raw,file={}", path.display()),
+        );
+        add("-device virtio-blk-pci,drive=disk", String::new());
     }
 
     if plan.interactive {
