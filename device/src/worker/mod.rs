@@ -349,7 +349,7 @@ impl Loop {
                 if before.is_some() {
                     self.patience.found();
                 }
-                self.turns(now);
+                self.turns(now, TURNS);
                 idle_since = None;
                 continue;
             }
@@ -384,9 +384,15 @@ impl Loop {
         let now = self.look();
         let work = !self.queue.is_empty();
         if work {
-            self.turns(now);
+            self.turns(now, TURNS);
         }
         work
+    }
+
+    /// As [`Self::round`], but one turn at most: for who looks at what is between two turns.
+    pub fn step(&mut self) {
+        let now = self.look();
+        self.turns(now, 1);
     }
 
     /// Takes over changes of the list of RNICs.
@@ -511,8 +517,8 @@ impl Loop {
         }
     }
 
-    fn turns(&mut self, now: u64) {
-        for _ in 0..TURNS {
+    fn turns(&mut self, now: u64, most: usize) {
+        for _ in 0..most {
             let Some(qp) = self.queue.pop_front() else {
                 break;
             };
