@@ -209,15 +209,18 @@ layouts! {
         4 => reserved: [u8; 60],
     }
 
-    /// The start of a completion queue's buffer: written by the driver, read by the device.
-    pub struct CqRecord(64) {
+    /// The start of a completion queue's buffer: written by the driver, read by the device. What is written with every completion and
+    /// what is read with every completion do not share a cache line.
+    pub struct CqRecord(128) {
         /// Entries consumed so far, modulo 2^32. The device reads it to see that the queue is not full.
         0 => consumer: u32,
+        /// Reserved, zero.
+        4 => reserved0: [u8; 60],
         /// Arming: bit 0: any completion, bit 1: solicited completions and errors only, bits 2..32: a sequence number that
         /// the driver increments with every arming. Zero: never armed.
-        4 => arm: u32,
+        64 => arm: u32,
         /// Reserved, zero.
-        8 => reserved: [u8; 56],
+        68 => reserved1: [u8; 60],
     }
 }
 
@@ -239,6 +242,8 @@ pub const RECV_DATA_OFFSET: usize = RecvWqe::SIZE;
 pub const WQE_PHASE_WORD: usize = 0;
 /// Offset, in a completion queue entry, of the aligned 8 bytes that hold the phase.
 pub const CQE_PHASE_WORD: usize = 24;
+/// Offset of `CqRecord::arm`.
+pub const CQ_ARM_OFFSET: usize = 64;
 /// Smallest stride of a send queue, bytes.
 pub const MIN_SEND_STRIDE: u32 = 64;
 /// Smallest stride of a receive queue, bytes.

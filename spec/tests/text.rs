@@ -241,6 +241,7 @@ fn groups_of_crate() -> BTreeMap<String, Group> {
             ring::RECV_DATA_OFFSET,
             ring::WQE_PHASE_WORD,
             ring::CQE_PHASE_WORD,
+            ring::CQ_ARM_OFFSET,
             ring::MIN_SEND_STRIDE,
             ring::MIN_RECV_STRIDE,
             ring::MAX_WQE_STRIDE,

@@ -17,7 +17,7 @@ pub const STRIDES: [u32; 2] = [Cqe::SIZE as u32, (Cqe::SIZE + CqeExtension::SIZE
 /// Offset of `CqRecord::consumer`.
 const CONSUMER: u64 = 0;
 /// Offset of `CqRecord::arm`.
-const ARM: u64 = 4;
+const ARM: u64 = ring::CQ_ARM_OFFSET as u64;
 
 /// Largest `count` of MODIFY_CQ.
 pub const MAX_MODERATION_COUNT: u16 = u16::MAX;

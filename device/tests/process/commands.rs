@@ -316,7 +316,7 @@ fn queues_are_checked() {
         entries: 64,
         comp_vector: 0,
         stride: 32,
-        ring_offset: 64,
+        ring_offset: 128,
         flags: 0,
         buffer: pages,
         reserved: 0,
@@ -341,8 +341,8 @@ fn queues_are_checked() {
     });
     refused(status::EINVAL, &|c| c.stride = 64);
     refused(status::EINVAL, &|c| c.stride = 0);
-    refused(status::EINVAL, &|c| c.ring_offset = 32);
-    refused(status::EINVAL, &|c| c.ring_offset = 65);
+    refused(status::EINVAL, &|c| c.ring_offset = 64);
+    refused(status::EINVAL, &|c| c.ring_offset = 129);
     refused(status::EINVAL, &|c| c.ring_offset = u32::MAX - 31);
     refused(status::EINVAL, &|c| c.flags = 1);
     refused(status::EINVAL, &|c| c.reserved = 1);

@@ -4,11 +4,11 @@
 //! A completion queue is used by one thread at a time; whoever shares it brings the lock.
 use virtio_rdma_spec::ring::{
     CqRecord, Cqe, CqeExtension, ARM_NEXT, ARM_SEQUENCE, ARM_SOLICITED, CQE_PHASE_WORD,
-    MAX_CQ_ENTRIES,
+    CQ_ARM_OFFSET, MAX_CQ_ENTRIES,
 };
 
 use crate::buffer::RingLayout;
-use crate::ring::{word, BadLayout, Memory, Ring};
+use crate::ring::{BadLayout, Memory, Ring};
 use crate::sync::{fence, AtomicU32, AtomicU64, Ordering};
 
 /// Words of an entry.
@@ -19,6 +19,8 @@ const EXTENDED_WORDS: usize = WORDS + CqeExtension::SIZE / 8;
 const PHASE_WORD: usize = CQE_PHASE_WORD / 8;
 /// The word that holds the number of the queue pair.
 const QP_WORD: usize = 2;
+/// The word of `CqRecord` that holds `arm`.
+const ARM_WORD: usize = CQ_ARM_OFFSET / 8;
 /// The phase, the lowest bit of the last byte.
 const PHASE_BIT: u64 = u64::from_le(1 << 56);
 /// No queue pair has this number: it marks entries that are not to be returned.
@@ -142,24 +144,17 @@ impl<M: Memory> CompletionQueue<M> {
     /// Tells the device what is consumed, so that it can use the entries again.
     #[inline(always)]
     pub fn publish(&self) {
-        self.store_record(Ordering::Release);
-    }
-
-    #[inline(always)]
-    fn store_record(&self, order: Ordering) {
         let consumer = self.consumer.load(Ordering::Relaxed);
-        self.store_record_to(&self.ring, consumer, order);
+        if let Some(at) = self.ring.memory().first() {
+            at.store(u64::from(consumer).to_le(), Ordering::Release);
+        }
     }
 
-    #[inline(always)]
-    fn store_record_to(&self, ring: &Ring<M>, consumer: u32, order: Ordering) {
-        let record = CqRecord {
-            consumer,
-            arm: self.arm.load(Ordering::Relaxed),
-            ..CqRecord::default()
-        };
-        if let Some(at) = ring.memory().first() {
-            at.store(word(&record.to_bytes(), 0), order);
+    /// Tells the device, in `ring`, what is asked for.
+    fn store_arm(&self, ring: &Ring<M>) {
+        let arm = self.arm.load(Ordering::Relaxed);
+        if let Some(at) = ring.memory().get(ARM_WORD) {
+            at.store(u64::from(arm).to_le(), Ordering::SeqCst);
         }
     }
 
@@ -179,7 +174,7 @@ impl<M: Memory> CompletionQueue<M> {
         }
         // The device moves what the record says is not consumed.
         self.publish();
-        self.store_record_to(&ring, 0, Ordering::Release);
+        self.store_arm(&ring);
         Ok(ResizedQueue { ring })
     }
 
@@ -210,7 +205,7 @@ impl<M: Memory> CompletionQueue<M> {
             sequence.wrapping_add(ARM_SEQUENCE) | mode,
             Ordering::Relaxed,
         );
-        self.store_record(Ordering::SeqCst);
+        self.store_arm(&self.ring);
         fence(Ordering::SeqCst);
     }
 
