@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
 use crossbeam_utils::CachePadded;
 use serde::Deserialize;
 use serde_json::{json, Value};
@@ -30,6 +29,7 @@ use crate::verbs::qp::Qp;
 use crate::verbs::srq::Srq;
 use crate::verbs::tables::{Gid, Tables};
 use crate::worker::{Loop, Worker};
+use vhost_device_rdma_sync::{self as sync, Shared, Visit, Visitor, Visitors};
 
 /// Entries of the GID table.
 pub const GID_TABLE_LEN: usize = 32;
@@ -165,6 +165,8 @@ pub trait EventSink: Send + Sync {
 #[derive(Debug)]
 pub struct Adapter {
     workers: Vec<Arc<Worker>>,
+    /// The workers, as those who look at the tables of all VMs.
+    visitors: Visitors,
     ports: Arc<Ports>,
     rnics: Mutex<Vec<Arc<Rnic>>>,
 }
@@ -175,8 +177,8 @@ impl Adapter {
     /// # Errors
     /// If their number is out of range, or a thread cannot be started.
     pub fn new(settings: &AdapterSettings) -> Result<Arc<Self>, Error> {
-        Self::with(settings, |index, cpu| {
-            Worker::start(index, settings.poll_budget, cpu)
+        Self::with(settings, |index, visitor, cpu| {
+            Worker::start(index, visitor, settings.poll_budget, cpu)
         })
     }
 
@@ -186,8 +188,8 @@ impl Adapter {
     /// If the number of workers is out of range, or the system refuses a descriptor.
     pub fn without_threads(settings: &AdapterSettings) -> Result<(Arc<Self>, Vec<Loop>), Error> {
         let mut loops = Vec::new();
-        let adapter = Self::with(settings, |index, _| {
-            let (worker, work) = Worker::without_thread(index, settings.poll_budget)?;
+        let adapter = Self::with(settings, |index, visitor, _| {
+            let (worker, work) = Worker::without_thread(index, visitor, settings.poll_budget)?;
             loops.push(work);
             Ok(worker)
         })?;
@@ -197,23 +199,26 @@ impl Adapter {
     /// An adapter with the workers that `start` makes of their index and CPU.
     fn with(
         settings: &AdapterSettings,
-        mut start: impl FnMut(u16, Option<usize>) -> std::io::Result<Arc<Worker>>,
+        mut start: impl FnMut(u16, Visitor, Option<usize>) -> std::io::Result<Arc<Worker>>,
     ) -> Result<Arc<Self>, Error> {
         if settings.workers == 0 || settings.workers > MAX_WORKERS {
             return Err(Error::Workers(settings.workers));
         }
+        let (visitors, each) = Visitors::new(settings.workers.into());
         let workers = (0..settings.workers)
-            .map(|index| {
+            .zip(each)
+            .map(|(index, visitor)| {
                 let cpu = settings
                     .cpus
                     .get(usize::from(index) % settings.cpus.len().max(1))
                     .copied();
-                start(index, cpu)
+                start(index, visitor, cpu)
             })
             .collect::<Result<_, _>>()
             .map_err(Error::Start)?;
         Ok(Arc::new(Self {
             workers,
+            visitors,
             ports: Arc::default(),
             rnics: Mutex::default(),
         }))
@@ -233,7 +238,7 @@ impl Adapter {
             .collect();
         let rnic = Arc::new(Rnic {
             adapter: Arc::downgrade(self),
-            tables: ShardedLock::new(Tables::new(&settings.limits)),
+            tables: Shared::new(self.visitors.clone(), Tables::new(&settings.limits)),
             node_guid: node_guid(&settings),
             network: settings.network.as_str().into(),
             workers: self.workers.clone(),
@@ -356,7 +361,7 @@ pub struct Rnic {
     adapter: Weak<Adapter>,
     node_guid: u64,
     network: Network,
-    tables: ShardedLock<Tables>,
+    tables: Shared<Tables>,
     pub(crate) workers: Vec<Arc<Worker>>,
     ports: Arc<Ports>,
     pub(crate) next_worker: AtomicU16,
@@ -408,24 +413,20 @@ impl Rnic {
         &self.ports
     }
 
-    /// The tables, if nobody is changing them.
-    #[inline]
-    pub(crate) fn try_tables(&self) -> Option<ShardedLockReadGuard<'_, Tables>> {
-        match self.tables.try_read() {
-            Ok(guard) => Some(guard),
-            Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(std::sync::TryLockError::WouldBlock) => None,
-        }
+    /// The tables, for a worker that looks around, if nobody is changing them.
+    #[inline(always)]
+    pub(crate) fn visit<'a>(&'a self, visit: &'a Visit<'_>) -> Option<&'a Tables> {
+        self.tables.visit(visit)
     }
 
-    /// The tables. Not for workers: see [`Self::try_tables`].
-    pub(crate) fn tables(&self) -> ShardedLockReadGuard<'_, Tables> {
-        self.tables.read().unwrap_or_else(PoisonError::into_inner)
+    /// The tables. Not for workers: see [`Self::visit`].
+    pub(crate) fn tables(&self) -> sync::Read<'_, Tables> {
+        self.tables.read()
     }
 
     /// The tables, to change them. Returns when no access to guest memory is under way.
-    pub(crate) fn tables_mut(&self) -> ShardedLockWriteGuard<'_, Tables> {
-        self.tables.write().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn tables_mut(&self) -> sync::Write<'_, Tables> {
+        self.tables.write()
     }
 
     /// Replaces guest memory: everything that was resolved is resolved anew. Returns when nobody uses the old memory.

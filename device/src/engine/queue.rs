@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The consumer's side of a work queue in guest memory.
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
@@ -55,6 +55,13 @@ impl WorkQueue {
             .to_ne_bytes();
         let [_, flags, ..] = word;
         (flags & PHASE == self.phase()).then_some(word)
+    }
+
+    /// Where the current entry begins.
+    #[inline]
+    #[must_use]
+    pub fn head<'a>(&self, buffer: &'a Pages) -> Option<&'a AtomicU64> {
+        buffer.word(self.at(0))
     }
 
     /// A copy of the first `N` bytes of the current entry, a power of two, if it was posted and they are at hand.

@@ -26,12 +26,13 @@ use super::operation::{completion_opcode, Kind, Operation};
 use super::queue::WorkQueue;
 use super::responder::{Payload, Slice};
 use super::{complete, raise, BURST, SLICE};
-use crate::fabric::local::{self, Fanout, Route};
+use crate::fabric::local::{Fanout, Peer, Route};
 use crate::memory::Pages;
 use crate::rnic::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
 use crate::verbs::keys::{Accessor, KeyError};
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
+use vhost_device_rdma_sync::Visit;
 
 /// How long to wait for a stopped VM before looking again, nanoseconds.
 const STOPPED_RETRY: u64 = 5_000_000;
@@ -195,7 +196,14 @@ impl Requester {
     }
 
     /// One turn of at most `slice` bytes at time `now`, nanoseconds.
-    pub(crate) fn turn(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64, slice: u64) -> Turn {
+    pub(crate) fn turn(
+        &mut self,
+        visit: &Visit<'_>,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        now: u64,
+        slice: u64,
+    ) -> Turn {
         if let Some(until) = self.parked {
             if !qp.wake.swap(false, Ordering::SeqCst) && now < until {
                 return Turn::Park(until);
@@ -217,13 +225,11 @@ impl Requester {
             return Turn::Again;
         }
         if matches!(self.qp_type, qp_type::UD | qp_type::GSI) {
-            return self.datagrams(tables, qp);
+            return self.datagrams(visit, tables, qp);
         }
         let route = std::mem::take(&mut self.route);
         let route = route.refresh(&qp.rnic, self.dest_gid);
-        let turn = local::with_peer(&route, &qp.rnic, tables, |peer| {
-            self.burst(tables, qp, now, slice, peer)
-        });
+        let turn = self.burst(tables, qp, now, slice, &route.peer(visit));
         self.route = route;
         turn
     }
@@ -234,7 +240,7 @@ impl Requester {
         qp: &Arc<Qp>,
         now: u64,
         slice: u64,
-        peer: local::Peer<'_>,
+        peer: &Peer<'_>,
     ) -> Turn {
         let mut budget = Budget {
             messages: BURST,
@@ -242,7 +248,7 @@ impl Requester {
         };
         while budget.messages > 0 {
             if self.active.is_none() {
-                self.direct(tables, qp, &peer, &mut budget);
+                self.direct(tables, qp, peer, &mut budget);
                 if budget.messages == 0 || budget.bytes == 0 {
                     break;
                 }
@@ -276,7 +282,7 @@ impl Requester {
                 continue;
             }
             let len = (active.message.length - active.done).min(budget.bytes);
-            let mut answer = self.exchange(tables, qp, &active, len, &peer);
+            let mut answer = self.exchange(tables, qp, &active, len, peer);
             let lost = matches!(
                 answer,
                 Answer::NoAnswer | Answer::NotReady(_) | Answer::Refused(..) | Answer::Stopped
@@ -385,7 +391,7 @@ impl Requester {
 
     /// A turn of a queue pair that sends datagrams: each goes its own way, whole, and is done with. One to a group counts as
     /// often as there are queue pairs in it.
-    fn datagrams(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Turn {
+    fn datagrams(&mut self, visit: &Visit<'_>, tables: &Tables, qp: &Arc<Qp>) -> Turn {
         let mut budget = SLICE;
         for _ in 0..BURST {
             let active = match self.next_active(tables, qp) {
@@ -401,15 +407,14 @@ impl Requester {
                 let fanout = self.fanout.take();
                 let mut fanout = fanout.unwrap_or_else(|| Fanout::new(qp, datagram.dgid));
                 let source = self.source(tables, qp, &active);
-                let answer = fanout.next(tables, qp, &active.message, &datagram, source);
+                let answer = fanout.next(visit, qp, &active.message, &datagram, source);
                 self.fanout = Some(fanout);
                 answer
             } else {
                 let route = std::mem::take(&mut self.route).refresh(&qp.rnic, datagram.dgid);
-                let answer = local::with_peer(&route, &qp.rnic, tables, |peer| {
-                    let source = self.source(tables, qp, &active);
-                    peer.deliver_datagram(qp, &active.message, &datagram, source)
-                });
+                let source = self.source(tables, qp, &active);
+                let peer = route.peer(visit);
+                let answer = peer.deliver_datagram(qp, &active.message, &datagram, source);
                 self.route = route;
                 answer
             };
@@ -623,7 +628,7 @@ impl Requester {
         qp: &Arc<Qp>,
         active: &Active,
         len: u64,
-        peer: &local::Peer<'_>,
+        peer: &Peer<'_>,
     ) -> Answer {
         let local = Accessor::local(qp.pd);
         let sink = || Cursor::new(tables, &self.sges, local, access::LOCAL_WRITE, active.done);

@@ -17,6 +17,7 @@ use crate::verbs::cq::Cq;
 use crate::verbs::keys::Memo;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
+use vhost_device_rdma_sync::Visit;
 
 /// Name of a network. To clone it allocates nothing.
 pub(crate) type Network = Arc<str>;
@@ -127,15 +128,24 @@ impl Route {
         }
     }
 
-    fn peer(&self) -> Option<&Arc<Rnic>> {
-        self.known.as_ref().and_then(|(_, _, peer)| peer.as_ref())
+    /// The peer that it leads to.
+    #[inline]
+    pub(crate) fn peer<'a>(&'a self, visit: &'a Visit<'_>) -> Peer<'a> {
+        let Some((_, _, Some(peer))) = &self.known else {
+            return Peer::Nobody;
+        };
+        match peer.visit(visit) {
+            None => Peer::Busy,
+            Some(tables) if tables.running => Peer::Here(peer, tables),
+            Some(_) => Peer::Stopped,
+        }
     }
 }
 
-/// The peer's VM, for one turn.
+/// The peer's VM, for one visit.
 #[derive(Debug)]
 pub(crate) enum Peer<'a> {
-    /// Its tables, locked against changes.
+    /// Its tables.
     Here(&'a Arc<Rnic>, &'a Tables),
     /// Its tables are being changed.
     Busy,
@@ -143,29 +153,6 @@ pub(crate) enum Peer<'a> {
     Stopped,
     /// There is none.
     Nobody,
-}
-
-/// Calls `f` with the peer that `route` leads to.
-pub(crate) fn with_peer<R>(
-    route: &Route,
-    own: &Arc<Rnic>,
-    tables: &Tables,
-    f: impl FnOnce(Peer<'_>) -> R,
-) -> R {
-    let Some(peer) = route.peer() else {
-        return f(Peer::Nobody);
-    };
-    if Arc::ptr_eq(peer, own) {
-        return f(Peer::Here(own, tables));
-    }
-    // Never block here: whoever changes the peer's tables may be waiting for us.
-    let Some(peer_tables) = peer.try_tables() else {
-        return f(Peer::Busy);
-    };
-    if !peer_tables.running {
-        return f(Peer::Stopped);
-    }
-    f(Peer::Here(peer, &peer_tables))
 }
 
 /// The queue pair that a requester is connected to.
@@ -337,7 +324,7 @@ impl Fanout {
     /// Hands the datagram to the next queue pair. [`Answer::Progress`]: there are more.
     pub(crate) fn next(
         &mut self,
-        own: &Tables,
+        visit: &Visit<'_>,
         sender: &Arc<Qp>,
         message: &Message,
         datagram: &Datagram,
@@ -348,11 +335,8 @@ impl Fanout {
         };
         let ours = Arc::ptr_eq(rnic, &sender.rnic);
         if !(ours && sender.block_multicast_loopback) {
-            let guard = if ours { None } else { rnic.try_tables() };
-            let tables: &Tables = match &guard {
-                Some(guard) => guard,
-                None if ours => own,
-                None => return Answer::Busy,
+            let Some(tables) = rnic.visit(visit) else {
+                return Answer::Busy;
             };
             // It may have left since.
             let attached = tables.multicast.contains(&(*qpn, datagram.dgid));

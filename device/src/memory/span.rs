@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Copies between pieces of guest memory.
 use std::marker::PhantomData;
-use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, Ordering};
+use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, AtomicUsize, Ordering};
 
 use super::GuestMemory;
 
@@ -228,6 +228,43 @@ pub fn prefetch<T>(object: &T) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = object;
+}
+
+/// Has the processor fetch a word that is to be changed soon, so that the change need not take it from others a second time.
+#[inline(always)]
+pub fn prefetch_write(word: &AtomicU64) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: this changes nothing but caches; processors that do not know the instruction do nothing for it.
+    unsafe {
+        std::arch::asm!("prefetchw [{}]", in(reg) word, options(nostack, preserves_flags));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = word;
+}
+
+/// Where something will be needed.
+#[derive(Debug, Default)]
+pub struct Hint(AtomicUsize);
+
+impl Hint {
+    /// It will be at `word`, or nobody knows where.
+    #[inline]
+    pub fn set(&self, word: Option<&AtomicU64>) {
+        let address = word.map_or(0, |word| std::ptr::from_ref(word) as usize);
+        self.0.store(address, Ordering::Relaxed);
+    }
+
+    /// Has the processor fetch it.
+    #[inline]
+    pub fn prefetch(&self) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+            let line = self.0.load(Ordering::Relaxed) as *const i8;
+            // SAFETY: as in `prefetch`: the address may be anything.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line) };
+        }
+    }
 }
 
 /// Size of a cache line, bytes.

@@ -15,7 +15,7 @@ use super::tables::Tables;
 use super::{state, Error};
 use crate::engine::requester::Requester;
 use crate::engine::responder::Responder;
-use crate::memory::GuestMemory;
+use crate::memory::{GuestMemory, Hint};
 use crate::rnic::Rnic;
 use crate::worker::Worker;
 
@@ -61,6 +61,8 @@ pub struct Qp {
     pub(crate) dead: AtomicBool,
     /// When its worker's timer for it ends, nanoseconds. Only the worker uses it.
     pub(crate) timer: Mutex<u64>,
+    /// Where the next entry of its send queue will be.
+    pub(crate) next_send: Hint,
     attr: Mutex<QpAttr>,
     requester: Mutex<Requester>,
     responder: Mutex<Responder>,
@@ -133,6 +135,7 @@ impl Qp {
             awaited: AtomicBool::new(false),
             dead: AtomicBool::new(false),
             timer: Mutex::new(0),
+            next_send: Hint::default(),
             attr: Mutex::new(QpAttr {
                 port_num: 1,
                 ..QpAttr::default()

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Workers: the threads that look at doorbells and run queue pairs, shared by all VMs.
 //!
-//! A worker loops: take what others scheduled, scan the doorbell memory of every VM, give each queue pair with work a
-//! bounded turn, look at the timers. Without work it goes on looking for a while, then sleeps until a doorbell queue is
-//! notified, another thread schedules something, or a timer ends.
+//! A worker loops: take what others scheduled, scan the doorbell memory of every VM, look at the timers, and give each queue pair
+//! with work a bounded turn: at once where its bit is found if nobody else waits for a turn, else in the order of a queue. Without
+//! work it goes on looking for a while, then sleeps until a doorbell queue is notified, another thread schedules something, or a
+//! timer ends.
 //!
 //! # Sleeping loses no wake-up
 //! A guest sets its doorbell bit and then loads the worker's status word; the worker stores SLEEPING and then scans all
@@ -21,7 +22,6 @@ use std::sync::{Arc, Barrier, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_utils::sync::ShardedLock;
 use rustix::thread::{sched_setaffinity, CpuSet};
 use serde_json::{json, Value};
 use virtio_rdma_spec::doorbell::{
@@ -34,14 +34,15 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use crate::engine::requester::Turn;
 use crate::engine::{notify, LONE_SLICE, SLICE};
-use crate::memory::{prefetch, Pages};
+use crate::memory::{prefetch, prefetch_write, Pages};
 use crate::rnic::{announce, Rnic};
 use crate::verbs::cq::Cq;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Context, Rung, Tables};
 use patience::Patience;
+use vhost_device_rdma_sync::{Visit, Visitor};
 
-/// Queue pairs that get a turn before the doorbells are scanned again.
+/// Queue pairs of the queue that get a turn before the doorbells are scanned again, and those that get one at once while they are.
 const TURNS: usize = 32;
 /// Work requests flushed in one turn.
 const FLUSH: u32 = 64;
@@ -105,10 +106,11 @@ impl Worker {
     /// If the system refuses a descriptor or a thread.
     pub fn start(
         index: u16,
+        visitor: Visitor,
         poll_budget: Duration,
         cpu: Option<usize>,
     ) -> std::io::Result<Arc<Self>> {
-        let (worker, mut work) = Self::without_thread(index, poll_budget)?;
+        let (worker, mut work) = Self::without_thread(index, visitor, poll_budget)?;
         let started = Arc::new(Barrier::new(2));
         let ready = started.clone();
         let thread = std::thread::Builder::new()
@@ -117,7 +119,6 @@ impl Worker {
                 if let Some(cpu) = cpu {
                     pin(index, cpu);
                 }
-                take_shard();
                 ready.wait();
                 work.run();
             })?;
@@ -130,7 +131,11 @@ impl Worker {
     ///
     /// # Errors
     /// If the system refuses a descriptor.
-    pub fn without_thread(index: u16, poll_budget: Duration) -> std::io::Result<(Arc<Self>, Loop)> {
+    pub fn without_thread(
+        index: u16,
+        visitor: Visitor,
+        poll_budget: Duration,
+    ) -> std::io::Result<(Arc<Self>, Loop)> {
         let wake = EventFd::new(EFD_NONBLOCK)?;
         let epoll = Epoll::new()?;
         // Edge triggered: every write wakes, and nobody needs to read.
@@ -159,7 +164,7 @@ impl Worker {
             thread: Mutex::default(),
             stats: Stats::default(),
         });
-        let work = Loop::new(worker.clone(), timer, poll_budget);
+        let work = Loop::new(worker.clone(), visitor, timer, poll_budget);
         Ok((worker, work))
     }
 
@@ -275,12 +280,6 @@ impl Worker {
     }
 }
 
-/// Makes the calling thread read a sharded lock, which gives it a number. It is that number that tells a thread's shard of every such
-/// lock: workers, which are there before all others who read one and not more than there are shards, never share one.
-fn take_shard() {
-    drop(ShardedLock::new(()).read());
-}
-
 fn pin(worker: u16, cpu: usize) {
     let mut set = CpuSet::new();
     if cpu < CpuSet::MAX_CPU {
@@ -294,6 +293,7 @@ fn pin(worker: u16, cpu: usize) {
 /// What only the worker's thread has.
 pub struct Loop {
     worker: Arc<Worker>,
+    visitor: Visitor,
     rnics: Vec<Arc<Rnic>>,
     generation: u64,
     queue: VecDeque<Arc<Qp>>,
@@ -304,6 +304,8 @@ pub struct Loop {
     /// Wakes us from sleep.
     timer: TimerFd,
     epoch: Instant,
+    /// The time at the end of the last look, nanoseconds.
+    time: u64,
     /// How long to look for work before sleeping.
     patience: Patience,
 }
@@ -317,9 +319,10 @@ impl fmt::Debug for Loop {
 }
 
 impl Loop {
-    fn new(worker: Arc<Worker>, timer: TimerFd, poll_budget: Duration) -> Self {
+    fn new(worker: Arc<Worker>, visitor: Visitor, timer: TimerFd, poll_budget: Duration) -> Self {
         Self {
             worker,
+            visitor,
             rnics: Vec::new(),
             generation: u64::MAX,
             queue: VecDeque::new(),
@@ -327,6 +330,7 @@ impl Loop {
             holds: BTreeMap::new(),
             timer,
             epoch: Instant::now(),
+            time: 0,
             patience: Patience::new(poll_budget),
         }
     }
@@ -340,16 +344,18 @@ impl Loop {
         // When we looked for work last, if we have only looked since.
         let mut looked = None;
         while !self.worker.stopping.load(Ordering::Relaxed) {
-            let now = self.look();
+            let served = self.look(TURNS);
+            let now = self.time;
             let before = looked.take();
-            if let Some(before) = before {
+            // More turns than one may have taken so long themselves.
+            if let Some(before) = before.filter(|_| served <= 1) {
                 self.patience.looked(before, now);
             }
-            if !self.queue.is_empty() {
+            if served != 0 || !self.queue.is_empty() {
                 if before.is_some() {
                     self.patience.found();
                 }
-                self.turns(now, TURNS);
+                self.turns(TURNS);
                 idle_since = None;
                 continue;
             }
@@ -367,32 +373,30 @@ impl Loop {
         }
     }
 
-    /// One look at everything that may bring work. Returns the time.
-    fn look(&mut self) -> u64 {
+    /// One look at everything that may bring work. Returns how many turns it gave at once, of at most `most`.
+    fn look(&mut self, most: usize) -> usize {
         self.refresh();
         self.take_inbox();
-        self.scan();
-        let now = self.now();
-        self.expire(now);
-        self.release(now);
-        now
+        let served = self.scan(most);
+        self.time = self.now();
+        self.expire();
+        self.release();
+        served
     }
 
     /// What the worker does again and again while it polls: a look, and turns for those who have work. Returns whether
     /// there was any.
     pub fn round(&mut self) -> bool {
-        let now = self.look();
-        let work = !self.queue.is_empty();
-        if work {
-            self.turns(now, TURNS);
-        }
+        let served = self.look(TURNS);
+        let work = served != 0 || !self.queue.is_empty();
+        self.turns(TURNS);
         work
     }
 
     /// As [`Self::round`], but one turn at most: for who looks at what is between two turns.
     pub fn step(&mut self) {
-        let now = self.look();
-        self.turns(now, 1);
+        self.look(0);
+        self.turns(1);
     }
 
     /// Takes over changes of the list of RNICs.
@@ -415,9 +419,10 @@ impl Loop {
     /// Tells all guests our status; false if one could not be told now.
     fn announce(&mut self, status: u32) -> bool {
         let mut all = true;
+        let visit = self.visitor.enter();
         for rnic in &self.rnics {
-            match rnic.try_tables() {
-                Some(tables) => announce(&tables, self.worker.index, status),
+            match rnic.visit(&visit) {
+                Some(tables) => announce(tables, self.worker.index, status),
                 // Whoever changes the tables may be about to start the VM: then the page says SLEEPING, and the
                 // generation changes.
                 None => all = false,
@@ -464,17 +469,17 @@ impl Loop {
     }
 
     /// Raises the events that were held back and whose time is over.
-    fn release(&mut self, now: u64) {
+    fn release(&mut self) {
         while let Some(entry) = self.holds.first_entry() {
-            if entry.key().0 > now {
+            if entry.key().0 > self.time {
                 break;
             }
             let ((_, id), (weak, number)) = entry.remove_entry();
             let Some(cq) = weak.upgrade() else {
                 continue;
             };
-            if !release(&cq, number) {
-                let until = now.saturating_add(BUSY_RETRY);
+            if !release(&self.visitor.enter(), &cq, number) {
+                let until = self.time.saturating_add(BUSY_RETRY);
                 cq.timer.store(until, Ordering::Relaxed);
                 self.holds.insert((until, id), (weak, number));
             }
@@ -488,26 +493,54 @@ impl Loop {
         timers.into_iter().chain(holds).min()
     }
 
-    /// Collects the queue pairs whose doorbell rang.
-    fn scan(&mut self) {
-        let worker = &self.worker;
-        let queue = &mut self.queue;
+    /// Finds the queue pairs whose doorbell rang. If nobody waits for a turn, the first of them get theirs at once, the others are
+    /// put in the queue. Returns how many turns that were, of at most `most`.
+    fn scan(&mut self, most: usize) -> usize {
+        let visit = self.visitor.enter();
+        let mut turns = Turns {
+            visit: &visit,
+            worker: &self.worker,
+            queue: &mut self.queue,
+            timers: &mut self.timers,
+            time: self.time,
+        };
+        let most = if turns.queue.is_empty() { most } else { 0 };
+        let mut served = 0;
+        // The one to serve next: while others are looked for, what it needs is fetched.
+        let mut next: Option<Served<'_>> = None;
         for rnic in &self.rnics {
-            let Some(tables) = rnic.try_tables() else {
+            let Some(tables) = rnic.visit(&visit).filter(|tables| tables.running) else {
                 continue;
             };
-            if tables.running {
-                for (_, context) in tables.contexts.iter() {
-                    scan_context(worker, context, queue);
-                }
+            for (_, context) in tables.contexts.iter() {
+                scan_context(&self.worker, context, |qp| {
+                    if served == most || visit.awaited() {
+                        turns.again(qp);
+                        return;
+                    }
+                    prefetch(&**qp);
+                    served += 1;
+                    if let Some(Served { tables, qp }) = next.replace(Served { tables, qp }) {
+                        turns.give(tables, qp, SLICE);
+                    }
+                });
             }
         }
+        if let Some(Served { tables, qp }) = next {
+            let slice = if turns.queue.is_empty() {
+                LONE_SLICE
+            } else {
+                SLICE
+            };
+            turns.give(tables, qp, slice);
+        }
+        served
     }
 
     /// Gives queue pairs whose time has come a turn.
-    fn expire(&mut self, now: u64) {
+    fn expire(&mut self) {
         while let Some(entry) = self.timers.first_entry() {
-            if entry.key().0 > now {
+            if entry.key().0 > self.time {
                 break;
             }
             let qp = entry.remove();
@@ -517,14 +550,18 @@ impl Loop {
         }
     }
 
-    fn turns(&mut self, now: u64, most: usize) {
+    /// Gives the first of the queue their turns, `most` of them.
+    fn turns(&mut self, most: usize) {
+        if self.queue.is_empty() {
+            return;
+        }
+        let mut visit = self.visitor.enter();
         for _ in 0..most {
             let Some(qp) = self.queue.pop_front() else {
                 break;
             };
             // Before the turn: what is scheduled during it needs another.
             qp.scheduled.store(false, Ordering::SeqCst);
-            count(&self.worker.stats.turns);
             let slice = match self.queue.front() {
                 Some(next) => {
                     prefetch(&**next);
@@ -532,27 +569,17 @@ impl Loop {
                 }
                 None => LONE_SLICE,
             };
-            match run(&qp, now, slice) {
-                Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
-                    let id = Arc::as_ptr(&qp) as usize;
-                    let until = *qp.timer.lock().unwrap_or_else(PoisonError::into_inner);
-                    self.timers.remove(&(until, id));
-                }
-                Turn::Idle => {}
-                Turn::Again => {
-                    if !qp.scheduled.swap(true, Ordering::SeqCst) {
-                        self.queue.push_back(qp);
-                    }
-                }
-                Turn::Park(until) => {
-                    let id = Arc::as_ptr(&qp) as usize;
-                    let old = std::mem::replace(
-                        &mut *qp.timer.lock().unwrap_or_else(PoisonError::into_inner),
-                        until,
-                    );
-                    self.timers.remove(&(old, id));
-                    self.timers.insert((until, id), qp);
-                }
+            visit.pause();
+            let mut turns = Turns {
+                visit: &visit,
+                worker: &self.worker,
+                queue: &mut self.queue,
+                timers: &mut self.timers,
+                time: self.time,
+            };
+            match qp.rnic.visit(&visit) {
+                Some(tables) => turns.give(tables, &qp, slice),
+                None => turns.again(&qp),
             }
         }
     }
@@ -590,18 +617,20 @@ impl Loop {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
             }
-            self.patience.slept(now, self.now());
+            self.time = self.now();
+            self.patience.slept(now, self.time);
         }
         self.worker.asleep.store(false, Ordering::SeqCst);
         self.announce(worker_status::POLLING);
     }
 
     /// Whether there is anything to do: the look after SLEEPING was announced.
-    fn anything(&self) -> bool {
+    fn anything(&mut self) -> bool {
+        let visit = self.visitor.enter();
         self.worker.inbox_filled.load(Ordering::SeqCst)
             || self.worker.stopping.load(Ordering::SeqCst)
             || self.worker.generation.load(Ordering::SeqCst) != self.generation
-            || self.rnics.iter().any(|rnic| match rnic.try_tables() {
+            || self.rnics.iter().any(|rnic| match rnic.visit(&visit) {
                 Some(tables) => {
                     tables.running
                         && tables.contexts.iter().any(|(_, context)| {
@@ -637,19 +666,31 @@ fn drain(pages: &Pages, offset: u64, mut f: impl FnMut(u32)) {
     }
 }
 
-/// Collects the queue pairs of a context whose doorbell rang.
-fn scan_context(worker: &Worker, context: &Context, queue: &mut VecDeque<Arc<Qp>>) {
+/// Calls `f` with the queue pairs of a context whose doorbell rang.
+#[inline(always)]
+fn scan_context<'a>(worker: &Worker, context: &'a Context, mut f: impl FnMut(&'a Arc<Qp>)) {
     let (pages, root) = root(context, worker);
     let Some(slots) = context.workers.get(usize::from(worker.index)) else {
         return;
     };
+    let Some(word) = pages.word(root) else {
+        return;
+    };
+    // What is set is to be taken.
+    prefetch_write(word);
+    let seen = u64::from_le(word.load(Ordering::Relaxed));
+    if seen == 0 {
+        return;
+    }
+    let first = seen.trailing_zeros().checked_sub(DIRECT_SHIFT);
+    if let Some(Rung::Qp(qp)) = first.and_then(|slot| slots.get(slot)) {
+        qp.next_send.prefetch();
+    }
     let block = root - ROOT_OFFSET as u64;
     let mut ring = |slot: u32| match slots.get(slot) {
         Some(Rung::Qp(qp)) => {
             count(&worker.stats.doorbells);
-            if !qp.scheduled.swap(true, Ordering::SeqCst) {
-                queue.push_back(qp.clone());
-            }
+            f(qp);
         }
         Some(Rung::Srq(srq)) => {
             count(&worker.stats.doorbells);
@@ -691,11 +732,11 @@ fn scan_context(worker: &Worker, context: &Context, queue: &mut VecDeque<Arc<Qp>
 }
 
 /// Raises the event `number` that a completion queue holds back, if it still does; false if that is not possible now.
-fn release(cq: &Arc<Cq>, number: u32) -> bool {
+fn release(visit: &Visit<'_>, cq: &Arc<Cq>, number: u32) -> bool {
     let Some(rnic) = cq.rnic.upgrade() else {
         return true;
     };
-    let Some(tables) = rnic.try_tables() else {
+    let Some(tables) = rnic.visit(visit) else {
         return false;
     };
     // The start of a stopped VM raises what was held back.
@@ -704,20 +745,61 @@ fn release(cq: &Arc<Cq>, number: u32) -> bool {
         && present.is_some_and(|cq_there| Arc::ptr_eq(cq_there, cq))
         && cq.expire(number)
     {
-        notify(&tables, cq);
+        notify(tables, cq);
     }
     true
 }
 
-/// A turn of a queue pair.
-fn run(qp: &Arc<Qp>, now: u64, slice: u64) -> Turn {
-    if qp.dead.load(Ordering::SeqCst) {
-        return Turn::Idle;
+/// A queue pair that gets its turn, with the tables of its VM.
+#[derive(Clone, Copy)]
+struct Served<'a> {
+    tables: &'a Tables,
+    qp: &'a Arc<Qp>,
+}
+
+/// Gives turns, with what follows from them.
+struct Turns<'a> {
+    visit: &'a Visit<'a>,
+    worker: &'a Worker,
+    queue: &'a mut VecDeque<Arc<Qp>>,
+    timers: &'a mut BTreeMap<(u64, usize), Arc<Qp>>,
+    /// The time, nanoseconds: that of the last look.
+    time: u64,
+}
+
+impl Turns<'_> {
+    /// Gives a queue pair of the VM of `tables` a turn of at most `slice` bytes.
+    fn give(&mut self, tables: &Tables, qp: &Arc<Qp>, slice: u64) {
+        count(&self.worker.stats.turns);
+        match run(self.visit, tables, qp, self.time, slice) {
+            Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
+                let until = *qp.timer.lock().unwrap_or_else(PoisonError::into_inner);
+                self.timers.remove(&(until, Arc::as_ptr(qp) as usize));
+            }
+            Turn::Idle => {}
+            Turn::Again => self.again(qp),
+            Turn::Park(until) => {
+                let id = Arc::as_ptr(qp) as usize;
+                let old = std::mem::replace(
+                    &mut *qp.timer.lock().unwrap_or_else(PoisonError::into_inner),
+                    until,
+                );
+                self.timers.remove(&(old, id));
+                self.timers.insert((until, id), qp.clone());
+            }
+        }
     }
-    let Some(tables) = qp.rnic.try_tables() else {
-        return Turn::Again;
-    };
-    let tables: &Tables = &tables;
+
+    /// Puts a queue pair at the end of the queue, unless it is about to get a turn anyway.
+    fn again(&mut self, qp: &Arc<Qp>) {
+        if !qp.scheduled.swap(true, Ordering::SeqCst) {
+            self.queue.push_back(qp.clone());
+        }
+    }
+}
+
+/// A turn of a queue pair of the VM of `tables`.
+fn run(visit: &Visit<'_>, tables: &Tables, qp: &Arc<Qp>, now: u64, slice: u64) -> Turn {
     // The start of a stopped VM schedules all its queue pairs.
     if !tables.running || qp.dead.load(Ordering::SeqCst) {
         return Turn::Idle;
@@ -730,7 +812,7 @@ fn run(qp: &Arc<Qp>, now: u64, slice: u64) -> Turn {
             if qp.awaited.load(Ordering::SeqCst) {
                 qp.responder().receives_posted(qp);
             }
-            qp.requester().turn(tables, qp, now, slice)
+            qp.requester().turn(visit, tables, qp, now, slice)
         }
         qp_state::SQE => {
             if qp.requester().flush(tables, qp, FLUSH) {
@@ -762,6 +844,7 @@ mod tests {
     use super::*;
     use crate::memory::{region, GuestMemory};
     use crate::verbs::tables::Slots;
+    use vhost_device_rdma_sync::Visitors;
     use virtio_rdma_spec::doorbell::BLOCK_PAGES;
 
     #[test]
@@ -784,9 +867,10 @@ mod tests {
             users: 0,
             footprint: 0,
         };
-        let worker = Worker::start(0, Duration::ZERO, None).unwrap();
-        scan_context(&worker, &context, &mut VecDeque::new());
-        worker.stop();
+        let (_, mut visitors) = Visitors::new(1);
+        let visitor = visitors.pop().unwrap();
+        let (worker, _) = Worker::without_thread(0, visitor, Duration::ZERO).unwrap();
+        scan_context(&worker, &context, |_| ());
         let read: Vec<u64> = words()
             .filter(|at| context.doorbell.word(*at).unwrap().load(Ordering::Relaxed) == 0)
             .collect();

@@ -169,6 +169,7 @@ impl Requester {
         let messages = before.messages - budget.messages;
         if messages != 0 {
             self.reset_retries();
+            qp.next_send.set(self.queue.head(&self.buffer));
             // Whatever woke us is behind us.
             qp.wake.store(false, Ordering::Relaxed);
             let bytes = before.bytes - budget.bytes;

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A lock whose readers, a fixed set of threads, write nothing that others read often.
+//!
+//! A reader-writer lock has its readers write to it, each time: two atomic read-modify-writes per lock and look. Workers look at
+//! the tables of every VM millions of times a second, while those change seldom. So a worker is a [`Visitor`]: it says once that it
+//! is about to look around ([`Visitor::enter`]), in a cache line of its own, and then may look at everything that is
+//! [`Shared`], at the cost of a load each. Who wants to change something closes it, and waits until each visitor that may have come
+//! in before has left once.
+//!
+//! # Why nobody reads what is being changed
+//! A visitor stores that it is in, then loads `closed`; a writer stores `closed`, then loads whether the visitor is in. All four are
+//! sequentially consistent: either the visitor sees `closed` and keeps out, or the writer sees the visitor and waits. What the writer
+//! waits for is another number of the visitor's round: what comes in later sees `closed`. `tests/loom.rs` model-checks this.
+use std::cell::UnsafeCell;
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, PoisonError};
+
+#[cfg(loom)]
+use loom::{
+    sync::{
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        RwLock, RwLockReadGuard, RwLockWriteGuard,
+    },
+    thread,
+};
+#[cfg(not(loom))]
+use std::{
+    sync::{
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        RwLock, RwLockReadGuard, RwLockWriteGuard,
+    },
+    thread,
+};
+
+use crossbeam_utils::CachePadded;
+
+/// How often a writer looks whether a visitor has left before it gives others the CPU.
+#[cfg(not(loom))]
+const SPINS: u32 = 100;
+#[cfg(loom)]
+const SPINS: u32 = 0;
+
+/// Stands between a sequentially consistent store or exchange and a later load. The two are ordered as they are; but the model checker
+/// takes such accesses as acquire and release only, and honours fences.
+#[inline(always)]
+fn store_load_order() {
+    #[cfg(loom)]
+    loom::sync::atomic::fence(Ordering::SeqCst);
+}
+
+/// Where a visitor says whether it is in.
+#[derive(Debug)]
+struct Slot {
+    /// Odd while it is in. Only the visitor writes.
+    round: AtomicU64,
+    /// A writer waits for it to leave.
+    awaited: AtomicBool,
+}
+
+impl Slot {
+    /// Returns when the visitor has been out once since.
+    fn wait(&self) {
+        let round = self.round.load(Ordering::SeqCst);
+        if round % 2 == 0 {
+            return;
+        }
+        self.awaited.store(true, Ordering::Relaxed);
+        let mut spins = 0;
+        while self.round.load(Ordering::Acquire) == round {
+            if spins < SPINS {
+                spins += 1;
+                std::hint::spin_loop();
+            } else {
+                thread::yield_now();
+            }
+        }
+    }
+}
+
+/// The visitors of everything that is shared with them.
+#[derive(Debug, Clone)]
+pub struct Visitors {
+    slots: Arc<[CachePadded<Slot>]>,
+}
+
+impl Visitors {
+    /// So many visitors.
+    #[must_use]
+    pub fn new(count: usize) -> (Self, Vec<Visitor>) {
+        let slot = || {
+            CachePadded::new(Slot {
+                round: AtomicU64::new(0),
+                awaited: AtomicBool::new(false),
+            })
+        };
+        let slots: Vec<_> = (0..count).map(|_| slot()).collect();
+        let all = Self {
+            slots: slots.into(),
+        };
+        let each = (0..count).map(|index| Visitor {
+            all: all.clone(),
+            index,
+        });
+        let each = each.collect();
+        (all, each)
+    }
+}
+
+/// One who may look at everything that is shared with its [`Visitors`].
+#[derive(Debug)]
+pub struct Visitor {
+    all: Visitors,
+    /// No other visitor has it.
+    index: usize,
+}
+
+impl Visitor {
+    /// Begins to look around. Writers wait until that ends: it should be soon.
+    #[inline]
+    pub fn enter(&mut self) -> Visit<'_> {
+        let visit = Visit { visitor: self };
+        visit.begin();
+        visit
+    }
+
+    #[inline(always)]
+    fn slot(&self) -> &Slot {
+        &self.all.slots[self.index]
+    }
+}
+
+/// A look around. It keeps what it has seen from being changed.
+#[derive(Debug)]
+pub struct Visit<'a> {
+    visitor: &'a mut Visitor,
+}
+
+impl Visit<'_> {
+    #[inline(always)]
+    fn begin(&self) {
+        let round = &self.visitor.slot().round;
+        // Odd, and never again what it was.
+        let next = (round.load(Ordering::Relaxed) + 1) | 1;
+        round.swap(next, Ordering::SeqCst);
+        store_load_order();
+    }
+
+    #[inline(always)]
+    fn end(&self) {
+        let slot = self.visitor.slot();
+        let next = slot.round.load(Ordering::Relaxed) + 1;
+        slot.round.store(next, Ordering::Release);
+    }
+
+    /// Whether a writer waits for its end.
+    #[inline]
+    #[must_use]
+    pub fn awaited(&self) -> bool {
+        self.visitor.slot().awaited.load(Ordering::Relaxed)
+    }
+
+    /// Lets writers that wait go first.
+    #[inline]
+    pub fn pause(&mut self) {
+        if self.awaited() {
+            self.visitor.slot().awaited.store(false, Ordering::Relaxed);
+            self.end();
+            self.begin();
+        }
+    }
+}
+
+impl Drop for Visit<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.awaited() {
+            self.visitor.slot().awaited.store(false, Ordering::Relaxed);
+        }
+        self.end();
+    }
+}
+
+/// What visitors look at, and others read and change.
+pub struct Shared<T> {
+    visitors: Visitors,
+    /// Somebody changes it.
+    closed: AtomicBool,
+    /// Among those who are not visitors.
+    lock: RwLock<()>,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: references to the value are handed out to several threads (T: Sync), and exclusive ones to whichever holds the lock
+// (T: Send).
+unsafe impl<T: Send + Sync> Sync for Shared<T> {}
+
+impl<T: fmt::Debug> fmt::Debug for Shared<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
+impl<T> Shared<T> {
+    /// A value that `visitors` look at.
+    #[must_use]
+    pub fn new(visitors: Visitors, value: T) -> Self {
+        Self {
+            visitors,
+            closed: AtomicBool::new(false),
+            lock: RwLock::new(()),
+            value: UnsafeCell::new(value),
+        }
+    }
+
+    /// The value, unless somebody changes it, or it is not shared with this visitor.
+    #[inline(always)]
+    pub fn visit<'a>(&'a self, visit: &'a Visit<'_>) -> Option<&'a T> {
+        let ours = Arc::ptr_eq(&self.visitors.slots, &visit.visitor.all.slots);
+        if !ours || self.closed.load(Ordering::SeqCst) {
+            return None;
+        }
+        // SAFETY: who changes the value has stored `closed` before, and found each of its visitors out since: this one is in, and loaded
+        // `closed` since it came in, so that it came in before that store, if there was one, and is waited for until the visit
+        // ends, which the reference does not outlive. That `closed` is false again makes all changes visible.
+        Some(unsafe { &*self.value.get() })
+    }
+
+    /// The value. Not for visitors, whom somebody may be waiting for.
+    pub fn read(&self) -> Read<'_, T> {
+        Read {
+            _lock: self.lock.read().unwrap_or_else(PoisonError::into_inner),
+            shared: self,
+        }
+    }
+
+    /// The value, to change it. Returns when nobody looks at it.
+    pub fn write(&self) -> Write<'_, T> {
+        let lock = self.lock.write().unwrap_or_else(PoisonError::into_inner);
+        self.closed.store(true, Ordering::SeqCst);
+        store_load_order();
+        for slot in &*self.visitors.slots {
+            slot.wait();
+        }
+        Write {
+            _lock: lock,
+            shared: self,
+        }
+    }
+}
+
+/// Leave to read.
+pub struct Read<'a, T> {
+    _lock: RwLockReadGuard<'a, ()>,
+    shared: &'a Shared<T>,
+}
+
+impl<T> Deref for Read<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: writers hold the lock alone.
+        unsafe { &*self.shared.value.get() }
+    }
+}
+
+/// Leave to change.
+pub struct Write<'a, T> {
+    _lock: RwLockWriteGuard<'a, ()>,
+    shared: &'a Shared<T>,
+}
+
+impl<T> Deref for Write<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: as for `deref_mut`.
+        unsafe { &*self.shared.value.get() }
+    }
+}
+
+impl<T> DerefMut for Write<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: we hold the lock alone, and no visitor has a reference: see `Shared::visit`.
+        unsafe { &mut *self.shared.value.get() }
+    }
+}
+
+impl<T> Drop for Write<'_, T> {
+    fn drop(&mut self) {
+        self.shared.closed.store(false, Ordering::SeqCst);
+    }
+}
