@@ -9,8 +9,10 @@ use std::sync::Weak;
 use common::{Bed, Flow, WORKLOADS};
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use vhost_device_rdma::engine::queue::WorkQueue;
+use vhost_device_rdma::engine::SLICE;
 use vhost_device_rdma::memory::{
-    copy, copy_last, copy_streaming, end_streaming, GuestMemory, Pages, RegionInfo, Source, Span,
+    copy, copy_last, copy_streaming, end_streaming, Form, GuestMemory, ListReader, Pages,
+    RegionInfo, Source, Span,
 };
 use vhost_device_rdma::rnic::Limits;
 use vhost_device_rdma::verbs::cq::{Cq, Pushed, Ring, STRIDES};
@@ -102,6 +104,31 @@ fn page_lists(c: &mut Criterion) {
             );
         });
     }
+    group.finish();
+}
+
+/// The same for registrations by work requests: turn by turn. And what is given back when they are invalidated.
+fn page_lists_by_turns(c: &mut Criterion) {
+    let pages = 1 << 20;
+    let memory = memory(2 * pages + 4096);
+    let addresses = scattered(pages, pages);
+    let list = write_list(&memory, pages * PAGE, &addresses);
+    let most = (SLICE / Form::Pages.entry_size()) as usize;
+    let reader = || ListReader::new(&memory, black_box(&list), Form::Pages).expect("a list");
+    let mut group = c.benchmark_group("page list by turns");
+    group.sample_size(20);
+    group.bench_function("first", |b| b.iter_with_large_drop(reader));
+    let all = |mut reader: ListReader| {
+        while !reader.done() {
+            reader.step(most).expect("pages");
+        }
+        reader.finish().expect("pages")
+    };
+    group.throughput(Throughput::Elements(pages));
+    group.bench_function("all", |b| b.iter_with_large_drop(|| all(reader())));
+    group.bench_function("release", |b| {
+        b.iter_batched(|| all(reader()), drop, BatchSize::PerIteration);
+    });
     group.finish();
 }
 
@@ -349,5 +376,6 @@ fn main() {
     looks(&mut criterion);
     wake_up(&mut criterion);
     page_lists(&mut criterion);
+    page_lists_by_turns(&mut criterion);
     criterion.final_summary();
 }

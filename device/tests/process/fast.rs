@@ -14,7 +14,7 @@ use vhost_device_rdma_bare::spec::verbs::{
     access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
 };
 use vhost_device_rdma_bare::{
-    block_list, page_list, Buffer, Connection, FastMr, Placement, Qp, QpOptions, Region, Srq,
+    block_list, page_list, Buffer, Connection, Cq, FastMr, Placement, Qp, QpOptions, Region, Srq,
     SrqOptions, Uses, Vm, VmOptions, Xrcd, PAGE,
 };
 
@@ -1258,66 +1258,102 @@ fn other_types_of_queue_pairs_register_and_invalidate_too() {
     assert_success(&initiator.sent());
 }
 
+/// Says that it is done when it is dropped, also if the test fails: otherwise others would go on for ever.
+struct Finish<'a>(&'a AtomicBool);
+
+impl Drop for Finish<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Writes through a key, again and again, whether it is good or not, until `done`.
+fn keep_writing(side: &Side, peer: &Qp, key: u32, size: u32, done: &AtomicBool) {
+    const PART: u32 = PAGE as u32;
+    let reliable = peer.query().unwrap().timeout != 0;
+    while !done.load(Ordering::Relaxed) {
+        let mut batch = side.qp.send_queue().batch();
+        // In one piece of a page each, or as much as there is.
+        let part = if reliable { PART } else { size };
+        for i in 0..32 {
+            let wqe = SendWqe {
+                opcode: wr_opcode::RDMA_WRITE,
+                remote_addr: u64::from(i * part % size),
+                rkey: key,
+                ..SendWqe::default()
+            };
+            batch.push(&wqe, [side.mr.sge(0, part)]).unwrap();
+        }
+        batch.commit();
+        side.qp.ring().unwrap();
+        let failed = (0..32).filter(|_| side.sent().status != wc_status::SUCCESS);
+        if failed.count() != 0 {
+            reconnect(&side.qp, peer);
+        }
+    }
+}
+
+fn reconnect(a: &Qp, b: &Qp) {
+    for qp in [a, b] {
+        qp.set_state(qp_state::RESET).unwrap();
+    }
+    for (from, to) in [(a, b), (b, a)] {
+        let connection = Connection {
+            access: EVERYTHING,
+            ..Connection::to(to)
+        };
+        from.connect(&connection).unwrap();
+    }
+}
+
 #[test]
 fn an_invalidation_ends_all_accesses_before_it_completes() {
-    // D-INV-001.
+    // D-INV-001, D-MM-003.
     let two = Two::of(&["--workers", "2"], &everything());
     let f = Fast::new(&two);
     let b = &f.pair.b;
-    // Unreliable queue pairs bear it that their messages come too late. They are of both workers.
     let size = 1 << 20;
     let memory = two.b.buffer(size, Placement::Scattered).unwrap();
     let (pages, _tables) = memory.page_list().unwrap();
     let region = b.pd.fast_region(256, 0).unwrap();
-    let writers: Vec<_> = (0..4)
-        .map(|_| {
-            let options = SideOptions {
-                qp: QpOptions::of(qp_type::UC),
-                memory: size,
-                ..SideOptions::default()
-            };
-            let side = Side::new(&two.a, &options);
-            let uses = Uses {
-                context: Some(&b.context),
-                pd: Some(&b.pd),
-                send_cq: Some(&b.send_cq),
-                recv_cq: Some(&b.recv_cq),
-                ..Uses::default()
-            };
-            let qp = Qp::create(&two.b, &uses, &options.qp).unwrap();
-            for (from, to) in [(&side.qp, &qp), (&qp, &side.qp)] {
-                from.connect(&Connection {
-                    access: EVERYTHING,
-                    ..Connection::to(to)
-                })
-                .unwrap();
-            }
-            (side, qp)
-        })
-        .collect();
+    // They are of both workers.
+    let kinds = [qp_type::UC, qp_type::UC, qp_type::RC, qp_type::RC];
+    let writers = kinds.map(|kind| {
+        let options = SideOptions {
+            qp: QpOptions::of(kind),
+            memory: size,
+            ..SideOptions::default()
+        };
+        let side = Side::new(&two.a, &options);
+        side.mr.write(0, &vec![0xaa; size]);
+        let [send_cq, recv_cq] = [(); 2].map(|()| Cq::new(&two.b, 256, 0).unwrap());
+        let uses = Uses {
+            context: Some(&b.context),
+            pd: Some(&b.pd),
+            send_cq: Some(&send_cq),
+            recv_cq: Some(&recv_cq),
+            ..Uses::default()
+        };
+        let qp = Qp::create(&two.b, &uses, &options.qp).unwrap();
+        reconnect(&side.qp, &qp);
+        (side, qp)
+    });
+    let words: Vec<usize> = (0..size).step_by(PAGE).collect();
+    let word = |at: &usize| memory.view().u64(*at);
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        for (i, (side, _)) in writers.iter().enumerate() {
+        for (side, peer) in &writers {
             let (done, key) = (&done, region.key(1));
-            scope.spawn(move || {
-                let mut round = i as u8;
-                while !done.load(Ordering::Relaxed) {
-                    round = round.wrapping_add(4);
-                    side.mr.write(0, &[round; 4096]);
-                    for _ in 0..8 {
-                        let sge = side.mr.sge(0, size as u32);
-                        side.qp.write(1, &[sge], 0, key).unwrap();
-                    }
-                    for _ in 0..8 {
-                        assert_success(&side.sent());
-                    }
-                }
-            });
+            scope.spawn(move || keep_writing(side, peer, key, size as u32, done));
         }
-        let mut changed = 0;
-        let deadline = Instant::now() + TIMEOUT;
-        for round in 0.. {
-            if (round >= 100 && changed >= 20) || Instant::now() > deadline {
+        let _finish = Finish(&done);
+        let mut written = 0;
+        let (soon, late) = (
+            Instant::now() + Duration::from_secs(5),
+            Instant::now() + TIMEOUT,
+        );
+        for round in 1.. {
+            if Instant::now() > if written < 50 { late } else { soon } {
                 break;
             }
             let reg = FastReg {
@@ -1327,17 +1363,28 @@ fn an_invalidation_ends_all_accesses_before_it_completes() {
                 pages,
                 ..f.reg(0)
             };
-            let before = memory.view().get(0, size);
             assert_eq!(f.register(&reg), GOOD);
-            std::thread::sleep(Duration::from_micros(300));
-            assert_eq!(f.invalidate(reg.key), GOOD);
-            let after = memory.view().get(0, size);
-            changed += u32::from(before != after);
-            std::thread::sleep(Duration::from_micros(300));
-            assert!(memory.view().get(0, size) == after, "round {round}");
+            std::thread::sleep(Duration::from_micros(200));
+            b.qp.invalidate(2, reg.key).unwrap();
+            let cqe = loop {
+                if let Some(cqe) = b.send_cq.poll() {
+                    break cqe;
+                }
+            };
+            // At once: whatever is still written would be found to be.
+            let before = words.iter().filter(|at| {
+                let old = word(at).swap(round, Ordering::Relaxed);
+                old != 0 && old != round - 1
+            });
+            written += u32::from(before.count() != 0);
+            assert_success(&cqe);
+            std::thread::sleep(Duration::from_micros(200));
+            let late = words
+                .iter()
+                .filter(|at| word(at).load(Ordering::Relaxed) != round);
+            assert_eq!(late.count(), 0, "round {round}");
         }
-        done.store(true, Ordering::Relaxed);
-        assert!(changed >= 20, "{changed} registrations were written to");
+        assert!(written >= 50, "{written} registrations were written to");
     });
 }
 
@@ -1465,6 +1512,7 @@ fn other_memory_comes_and_goes_while_regions_are_registered() {
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
+        let _finish = Finish(done);
         for i in 0..20u64 {
             assert_eq!(f.register(&reg), GOOD);
             f.pair.a.mr.write(0, &i.to_le_bytes());
@@ -1472,7 +1520,6 @@ fn other_memory_comes_and_goes_while_regions_are_registered() {
             assert_eq!(f.memory.view().get(SIZE - 8, 8), i.to_le_bytes());
             assert_eq!(f.invalidate(reg.key), GOOD);
         }
-        done.store(true, Ordering::Relaxed);
     });
 }
 
