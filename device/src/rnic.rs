@@ -21,8 +21,9 @@ use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::notify;
 use crate::fabric::local::{Network, Ports};
-use crate::memory::GuestMemory;
+use crate::memory::{Form, GuestMemory};
 use crate::verbs::cq::Cq;
+use crate::verbs::fast::FastMr;
 use crate::verbs::footprint::Footprint;
 use crate::verbs::mr::Mr;
 use crate::verbs::qp::Qp;
@@ -666,6 +667,13 @@ impl Rnic {
             .take(LISTED)
             .map(list_mr)
             .collect();
+        let fast_mrs: Vec<_> = self
+            .tables()
+            .keys
+            .fast_regions()
+            .take(LISTED)
+            .map(list_fast_mr)
+            .collect();
         let tables = self.tables();
         let [a, b, c, d, e, f] = self.settings.mac;
         let gids = tables.gids.iter().enumerate().filter_map(|(index, gid)| {
@@ -704,6 +712,7 @@ impl Rnic {
             "qps": qps,
             "cqs": cqs,
             "mrs": mrs,
+            "fast_mrs": fast_mrs,
             "srqs": srqs,
         })
     }
@@ -760,6 +769,16 @@ fn list_mr(mr: &Mr) -> Value {
         "iova": mr.iova,
         "length": mr.length,
         "pages": mr.backing.count(),
+    })
+}
+
+fn list_fast_mr((index, region): (u32, &FastMr)) -> Value {
+    json!({
+        "index": index,
+        "pd": region.pd,
+        "max_pages": region.max_pages,
+        "blocks": region.form == Form::Blocks,
+        "registered": region.describe(list_mr),
     })
 }
 

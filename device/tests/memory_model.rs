@@ -837,7 +837,7 @@ fn what_must_not_be_is_not_explained() {
 // Messages of many accesses, and changes between them.
 
 /// Bytes of a long message: of several turns.
-const MESSAGE: usize = 5 << 20;
+const MESSAGE: usize = 3 << 20;
 
 /// A pair whose second side has a fast region, and memory to register.
 struct Long {
@@ -912,7 +912,7 @@ fn a_message_is_cut_off_when_its_key_becomes_invalid() {
     // D-MM-003, D-MM-004.
     let bed = Bed::new(2);
     let cut = RefCell::new(0);
-    let strategy = (0u32..12, any::<bool>(), 0u8..3);
+    let strategy = (0u32..8, any::<bool>(), 0u8..3);
     TestRunner::new(config(40))
         .run(&strategy, |(rounds, late, again)| {
             let l = Long::new(&bed);
@@ -967,7 +967,7 @@ fn a_message_is_cut_off_when_its_key_becomes_invalid() {
 fn reads_end_before_what_is_fenced_and_are_whole_or_fail_otherwise() {
     // D-MM-003, D-MM-007, D-MM-008, D-ORD-002.
     let bed = Bed::new(2);
-    let strategy = (any::<bool>(), any::<bool>(), 0u32..20);
+    let strategy = (any::<bool>(), any::<bool>(), 0u32..10);
     TestRunner::new(config(40))
         .run(&strategy, |(fence, change, rounds)| {
             let l = Long::new(&bed);
@@ -1032,7 +1032,7 @@ fn reads_end_before_what_is_fenced_and_are_whole_or_fail_otherwise() {
 fn invalidations_that_come_with_data_come_after_it() {
     // D-MM-009, D-MM-010.
     let bed = Bed::new(2);
-    let strategy = (0u8..4, 0u32..30);
+    let strategy = (0u8..4, 0u32..10);
     TestRunner::new(config(40))
         .run(&strategy, |(way, rounds)| {
             let l = Long::new(&bed);

@@ -175,6 +175,12 @@ impl Requester {
         self.configure(&QpAttr::default());
     }
 
+    /// The memory changes: what was read in the old one is of no use.
+    pub(crate) fn rebase(&mut self, buffer: Arc<Pages>) {
+        self.buffer = buffer;
+        self.registration = None;
+    }
+
     /// Whether a message is under way.
     pub(crate) fn in_progress(&self) -> bool {
         self.active.is_some()

@@ -56,6 +56,12 @@ impl FastMr {
         }
     }
 
+    /// What `f` says of what is registered, if anything is.
+    #[must_use]
+    pub fn describe<T>(&self, f: impl FnOnce(&Mr) -> T) -> Option<T> {
+        self.lease()?.as_ref().map(f)
+    }
+
     fn changing(&self) -> MutexGuard<'_, ()> {
         self.change.lock().unwrap_or_else(PoisonError::into_inner)
     }

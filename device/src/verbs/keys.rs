@@ -191,6 +191,14 @@ impl Keys {
         })
     }
 
+    /// All fast regions with their indices.
+    pub fn fast_regions(&self) -> impl Iterator<Item = (u32, &FastMr)> {
+        self.slab.iter().filter_map(|(index, key)| match key {
+            Key::Fast(region) => Some((index, &**region)),
+            Key::Region(_) | Key::Window(_) => None,
+        })
+    }
+
     /// Adds the region that `make` makes of its index.
     ///
     /// # Errors

@@ -286,7 +286,7 @@ impl Qp {
     pub(crate) fn rebase(self: &Arc<Self>, memory: Option<&GuestMemory>) {
         let (mut requester, mut responder) = (self.requester(), self.responder());
         let buffer = Arc::new(requester.buffer.rebase(memory));
-        requester.buffer.clone_from(&buffer);
+        requester.rebase(buffer.clone());
         responder.buffer = buffer;
     }
 }

@@ -199,12 +199,17 @@ impl Fast {
     }
 
     fn footprint(&self, two: &Two) -> u64 {
-        let status = two.process.status().unwrap();
-        let devices = status["devices"].as_array().unwrap();
-        let name = self.vm.path().to_str().unwrap();
-        let device = devices.iter().find(|device| device["name"] == name);
-        device.unwrap()["footprint_bytes"].as_u64().unwrap()
+        device(two, &self.vm)["footprint_bytes"].as_u64().unwrap()
     }
+}
+
+/// What the status tells of a VM.
+fn device(two: &Two, vm: &Vm) -> serde_json::Value {
+    let status = two.process.status().unwrap();
+    let devices = status["devices"].as_array().unwrap();
+    let name = vm.path().to_str().unwrap();
+    let device = devices.iter().find(|device| device["name"] == name);
+    device.unwrap().clone()
 }
 
 #[test]
@@ -1050,6 +1055,21 @@ fn allocations_are_checked_and_cost_nothing_before_they_are_registered() {
     };
     assert_eq!(f.register(&reg), GOOD);
     assert_eq!(f.footprint(&two), footprint + 4 * 8);
+    let listed = device(&two, &f.vm)["fast_mrs"].clone();
+    let of = |index: usize| {
+        let mut regions = listed.as_array().unwrap().iter();
+        regions
+            .find(|region| region["index"] == large[index].key >> 8)
+            .unwrap()
+    };
+    assert_eq!(of(0)["registered"]["key"], reg.key);
+    assert_eq!(of(0)["registered"]["pages"], 4);
+    assert!(of(1)["registered"].is_null());
+    assert_eq!(
+        (&of(0)["blocks"], &of(1)["blocks"]),
+        (&false.into(), &true.into())
+    );
+    assert_eq!(of(1)["max_pages"], 1 << 20);
     // It goes as it is, whatever the low bits of the handle are; and it cannot be changed by command.
     let rereg = |lkey| {
         two.b.execute::<ReregMr>(&command::ReregMr {
@@ -1521,6 +1541,37 @@ fn other_memory_comes_and_goes_while_regions_are_registered() {
             assert_eq!(f.invalidate(reg.key), GOOD);
         }
     });
+}
+
+#[test]
+fn a_stop_does_not_disturb_registrations() {
+    // D-STOP-002.
+    let two = two();
+    let f = Fast::new(&two);
+    let region = f.pair.b.pd.fast_region(1 << 20, 0).unwrap();
+    let pages: Vec<u64> = (0..1 << 20).map(|i| f.memory.page(i % 4)).collect();
+    let (list, _tables) = page_list(&two.b.region(0), &pages).unwrap();
+    let reg = FastReg {
+        iova: 0,
+        key: region.key(1),
+        length: (PAGE * pages.len()) as u64,
+        pages: list,
+        ..f.reg(0)
+    };
+    for round in 0..10u8 {
+        f.pair.b.qp.post_reg(1, &reg).unwrap();
+        // In the midst of it, most likely.
+        std::thread::sleep(Duration::from_micros(300 * u64::from(round)));
+        two.b.stop().unwrap();
+        two.b.start().unwrap();
+        assert_eq!(f.outcome(&f.pair.b), GOOD);
+        f.pair.a.mr.write(0, &[round + 1; 8]);
+        assert_eq!(f.write(reg.key, reg.length - 8), GOOD);
+        assert_eq!(f.memory.view().get(SIZE - 8, 8), [round + 1; 8]);
+        two.b.stop().unwrap();
+        two.b.start().unwrap();
+        assert_eq!(f.invalidate(reg.key), GOOD);
+    }
 }
 
 #[test]

@@ -167,7 +167,16 @@ fn features_are_those_that_were_offered() {
     assert_eq!(offered & (srq | xrc), srq | xrc);
     vm.frontend().set_features(offered & !xrc).unwrap();
     let path = vm.path().to_owned();
-    for wrong in [offered & !srq, offered & !(srq | xrc), offered | 1 << 34] {
+    // Nor is FAST_REG without PHYSICAL_MR.
+    let physical = 1 << feature::PHYSICAL_MR;
+    assert_eq!(offered & physical, physical);
+    let wrong = [
+        offered & !srq,
+        offered & !(srq | xrc),
+        offered & !physical,
+        offered | 1 << 34,
+    ];
+    for wrong in wrong {
         // A refusal is the end of the connection.
         vm.kill();
         let vm = Vm::connect(&path, VmOptions::default()).unwrap();
