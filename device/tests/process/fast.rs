@@ -392,182 +392,79 @@ fn a_registration_that_cannot_be_is_refused_with_the_reason_and_changes_nothing(
     let two = two();
     let f = Fast::new(&two);
     let pd = &f.pair.b.pd;
-    let page = PAGE as u64;
     let good = f.reg(1);
-    let list = |change: fn(&mut PageList)| {
-        let mut pages = good.pages;
-        change(&mut pages);
-        FastReg { pages, ..good }
+    let with = |change: &dyn Fn(&mut FastReg)| {
+        let mut reg = good;
+        change(&mut reg);
+        reg
     };
+    let list = |change: fn(&mut PageList)| with(&|reg| change(&mut reg.pages));
     let stranger = Side::new(&two.b, &SideOptions::default());
     let strange = stranger.pd.fast_region(4, 0).unwrap();
     let strange_physical = stranger.pd.register_physical(access::LOCAL_WRITE).unwrap();
     let small = pd.fast_region(3, 0).unwrap();
     let taken = pd.fast_region(64, 0).unwrap();
-    let usual = FastReg {
-        key: taken.key(1),
-        ..good
-    };
+    let usual = with(&|reg| reg.key = taken.key(1));
     assert_eq!(f.register(&usual), GOOD);
     let (odd, _odd) = page_list(&two.b.region(0), &[f.memory.page(0) + 8; 4]).unwrap();
     let (gone, _gone) = page_list(&two.b.region(0), &[f.memory.page(0), 8 << 40, 0, 0]).unwrap();
+    let lkey = |lkey| (with(&|reg| reg.lkey = lkey), vendor_err::PRIVILEGE);
+    let key = |key, reason| (with(&|reg| reg.key = key), reason);
+    let grants = |access| (with(&|reg| reg.access = access), vendor_err::KEY_ACCESS);
+    let pages = |change| (list(change), vendor_err::PAGE_LIST);
+    let at = |offset, length| {
+        let reg = with(&|reg| (reg.offset, reg.length) = (offset, length));
+        (reg, vendor_err::PAGE_LIST)
+    };
+    let (size, write) = (SIZE as u64, access::LOCAL_WRITE);
     let bad = [
         // Who has no key of all memory cannot name pages.
-        (FastReg { lkey: 0, ..good }, vendor_err::PRIVILEGE),
-        (
-            FastReg {
-                lkey: f.physical ^ 1,
-                ..good
-            },
-            vendor_err::PRIVILEGE,
-        ),
-        (
-            FastReg {
-                lkey: strange_physical,
-                ..good
-            },
-            vendor_err::PRIVILEGE,
-        ),
-        (
-            FastReg {
-                lkey: f.pair.b.mr.lkey,
-                ..good
-            },
-            vendor_err::PRIVILEGE,
-        ),
-        (
-            FastReg {
-                lkey: usual.key,
-                ..good
-            },
-            vendor_err::PRIVILEGE,
-        ),
+        lkey(0),
+        lkey(f.physical ^ 1),
+        lkey(strange_physical),
+        lkey(f.pair.b.mr.lkey),
+        lkey(usual.key),
         // What is no fast region, or not one of ours, or not free.
-        (
-            FastReg {
-                key: f.pair.b.mr.lkey,
-                ..good
-            },
-            vendor_err::KEY_UNKNOWN,
-        ),
-        (
-            FastReg {
-                key: 0xffff_ff01,
-                ..good
-            },
-            vendor_err::KEY_UNKNOWN,
-        ),
-        (FastReg { key: 0xff, ..good }, vendor_err::KEY_UNKNOWN),
-        (
-            FastReg {
-                key: strange.key,
-                ..good
-            },
-            vendor_err::KEY_PD,
-        ),
-        (usual, vendor_err::REGISTERED),
-        (
-            FastReg {
-                key: taken.key(2),
-                ..good
-            },
-            vendor_err::REGISTERED,
-        ),
+        key(f.pair.b.mr.lkey, vendor_err::KEY_UNKNOWN),
+        key(0xffff_ff01, vendor_err::KEY_UNKNOWN),
+        key(0xff, vendor_err::KEY_UNKNOWN),
+        key(strange.key, vendor_err::KEY_PD),
+        key(usual.key, vendor_err::REGISTERED),
+        key(taken.key(2), vendor_err::REGISTERED),
         // Access that no region has.
-        (
-            FastReg {
-                access: access::REMOTE_WRITE,
-                ..good
-            },
-            vendor_err::KEY_ACCESS,
-        ),
-        (
-            FastReg {
-                access: access::REMOTE_ATOMIC,
-                ..good
-            },
-            vendor_err::KEY_ACCESS,
-        ),
-        (
-            FastReg {
-                access: access::LOCAL_WRITE | access::PHYSICAL,
-                ..good
-            },
-            vendor_err::KEY_ACCESS,
-        ),
-        (
-            FastReg {
-                access: access::LOCAL_WRITE | access::ON_DEMAND,
-                ..good
-            },
-            vendor_err::KEY_ACCESS,
-        ),
-        (
-            FastReg {
-                access: access::LOCAL_WRITE | 1 << 15,
-                ..good
-            },
-            vendor_err::KEY_ACCESS,
-        ),
+        grants(access::REMOTE_WRITE),
+        grants(access::REMOTE_ATOMIC),
+        grants(write | access::PHYSICAL),
+        grants(write | access::ON_DEMAND),
+        grants(write | 1 << 15),
         // Ranges that are none.
         (
-            FastReg {
-                length: (1 << 40) + 1,
-                ..good
-            },
+            with(&|reg| reg.length = (1 << 40) + 1),
             vendor_err::KEY_RANGE,
         ),
         (
-            FastReg {
-                iova: u64::MAX - SIZE as u64 + 2,
-                ..good
-            },
+            with(&|reg| reg.iova = u64::MAX - size + 2),
             vendor_err::KEY_RANGE,
         ),
         // Lists that are none, or not of this range.
-        (list(|pages| pages.count = 0), vendor_err::PAGE_LIST),
-        (list(|pages| pages.count = 3), vendor_err::PAGE_LIST),
-        (list(|pages| pages.count = 5), vendor_err::PAGE_LIST),
-        (list(|pages| pages.count = u32::MAX), vendor_err::PAGE_LIST),
-        (list(|pages| pages.levels = 0), vendor_err::PAGE_LIST),
-        (list(|pages| pages.levels = 4), vendor_err::PAGE_LIST),
-        (list(|pages| pages.page_shift = 11), vendor_err::PAGE_LIST),
-        (list(|pages| pages.page_shift = 0), vendor_err::PAGE_LIST),
-        (list(|pages| pages.page_shift = 32), vendor_err::PAGE_LIST),
-        (list(|pages| pages.page_shift = 13), vendor_err::PAGE_LIST),
-        (list(|pages| pages.reserved = 1), vendor_err::PAGE_LIST),
-        (
-            FastReg {
-                offset: page as u32,
-                length: page,
-                ..good
-            },
-            vendor_err::PAGE_LIST,
-        ),
-        (
-            FastReg {
-                offset: u32::MAX,
-                ..good
-            },
-            vendor_err::PAGE_LIST,
-        ),
-        (FastReg { offset: 1, ..good }, vendor_err::PAGE_LIST),
-        (
-            FastReg {
-                key: small.key,
-                ..good
-            },
-            vendor_err::PAGE_LIST,
-        ),
-        (FastReg { pages: odd, ..good }, vendor_err::PAGE_LIST),
+        pages(|pages| pages.count = 0),
+        pages(|pages| pages.count = 3),
+        pages(|pages| pages.count = 5),
+        pages(|pages| pages.count = u32::MAX),
+        pages(|pages| pages.levels = 0),
+        pages(|pages| pages.levels = 4),
+        pages(|pages| pages.page_shift = 11),
+        pages(|pages| pages.page_shift = 0),
+        pages(|pages| pages.page_shift = 32),
+        pages(|pages| pages.page_shift = 13),
+        pages(|pages| pages.reserved = 1),
+        at(PAGE as u32, PAGE as u64),
+        at(u32::MAX, size),
+        at(1, size),
+        key(small.key, vendor_err::PAGE_LIST),
+        (with(&|reg| reg.pages = odd), vendor_err::PAGE_LIST),
         // What is no memory.
-        (
-            FastReg {
-                pages: gone,
-                ..good
-            },
-            vendor_err::MEMORY_GONE,
-        ),
+        (with(&|reg| reg.pages = gone), vendor_err::MEMORY_GONE),
         (list(|pages| pages.addr = 8 << 40), vendor_err::MEMORY_GONE),
         (list(|pages| pages.addr += 8), vendor_err::MEMORY_GONE),
     ];
