@@ -272,6 +272,7 @@ impl Adapter {
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "workers": self.workers.iter().map(|worker| worker.status()).collect::<Vec<_>>(),
+            "lock_waits": sync::waits(),
             "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
         })
     }

@@ -18,7 +18,7 @@ use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, send_flag, vendor_err, wc_status, wr_opcode, MASK_24,
 };
 
-use self::direct::Budget;
+use self::direct::{Budget, Rest};
 use self::register::Registration;
 use super::cursor::{check, Cursor, From};
 use super::message::{Answer, Datagram, Message};
@@ -89,7 +89,8 @@ pub struct Requester {
     datagram: Option<Datagram>,
     /// How far the active one is, if it goes to a multicast group.
     fanout: Option<Fanout>,
-    route: Route,
+    /// The way to the peer; none while it is in use.
+    route: Option<Box<Route>>,
     /// Nothing is tried before this time.
     parked: Option<u64>,
     retries: u8,
@@ -130,7 +131,7 @@ impl Requester {
             registration: None,
             datagram: None,
             fanout: None,
-            route: Route::default(),
+            route: Some(Box::default()),
             parked: None,
             retries: 0,
             rnr_retries: 0,
@@ -155,7 +156,7 @@ impl Requester {
         self.dest_qp = attr.dest_qp_num;
         self.dest_gid = attr.av.dgid;
         self.qkey = attr.qkey;
-        self.route = Route::default();
+        self.route = Some(Box::default());
         self.parked = None;
         self.reset_retries();
     }
@@ -233,137 +234,131 @@ impl Requester {
         if matches!(self.qp_type, qp_type::UD | qp_type::GSI) {
             return self.datagrams(visit, tables, qp);
         }
-        let route = std::mem::take(&mut self.route);
-        let route = route.refresh(&qp.rnic, self.dest_gid);
-        let turn = self.burst(tables, qp, now, slice, &route.peer(visit));
-        self.route = route;
-        turn
-    }
-
-    fn burst(
-        &mut self,
-        tables: &Tables,
-        qp: &Arc<Qp>,
-        now: u64,
-        slice: u64,
-        peer: &Peer<'_>,
-    ) -> Turn {
+        let mut route = self.route.take().unwrap_or_default();
+        route.refresh(&qp.rnic, self.dest_gid);
+        let peer = route.peer(visit);
         let mut budget = Budget {
             messages: BURST,
             bytes: slice,
         };
-        while budget.messages > 0 {
-            if self.active.is_none() {
-                self.direct(tables, qp, peer, &mut budget);
-                if budget.messages == 0 || budget.bytes == 0 {
-                    break;
-                }
-                // The general way would find this, too: this is how most turns end.
-                if qp.state() == qp_state::RTS && self.queue.ready(&self.buffer).is_none() {
-                    return Turn::Idle;
-                }
+        let turn = loop {
+            // This is all that most turns are.
+            if self.active.is_none() && self.direct(tables, qp, &peer, &mut budget) == Rest::Nothing
+            {
+                break Turn::Idle;
+            }
+            if budget.messages == 0 || budget.bytes == 0 {
+                break Turn::Again;
             }
             budget.messages -= 1;
-            let active = match self.next_active(tables, qp) {
-                Ok(active) => active,
-                Err(turn) => return turn,
-            };
-            self.active = Some(active);
-            if qp.wake.load(Ordering::Relaxed) {
-                // Whatever woke us is behind us: the next wake-up comes after what the responder says now.
-                qp.wake.store(false, Ordering::Relaxed);
+            if let Err(turn) = self.general(tables, qp, now, &mut budget, &peer) {
+                break turn;
             }
-            if active.kind.is_local() {
-                match self.execute(tables, qp, &active, &mut budget) {
-                    Ok(true) => self.finish(tables, qp, &active),
-                    Ok(false) => break,
-                    Err((status, reason)) => {
-                        self.fail(tables, qp, status, reason);
-                        return Turn::Again;
-                    }
-                }
-                if budget.bytes == 0 {
-                    break;
-                }
-                continue;
-            }
-            let len = (active.message.length - active.done).min(budget.bytes);
-            let mut answer = self.exchange(tables, qp, &active, len, peer);
-            let lost = matches!(
-                answer,
-                Answer::NoAnswer | Answer::NotReady(_) | Answer::Refused(..) | Answer::Stopped
-            );
-            let dropped = lost && self.qp_type == qp_type::UC;
-            if dropped {
-                // The sender does not learn of it.
-                answer = Answer::Done;
-            }
-            match answer {
-                Answer::Progress => {
-                    self.reset_retries();
-                    self.active = Some(Active {
-                        done: active.done + len,
-                        ..active
-                    });
-                    budget.bytes -= len;
-                }
-                Answer::Done => {
-                    self.reset_retries();
-                    budget.bytes -= len;
-                    if active.message.opcode == wr_opcode::RDMA_READ_WITH_INV {
-                        if let Err(key) = self.invalidate_sink(tables, qp) {
-                            let status = wc_status::LOC_QP_OP_ERR;
-                            self.fail(tables, qp, status, key.0);
-                            return Turn::Again;
-                        }
-                    }
-                    self.finish(tables, qp, &active);
-                    let worker = qp.worker.index;
-                    qp.rnic.count_sent(worker, 1, active.message.length);
-                    if !dropped {
-                        peer.count_received(worker, active.message.length);
-                    }
-                }
-                Answer::Busy => return Turn::Again,
-                Answer::Stopped => return self.park(now, STOPPED_RETRY),
-                Answer::NoAnswer => {
-                    qp.rnic.count_retry(qp.worker.index);
-                    if self.timeout == 0 {
-                        return self.park(now, ENDLESS_RETRY);
-                    }
-                    if self.retries > self.retry_cnt {
-                        self.fail(tables, qp, wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
-                        return Turn::Again;
-                    }
-                    self.retries += 1;
-                    return self.park(now, 4096u64 << self.timeout);
-                }
-                Answer::NotReady(timer) => {
-                    qp.rnic.count_rnr(qp.worker.index);
-                    if self.rnr_retry != 7 {
-                        if self.rnr_retries >= self.rnr_retry {
-                            self.fail(
-                                tables,
-                                qp,
-                                wc_status::RNR_RETRY_EXC_ERR,
-                                vendor_err::NO_RECEIVE,
-                            );
-                            return Turn::Again;
-                        }
-                        self.rnr_retries += 1;
-                    }
-                    return self.park(now, rnr_nanoseconds(timer));
-                }
-                Answer::Refused(status, reason) | Answer::Local(status, reason) => {
+        };
+        self.route = Some(route);
+        turn
+    }
+
+    /// The general way, for one work request or a slice of it. Fails with what the turn led to if that ends it.
+    #[inline(never)]
+    fn general(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        now: u64,
+        budget: &mut Budget,
+        peer: &Peer<'_>,
+    ) -> Result<(), Turn> {
+        let active = self.next_active(tables, qp)?;
+        self.active = Some(active);
+        if qp.wake.load(Ordering::Relaxed) {
+            // Whatever woke us is behind us: the next wake-up comes after what the responder says now.
+            qp.wake.store(false, Ordering::Relaxed);
+        }
+        if active.kind.is_local() {
+            match self.execute(tables, qp, &active, budget) {
+                Ok(true) => self.finish(tables, qp, &active),
+                Ok(false) => return Err(Turn::Again),
+                Err((status, reason)) => {
                     self.fail(tables, qp, status, reason);
-                    return Turn::Again;
+                    return Err(Turn::Again);
                 }
             }
-            if budget.bytes == 0 {
-                break;
+            return Ok(());
+        }
+        let len = (active.message.length - active.done).min(budget.bytes);
+        let mut answer = self.exchange(tables, qp, &active, len, peer);
+        let lost = matches!(
+            answer,
+            Answer::NoAnswer | Answer::NotReady(_) | Answer::Refused(..) | Answer::Stopped
+        );
+        let dropped = lost && self.qp_type == qp_type::UC;
+        if dropped {
+            // The sender does not learn of it.
+            answer = Answer::Done;
+        }
+        match answer {
+            Answer::Progress => {
+                self.reset_retries();
+                self.active = Some(Active {
+                    done: active.done + len,
+                    ..active
+                });
+                budget.bytes -= len;
+            }
+            Answer::Done => {
+                self.reset_retries();
+                budget.bytes -= len;
+                if active.message.opcode == wr_opcode::RDMA_READ_WITH_INV {
+                    if let Err(key) = self.invalidate_sink(tables, qp) {
+                        let status = wc_status::LOC_QP_OP_ERR;
+                        self.fail(tables, qp, status, key.0);
+                        return Err(Turn::Again);
+                    }
+                }
+                self.finish(tables, qp, &active);
+                let worker = qp.worker.index;
+                qp.rnic.count_sent(worker, 1, active.message.length);
+                if !dropped {
+                    peer.count_received(worker, active.message.length);
+                }
+            }
+            Answer::Busy => return Err(Turn::Again),
+            Answer::Stopped => return Err(self.park(now, STOPPED_RETRY)),
+            Answer::NoAnswer => {
+                qp.rnic.count_retry(qp.worker.index);
+                if self.timeout == 0 {
+                    return Err(self.park(now, ENDLESS_RETRY));
+                }
+                if self.retries > self.retry_cnt {
+                    self.fail(tables, qp, wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
+                    return Err(Turn::Again);
+                }
+                self.retries += 1;
+                return Err(self.park(now, 4096u64 << self.timeout));
+            }
+            Answer::NotReady(timer) => {
+                qp.rnic.count_rnr(qp.worker.index);
+                if self.rnr_retry != 7 {
+                    if self.rnr_retries >= self.rnr_retry {
+                        self.fail(
+                            tables,
+                            qp,
+                            wc_status::RNR_RETRY_EXC_ERR,
+                            vendor_err::NO_RECEIVE,
+                        );
+                        return Err(Turn::Again);
+                    }
+                    self.rnr_retries += 1;
+                }
+                return Err(self.park(now, rnr_nanoseconds(timer)));
+            }
+            Answer::Refused(status, reason) | Answer::Local(status, reason) => {
+                self.fail(tables, qp, status, reason);
+                return Err(Turn::Again);
             }
         }
-        Turn::Again
+        Ok(())
     }
 
     /// The message to go on with: the one in progress, or the next.
@@ -417,11 +412,12 @@ impl Requester {
                 self.fanout = Some(fanout);
                 answer
             } else {
-                let route = std::mem::take(&mut self.route).refresh(&qp.rnic, datagram.dgid);
+                let mut route = self.route.take().unwrap_or_default();
+                route.refresh(&qp.rnic, datagram.dgid);
                 let source = self.source(tables, qp, &active);
                 let peer = route.peer(visit);
                 let answer = peer.deliver_datagram(qp, &active.message, &datagram, source);
-                self.route = route;
+                self.route = Some(route);
                 answer
             };
             match answer {

@@ -117,15 +117,20 @@ pub struct Route {
 }
 
 impl Route {
-    /// The route, looked up again if it may have changed.
-    pub(crate) fn refresh(self, from: &Arc<Rnic>, gid: Gid) -> Self {
+    /// Looks the route up again if it may have changed.
+    #[inline]
+    pub(crate) fn refresh(&mut self, from: &Arc<Rnic>, gid: Gid) {
         let generation = from.ports().generation();
         match &self.known {
-            Some((known, known_gid, _)) if *known == generation && *known_gid == gid => self,
-            _ => Self {
-                known: Some((generation, gid, from.ports().find(from.network(), gid))),
-            },
+            Some((known, known_gid, _)) if *known == generation && *known_gid == gid => {}
+            _ => self.find(from, gid, generation),
         }
+    }
+
+    #[cold]
+    fn find(&mut self, from: &Arc<Rnic>, gid: Gid, generation: u64) {
+        let peer = from.ports().find(from.network(), gid);
+        self.known = Some((generation, gid, peer));
     }
 
     /// The peer that it leads to.

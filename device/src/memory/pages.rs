@@ -337,6 +337,18 @@ impl Pages {
         })
     }
 
+    /// The `len` bytes at `offset`, if they are in one piece.
+    #[inline]
+    #[must_use]
+    pub fn whole(&self, offset: u64, len: u64) -> Option<Span<'_>> {
+        let (ptr, contiguous) = self.at(offset)?;
+        (len <= contiguous).then_some(Span {
+            ptr,
+            len: len as usize,
+            owner: PhantomData,
+        })
+    }
+
     /// The aligned 8-byte word at `offset`.
     #[inline]
     #[must_use]

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{fence, AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use vhost_device_rdma_sync::lock;
 use virtio_rdma_spec::ring::{self, Cqe, CqeExtension};
 use virtio_rdma_spec::verbs::vendor_err;
 
@@ -192,7 +193,7 @@ impl Cq {
     }
 
     fn producer(&self) -> MutexGuard<'_, Producer> {
-        self.producer.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.producer)
     }
 
     /// Numbers of the queue pairs that use it.

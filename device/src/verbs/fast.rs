@@ -4,6 +4,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
+use vhost_device_rdma_sync::lock;
 use virtio_rdma_spec::verbs::vendor_err;
 
 use super::keys::{KeyError, CANNOT_BIND};
@@ -63,7 +64,7 @@ impl FastMr {
     }
 
     fn changing(&self) -> MutexGuard<'_, ()> {
-        self.change.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.change)
     }
 
     /// Replaces what is registered, when nobody accesses it any longer. The caller holds `change`.

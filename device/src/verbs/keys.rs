@@ -3,8 +3,9 @@
 //! keys", "Memory windows").
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLockReadGuard};
+use std::sync::{Mutex, MutexGuard, RwLockReadGuard};
 
+use vhost_device_rdma_sync::lock;
 use virtio_rdma_spec::ring::BindMw;
 use virtio_rdma_spec::verbs::{access, vendor_err};
 
@@ -141,6 +142,29 @@ impl<'a> Memo<'a> {
     fn piece(&self, addr: u64, len: u64) -> Option<Span<'a>> {
         self.span?.get(addr.wrapping_sub(self.start), len)
     }
+}
+
+/// As [`Keys::piece`], of a region whose key is that in `memo`.
+#[inline(never)]
+fn remember<'a>(
+    mr: &'a Mr,
+    memo: &mut Memo<'a>,
+    key: u32,
+    pd: u32,
+    access: u32,
+    addr: u64,
+    len: u64,
+) -> Option<Span<'a>> {
+    mr.check(key, pd, access, addr, len).ok()?;
+    let (start, span) = mr.piece(addr)?;
+    *memo = Memo {
+        key,
+        pd,
+        access,
+        start,
+        span: Some(span),
+    };
+    memo.piece(addr, len)
 }
 
 /// The table of keys.
@@ -370,7 +394,7 @@ impl Keys {
         self.find_piece(memo, key, pd, access, addr, len)
     }
 
-    #[inline(never)]
+    #[inline]
     fn find_piece<'a>(
         &'a self,
         memo: &mut Memo<'a>,
@@ -383,16 +407,13 @@ impl Keys {
         let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
             return None;
         };
-        mr.check(key, pd, access, addr, len).ok()?;
-        let (start, span) = mr.piece(addr)?;
-        *memo = Memo {
-            key,
-            pd,
-            access,
-            start,
-            span: Some(span),
-        };
-        memo.piece(addr, len)
+        if memo.key == key {
+            return remember(mr, memo, key, pd, access, addr, len);
+        }
+        // What is used once need not be remembered: most runs are of one message.
+        memo.key = key;
+        memo.span = None;
+        mr.whole(key, pd, access, addr, len)
     }
 
     #[cold]
@@ -633,7 +654,7 @@ impl Keys {
 
     /// The last lock to be taken.
     fn bound(&self) -> MutexGuard<'_, BTreeSet<(u32, u32)>> {
-        self.bound.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.bound)
     }
 
     /// Window `index`, of which this is the state, is bound to nothing any longer.

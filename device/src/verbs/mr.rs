@@ -190,6 +190,20 @@ impl Mr {
         addr: u64,
         len: u64,
     ) -> Result<(), KeyError> {
+        self.permits(key, pd, access, addr, len)?;
+        match &self.backing {
+            Backing::Pages(_) | Backing::Blocks(_) => Ok(()),
+            Backing::Physical(memory) => memory
+                .as_ref()
+                .filter(|memory| memory.covers(addr, len))
+                .map(|_| ())
+                .ok_or(KeyError(vendor_err::KEY_RANGE)),
+        }
+    }
+
+    /// The same, whether there is memory or not.
+    #[inline(always)]
+    fn permits(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Result<(), KeyError> {
         if self.key != key {
             return Err(KeyError(vendor_err::KEY_UNKNOWN));
         }
@@ -199,15 +213,7 @@ impl Mr {
         if self.access & access != access {
             return Err(KeyError(vendor_err::KEY_ACCESS));
         }
-        check_range(self.iova, self.length, addr, len)?;
-        match &self.backing {
-            Backing::Pages(_) | Backing::Blocks(_) => Ok(()),
-            Backing::Physical(memory) => memory
-                .as_ref()
-                .filter(|memory| memory.covers(addr, len))
-                .map(|_| ())
-                .ok_or(KeyError(vendor_err::KEY_RANGE)),
-        }
+        check_range(self.iova, self.length, addr, len)
     }
 
     /// A contiguous piece of the region that `addr` is in, and at which address it starts. The address has been checked.
@@ -228,6 +234,25 @@ impl Mr {
         let to = (start + span.len() as u64).min(self.offset + self.length);
         let piece = span.get(from - start, to - from)?;
         Some((self.iova.wrapping_add(from - self.offset), piece))
+    }
+
+    /// The `len` bytes at `addr`, if protection domain `pd` may access them as `access` says, and they are in one piece.
+    #[inline]
+    #[must_use]
+    pub fn whole(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Option<Span<'_>> {
+        self.permits(key, pd, access, addr, len).ok()?;
+        let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
+        match &self.backing {
+            Backing::Pages(pages) => pages.whole(offset, len),
+            Backing::Blocks(blocks) => {
+                let span = blocks.span(offset, len)?;
+                (span.len() as u64 == len).then_some(span)
+            }
+            Backing::Physical(memory) => {
+                let span = memory.as_ref()?.span(offset, len)?;
+                (span.len() as u64 == len).then_some(span)
+            }
+        }
     }
 
     /// Counts a window that is bound to it, if one still can be.

@@ -6,6 +6,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use vhost_device_rdma_sync::lock;
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, MASK_24};
 
@@ -197,16 +198,12 @@ impl Qp {
 
     /// The requester.
     pub(crate) fn requester(&self) -> MutexGuard<'_, Requester> {
-        self.requester
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.requester)
     }
 
     /// The responder.
     pub(crate) fn responder(&self) -> MutexGuard<'_, Responder> {
-        self.responder
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.responder)
     }
 
     /// The attributes, as QUERY_QP gives them.

@@ -2,8 +2,9 @@
 //! Shared receive queues (specification: "Shared receive queues").
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{fence, AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
+use vhost_device_rdma_sync::lock;
 use virtio_rdma_spec::ring::{Sge, PHASE};
 use virtio_rdma_spec::verbs::vendor_err;
 
@@ -171,7 +172,7 @@ impl Srq {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inner)
     }
 
     /// Takes the next receive work request; its scatter list goes to `sges`. Without one, `waiter` is woken when one is

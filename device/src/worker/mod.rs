@@ -40,7 +40,7 @@ use crate::verbs::cq::Cq;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Context, Rung, Tables};
 use patience::Patience;
-use vhost_device_rdma_sync::{Visit, Visitor};
+use vhost_device_rdma_sync::{lock, Visit, Visitor};
 
 /// Queue pairs of the queue that get a turn before the doorbells are scanned again, and those that get one at once while they are.
 const TURNS: usize = 32;
@@ -200,7 +200,7 @@ impl Worker {
     }
 
     fn put(&self, put: impl FnOnce(&mut Inbox)) {
-        put(&mut self.inbox.lock().unwrap_or_else(PoisonError::into_inner));
+        put(&mut lock(&self.inbox));
         self.inbox_filled.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
@@ -518,10 +518,10 @@ impl Loop {
                         turns.again(qp);
                         return;
                     }
-                    prefetch(&**qp);
                     served += 1;
-                    if let Some(Served { tables, qp }) = next.replace(Served { tables, qp }) {
-                        turns.give(tables, qp, SLICE);
+                    if let Some(before) = next.replace(Served { tables, qp }) {
+                        prefetch(&**qp);
+                        turns.give(before.tables, before.qp, SLICE);
                     }
                 });
             }
@@ -773,17 +773,14 @@ impl Turns<'_> {
         count(&self.worker.stats.turns);
         match run(self.visit, tables, qp, self.time, slice) {
             Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
-                let until = *qp.timer.lock().unwrap_or_else(PoisonError::into_inner);
+                let until = *lock(&qp.timer);
                 self.timers.remove(&(until, Arc::as_ptr(qp) as usize));
             }
             Turn::Idle => {}
             Turn::Again => self.again(qp),
             Turn::Park(until) => {
                 let id = Arc::as_ptr(qp) as usize;
-                let old = std::mem::replace(
-                    &mut *qp.timer.lock().unwrap_or_else(PoisonError::into_inner),
-                    until,
-                );
+                let old = std::mem::replace(&mut *lock(&qp.timer), until);
                 self.timers.remove(&(old, id));
                 self.timers.insert((until, id), qp.clone());
             }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A lock whose readers, a fixed set of threads, write nothing that others read often.
+//! The locks of the data path: one whose readers, a fixed set of threads, write nothing that others read often, and a count of
+//! those who had to wait for another ([`lock`]).
 //!
 //! A reader-writer lock has its readers write to it, each time: two atomic read-modify-writes per lock and look. Workers look at
 //! the tables of every VM millions of times a second, while those change seldom. So a worker is a [`Visitor`]: it says once that it
@@ -14,7 +15,7 @@
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 #[cfg(loom)]
 use loom::{
@@ -40,6 +41,31 @@ use crossbeam_utils::CachePadded;
 const SPINS: u32 = 100;
 #[cfg(loom)]
 const SPINS: u32 = 0;
+
+/// How often somebody had to wait in [`lock`].
+static WAITS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
+/// Locks, whether or not somebody panicked with the lock, and counts if that means to wait.
+#[inline]
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    match mutex.try_lock() {
+        Ok(guard) => guard,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => wait(mutex),
+    }
+}
+
+#[cold]
+fn wait<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    WAITS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How often somebody has had to wait in [`lock`], in this process.
+#[must_use]
+pub fn waits() -> u64 {
+    WAITS.load(std::sync::atomic::Ordering::Relaxed)
+}
 
 /// Stands between a sequentially consistent store or exchange and a later load. The two are ordered as they are; but the model checker
 /// takes such accesses as acquire and release only, and honours fences.
@@ -289,5 +315,37 @@ impl<T> DerefMut for Write<'_, T> {
 impl<T> Drop for Write<'_, T> {
     fn drop(&mut self) {
         self.shared.closed.store(false, Ordering::SeqCst);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_for_a_lock_is_counted() {
+        let mutex = Mutex::new(0);
+        *lock(&mutex) += 1;
+        assert_eq!(waits(), 0);
+        let guard = lock(&mutex);
+        std::thread::scope(|scope| {
+            scope.spawn(|| *lock(&mutex) += 1);
+            while waits() == 0 {
+                thread::yield_now();
+            }
+            drop(guard);
+        });
+        assert_eq!((waits(), *lock(&mutex)), (1, 2));
+    }
+
+    #[test]
+    fn a_visitor_sees_its_own_only() {
+        let (all, mut each) = Visitors::new(1);
+        let (others, _) = Visitors::new(1);
+        let [ours, theirs] = [all, others].map(|visitors| Shared::new(visitors, 7));
+        let mut visitor = each.pop().unwrap();
+        let visit = visitor.enter();
+        assert_eq!(ours.visit(&visit), Some(&7));
+        assert_eq!(theirs.visit(&visit), None);
     }
 }

@@ -7,7 +7,7 @@ use vhost_device_rdma_bare::spec::ring::SendWqe;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
 use vhost_device_rdma_bare::{Connection, Cq, Pd, Qp, QpOptions, Vm, VmOptions};
 
-use crate::common::{assert_success, counts, process, Side, SideOptions, Two, ALL, TIMEOUT};
+use crate::common::{assert_success, counts, process, Pair, Side, SideOptions, Two, ALL, TIMEOUT};
 
 // D-OBJ-001, D-QP-001.
 #[test]
@@ -191,6 +191,37 @@ fn several_workers_share_the_queue_pairs() {
             });
         }
     });
+}
+
+#[test]
+fn workers_wait_for_no_lock_that_the_other_has() {
+    let two = Two::with(&["--workers", "2"]);
+    let pairs: Vec<_> = (0..8).map(|_| two.pair()).collect();
+    let write = |from: &Side, to: &Side, i| {
+        let sges = [from.mr.sge(0, 512)];
+        from.qp.write(i, &sges, to.mr.iova, to.mr.rkey).unwrap();
+    };
+    let waited = || {
+        let status = two.process.status().unwrap();
+        let turns = [0, 1].map(|worker| status["workers"][worker]["turns"].as_u64().unwrap());
+        (status["lock_waits"].as_u64().unwrap(), turns)
+    };
+    let before = waited();
+    for i in 0..2000 {
+        for Pair { a, b } in &pairs {
+            write(a, b, i);
+            write(b, a, i);
+        }
+        for Pair { a, b } in &pairs {
+            assert_success(&a.sent());
+            assert_success(&b.sent());
+        }
+    }
+    let after = waited();
+    assert_eq!(after.0, before.0, "somebody waited for a lock");
+    for worker in 0..2 {
+        assert!(after.1[worker] >= before.1[worker] + 1000);
+    }
 }
 
 // D-DB-006.

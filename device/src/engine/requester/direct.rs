@@ -9,7 +9,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, PHASE, SEND_DATA_OFFSET};
+use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, MIN_SEND_STRIDE, PHASE, SEND_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wr_opcode,
 };
@@ -41,6 +41,25 @@ pub(super) struct Budget {
     pub messages: u32,
     /// Bytes.
     pub bytes: u64,
+}
+
+/// What the direct way leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rest {
+    /// No work request is posted.
+    Nothing,
+    /// There may be more to do.
+    Something,
+}
+
+/// The entry at the head of the queue.
+enum Head {
+    /// It may be plain.
+    Plain(Entry),
+    /// It is not, or not for now.
+    Other,
+    /// It is not posted.
+    None,
 }
 
 /// A work request that may be plain.
@@ -110,19 +129,26 @@ impl<'a> Completions<'a> {
 
 impl Requester {
     /// Carries out the plain work requests at the head of the queue. None may be in progress.
+    #[inline(never)]
     pub(super) fn direct(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
         peer: &Peer<'_>,
         budget: &mut Budget,
-    ) {
-        if self.qp_type != qp_type::RC || !self.plain_ahead() {
-            return;
+    ) -> Rest {
+        if qp.state() != qp_state::RTS {
+            return Rest::Something;
         }
-        let Ok(mut target) = peer.meet(tables, qp, self.dest_qp) else {
-            return;
+        let mut entry = match self.head(qp, budget.bytes) {
+            Head::Plain(entry) => entry,
+            Head::Other => return Rest::Something,
+            Head::None => return Rest::Nothing,
         };
+        let Ok(mut target) = peer.meet(tables, qp, self.dest_qp) else {
+            return Rest::Something;
+        };
+        let mut rest = Rest::Something;
         let before = *budget;
         let mut own = Own {
             tables,
@@ -131,9 +157,6 @@ impl Requester {
         };
         let mut completions = Completions::default();
         while budget.messages > 0 && qp.state() == qp_state::RTS && target.takes_plain() {
-            let Some(entry) = self.plain_entry(qp, budget.bytes) else {
-                break;
-            };
             let len = entry.len();
             let moved = match entry.wqe.opcode {
                 wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
@@ -164,6 +187,14 @@ impl Requester {
             if len > SHORT {
                 completions.finish();
             }
+            entry = match self.head(qp, budget.bytes) {
+                Head::Plain(entry) => entry,
+                Head::Other => break,
+                Head::None => {
+                    rest = Rest::Nothing;
+                    break;
+                }
+            };
         }
         completions.finish();
         let messages = before.messages - budget.messages;
@@ -177,22 +208,26 @@ impl Requester {
             qp.rnic.count_sent(worker, messages, bytes);
             target.rnic.count_received(worker, messages, bytes);
         }
+        rest
     }
 
-    /// Whether the current entry may be plain.
-    fn plain_ahead(&self) -> bool {
-        let head = self.queue.ready(&self.buffer);
-        head.is_some_and(|[opcode, ..]| is_plain(opcode))
-    }
-
-    /// A copy of the current entry, if it is posted and may be plain, of at most `max` bytes.
+    /// A copy of the current entry, if it may be plain, of at most `max` bytes.
     #[inline(always)]
-    fn plain_entry(&self, qp: &Qp, max: u64) -> Option<Entry> {
-        let bytes: [u8; ENTRY] = self.queue.entry(&self.buffer)?;
-        let (head, data) = bytes.split_first_chunk::<{ SendWqe::SIZE }>()?;
+    fn head(&self, qp: &Qp, max: u64) -> Head {
+        // All of an entry of a send queue is at hand: no stride is less.
+        const { assert!(ENTRY <= MIN_SEND_STRIDE as usize) };
+        let Some(bytes) = self.queue.entry::<ENTRY>(&self.buffer) else {
+            return Head::None;
+        };
+        let Some((head, Some(data))) = bytes
+            .split_first_chunk::<{ SendWqe::SIZE }>()
+            .map(|(head, data)| (head, data.first_chunk()))
+        else {
+            return Head::Other;
+        };
         let entry = Entry {
             wqe: SendWqe::from_bytes(head),
-            data: *data.first_chunk()?,
+            data: *data,
         };
         let wqe = &entry.wqe;
         let one = if entry.inline() {
@@ -209,7 +244,11 @@ impl Requester {
             && len <= max
             && (!entry.is_read() || self.max_rd_atomic != 0)
             && qp.send_cq.is_some();
-        good.then_some(entry)
+        if good && self.qp_type == qp_type::RC {
+            Head::Plain(entry)
+        } else {
+            Head::Other
+        }
     }
 }
 
