@@ -4,6 +4,8 @@
 //! A queue is posted to by one thread at a time; whoever shares it brings the lock. (Posting from two threads at once is
 //! no memory error, but mixes up their work requests.) Entries are freed by any thread, without a lock against posting:
 //! but by one at a time, under the lock of the completion queue they complete to.
+use core::ops::Range;
+
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
     BindMw, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe, BIND_MW_OFFSET,
@@ -69,6 +71,15 @@ impl<M: Memory> WorkQueue<M> {
             room: self.room(start),
             first: None,
         }
+    }
+
+    /// The positions of the entries that [`Self::complete`] frees.
+    #[inline(always)]
+    fn completing(&self, index: u16) -> Range<u32> {
+        let completed = self.completed.load(Ordering::Relaxed);
+        let posted = self.posted.load(Ordering::Relaxed);
+        let end = self.ring.completed_up_to(index, completed, posted);
+        completed..end.unwrap_or(completed)
     }
 
     #[inline(always)]
@@ -370,6 +381,13 @@ impl<M: Memory> SendQueue<M> {
         self.queue.complete(wqe_index);
     }
 
+    /// The indices of the entries that [`Self::complete`] frees, called with the same index.
+    pub fn completing(&self, wqe_index: u16) -> impl Iterator<Item = u32> + '_ {
+        let Range { start, end } = self.queue.completing(wqe_index);
+        let count = end.wrapping_sub(start);
+        (0..count).map(move |n| self.queue.ring.index(start.wrapping_add(n)))
+    }
+
     /// Work requests that fit now.
     #[must_use]
     pub fn room(&self) -> u32 {
@@ -398,6 +416,12 @@ pub struct SendBatch<'q, M: Memory> {
 }
 
 impl<M: Memory> SendBatch<'_, M> {
+    /// The index of the entry that the next work request goes to.
+    #[must_use]
+    pub fn next_index(&self) -> u32 {
+        self.batch.queue.ring.index(self.batch.position)
+    }
+
     /// Adds a work request. The number of its scatter/gather entries and the phase are filled in; the flag INLINE must
     /// not be set.
     ///

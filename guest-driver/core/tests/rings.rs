@@ -657,3 +657,40 @@ fn a_reset_queue_starts_over() {
     assert!(memory.iter().all(|word| word.load(Relaxed) == 0));
     assert_eq!((sq.room(), rq.room()), (8, 4));
 }
+
+#[test]
+fn completing_names_what_complete_frees() {
+    let caps = QpCaps {
+        max_send_wr: 8,
+        max_recv_wr: 1,
+        max_send_sge: 1,
+        max_recv_sge: 1,
+        max_inline: 0,
+    };
+    let layout = QpLayout::new(&caps).unwrap();
+    let memory = zeroed(layout.size);
+    let queue = SendQueue::new(&memory[..], &layout.sq, 1, 0).unwrap();
+    let freed = |index: u16| queue.completing(index).collect::<Vec<_>>();
+    let post = |count: u32| {
+        for _ in 0..count {
+            queue.post(&SendWqe::default(), []).unwrap();
+        }
+    };
+    assert_eq!(queue.entries(), 8);
+    assert_eq!(freed(0), []);
+    assert_eq!(queue.batch().next_index(), 0);
+    post(6);
+    assert_eq!(queue.batch().next_index(), 6);
+    assert_eq!(freed(3), [0, 1, 2, 3]);
+    // Not outstanding, and no entry.
+    assert_eq!(freed(6), []);
+    assert_eq!(freed(8), []);
+    queue.complete(3);
+    assert_eq!(queue.room(), 6);
+    post(4);
+    assert_eq!(freed(1), [4, 5, 6, 7, 0, 1]);
+    assert_eq!(freed(4), [4]);
+    queue.complete(1);
+    assert_eq!(queue.room(), 8);
+    assert_eq!(freed(1), []);
+}

@@ -113,19 +113,24 @@ void vrdma_log_info(struct device *dev, const char *text, size_t length, s64 num
 
 /* Memory. */
 
-void *vrdma_kzalloc(size_t size)
+static gfp_t vrdma_gfp(bool may_sleep)
 {
-	return kzalloc(size, GFP_KERNEL);
+	return may_sleep ? GFP_KERNEL : GFP_ATOMIC | __GFP_NOWARN;
 }
 
-void *vrdma_kvzalloc(size_t count, size_t size)
+void *vrdma_kzalloc(size_t size, bool may_sleep)
 {
-	return kvcalloc(count, size, GFP_KERNEL);
+	return kzalloc(size, vrdma_gfp(may_sleep));
 }
 
-void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr)
+void *vrdma_kvzalloc(size_t count, size_t size, bool may_sleep)
 {
-	void *page = (void *)get_zeroed_page(GFP_KERNEL);
+	return kvcalloc(count, size, vrdma_gfp(may_sleep));
+}
+
+void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr, bool may_sleep)
+{
+	void *page = (void *)get_zeroed_page(vrdma_gfp(may_sleep));
 
 	if (!page)
 		return NULL;
@@ -746,6 +751,14 @@ int vrdma_umem_for_each(struct ib_umem *umem, unsigned long block, int (*each)(v
 			return ret;
 	}
 	return 0;
+}
+
+/* Of a list that is mapped; until `each` says no. */
+void vrdma_sg_for_each(struct scatterlist *sg, int count, bool (*each)(void *arg, u64 addr, u32 length), void *arg)
+{
+	for (; count > 0 && sg; count--, sg = sg_next(sg))
+		if (!each(arg, sg_dma_address(sg), sg_dma_len(sg)))
+			return;
 }
 
 /* Every page of the mapping holds a reference: it stays valid memory even when the driver has gone. */

@@ -76,10 +76,10 @@ __noreturn void vrdma_panic(void);
 void vrdma_log_error(struct device *dev, const char *text, size_t length, s64 number);
 void vrdma_log_info(struct device *dev, const char *text, size_t length, s64 number);
 
-/* Memory. */
-void *vrdma_kzalloc(size_t size);
-void *vrdma_kvzalloc(size_t count, size_t size);
-void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr);
+/* Memory. Without `may_sleep` for any context. */
+void *vrdma_kzalloc(size_t size, bool may_sleep);
+void *vrdma_kvzalloc(size_t count, size_t size, bool may_sleep);
+void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr, bool may_sleep);
 void vrdma_page_free(struct device *dev, void *page, dma_addr_t addr);
 bool vrdma_page_is_physical(void *page, dma_addr_t addr);
 void *vrdma_pages_map(void *const *pages, size_t count);
@@ -154,6 +154,7 @@ struct ib_umem *vrdma_umem_get_cq(struct ib_device *ib, struct uverbs_attr_bundl
 				  int access);
 size_t vrdma_umem_blocks(struct ib_umem *umem, unsigned long block);
 int vrdma_umem_for_each(struct ib_umem *umem, unsigned long block, int (*each)(void *arg, u64 addr), void *arg);
+void vrdma_sg_for_each(struct scatterlist *sg, int count, bool (*each)(void *arg, u64 addr, u32 length), void *arg);
 int vrdma_mmap_pages(struct vm_area_struct *vma, void *const *pages, size_t count, bool read_only);
 int vrdma_mmap_io(struct ib_ucontext *context, struct vm_area_struct *vma, u64 addr, size_t length,
 		  struct rdma_user_mmap_entry *entry);

@@ -4,8 +4,8 @@
 //! Everything that posts, polls or arms works in any context. Locks are taken in the order: completion queue, table of
 //! queue pairs; send and receive queues have locks of their own, inside of which no other is taken.
 use crate::device::Device;
-use crate::pages::PageTree;
-use crate::sys::alloc::Arc;
+use crate::pages::{PageTree, Tables};
+use crate::sys::alloc::{Arc, Array, Slot};
 use crate::sys::dma::{DmaBuffer, Words};
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::QpTarget;
@@ -18,6 +18,7 @@ use virtio_rdma_driver_core::{
     SendQueue, SharedRecvQueue,
 };
 use virtio_rdma_spec::command::{opcode, CreateContext, CreateSrqResponse, HandleResponse};
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::BLOCK_PAGES;
 use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{qp_state, qp_type, wc_opcode};
@@ -127,11 +128,12 @@ impl KernelCq {
                     break;
                 };
                 device.qps().with(cqe.qp_num, |qp| {
+                    // None: a receive of an XRC target, which has no queues of its own.
                     if let Some(kernel) = qp.kernel() {
                         kernel.complete(&cqe);
-                        take(taken, &cqe, qp);
-                        taken = taken.wrapping_add(1);
                     }
+                    take(taken, &cqe, qp);
+                    taken = taken.wrapping_add(1);
                 });
             }
             self.queue.publish();
@@ -216,7 +218,7 @@ pub(crate) struct KernelQpInit<'a> {
 pub(crate) fn qp_layout(qp_type: u8, caps: &QpCaps, masked_atomics: bool) -> Result<QpLayout> {
     match qp_type {
         qp_type::UD | qp_type::GSI => QpLayout::datagram(caps),
-        qp_type::RC if masked_atomics => QpLayout::with_masked_atomics(caps),
+        qp_type::RC | qp_type::XRC_INI if masked_atomics => QpLayout::with_masked_atomics(caps),
         _ => QpLayout::new(caps),
     }
     .ok_or(Errno::EINVAL)
@@ -231,6 +233,8 @@ pub(crate) struct KernelQp {
     bell: Bell,
     send_lock: SpinLock,
     send: Option<SendQueue<Words>>,
+    /// What registrations in the send queue need until they have completed, by the index of their entry.
+    registrations: Array<Slot<Tables>>,
     recv_lock: SpinLock,
     recv: Option<RecvQueue<Words>>,
     cqs: [Arc<KernelCq>; 2],
@@ -251,6 +255,10 @@ impl KernelQp {
             };
             make(memory.clone(), sq, caps.max_send_sge, caps.max_inline)
         });
+        let registrations = match device.features().has(feature::FAST_REG) && !datagram {
+            true => sq.entries as usize,
+            false => 0,
+        };
         let recv = exists(rq).then(|| RecvQueue::new(memory.clone(), rq, caps.max_recv_sge));
         Ok(Self {
             number: init.number,
@@ -259,6 +267,7 @@ impl KernelQp {
             bell: Bell::new(device, init.doorbell_queue, init.slot)?,
             send_lock: SpinLock::new()?,
             send: send.transpose()?,
+            registrations: Array::new(registrations, |_| Ok(Slot::new()))?,
             recv_lock: SpinLock::new()?,
             recv: recv.transpose()?,
             cqs: init.cqs,
@@ -317,7 +326,21 @@ impl KernelQp {
                 queue.complete(cqe.wqe_index);
             }
         } else if let Some(queue) = &self.send {
+            if !self.registrations.is_empty() {
+                // Before the entries can be used again.
+                queue
+                    .completing(cqe.wqe_index)
+                    .filter_map(|index| self.registrations.get(index as usize))
+                    .for_each(Slot::clear);
+            }
             queue.complete(cqe.wqe_index);
+        }
+    }
+
+    /// Keeps tables as long as the entry with this index, which is being posted, is in the send queue.
+    pub(crate) fn hold(&self, index: u32, tables: Arc<Tables>) {
+        if let Some(slot) = self.registrations.get(index as usize) {
+            slot.put(tables);
         }
     }
 
@@ -330,6 +353,7 @@ impl KernelQp {
                 if let Some(queue) = &self.send {
                     queue.reset();
                 }
+                self.registrations.iter().for_each(Slot::clear);
             });
             self.recv_lock.with(|| {
                 if let Some(queue) = &self.recv {

@@ -4,7 +4,7 @@ use super::bindings;
 use super::error::{Errno, Result};
 use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
-use core::sync::atomic::{fence, AtomicUsize, Ordering};
+use core::sync::atomic::{fence, AtomicPtr, AtomicUsize, Ordering};
 
 /// One value in memory of its own (kmalloc: physically contiguous).
 pub(crate) struct Box<T>(NonNull<T>);
@@ -14,11 +14,24 @@ unsafe impl<T: Send> Send for Box<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Box<T> {}
 
+/// Whether an allocation may sleep.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// In process context, without spinlocks.
+    Yes,
+    /// Anywhere.
+    No,
+}
+
 impl<T> Box<T> {
     pub(crate) fn new(value: T) -> Result<Self> {
+        Self::new_in(value, Wait::Yes)
+    }
+
+    fn new_in(value: T, wait: Wait) -> Result<Self> {
         const { assert!(align_of::<T>() <= 8 && size_of::<T>() > 0) };
-        // SAFETY: no preconditions; the result is null or memory of this size, aligned to 8 at least.
-        let memory = unsafe { bindings::vrdma_kzalloc(size_of::<T>()) };
+        // SAFETY: the caller says whether it may sleep; the result is null or memory of this size, aligned to 8 at least.
+        let memory = unsafe { bindings::vrdma_kzalloc(size_of::<T>(), wait == Wait::Yes) };
         let memory = NonNull::new(memory.cast::<T>()).ok_or(Errno::ENOMEM)?;
         // SAFETY: fresh memory of the right size and alignment.
         unsafe { memory.write(value) };
@@ -90,13 +103,24 @@ impl<T> Array<T> {
     }
 
     /// `length` values made by `make`; stops at the first error.
-    pub(crate) fn new(length: usize, mut make: impl FnMut(usize) -> Result<T>) -> Result<Self> {
+    pub(crate) fn new(length: usize, make: impl FnMut(usize) -> Result<T>) -> Result<Self> {
+        Self::new_in(length, Wait::Yes, make)
+    }
+
+    /// The same in another context. An array of no more than a page of memory can also be dropped in any context.
+    pub(crate) fn new_in(
+        length: usize,
+        wait: Wait,
+        mut make: impl FnMut(usize) -> Result<T>,
+    ) -> Result<Self> {
         const { assert!(align_of::<T>() <= 8 && size_of::<T>() > 0) };
         if length == 0 {
             return Ok(Self::empty());
         }
-        // SAFETY: no preconditions; the result is null or memory for that many values (the product is checked in there).
-        let memory = unsafe { bindings::vrdma_kvzalloc(length, size_of::<T>()) };
+        // SAFETY: the caller says whether it may sleep; the result is null or memory for that many values (the product
+        // is checked in there).
+        let memory =
+            unsafe { bindings::vrdma_kvzalloc(length, size_of::<T>(), wait == Wait::Yes) };
         let start = NonNull::new(memory.cast::<T>()).ok_or(Errno::ENOMEM)?;
         let mut array = Self { start, length: 0 };
         for i in 0..length {
@@ -153,13 +177,75 @@ unsafe impl<T: Send + Sync> Sync for Arc<T> {}
 
 impl<T> Arc<T> {
     pub(crate) fn new(value: T) -> Result<Self> {
-        let counted = Box::new(Counted {
+        Self::new_in(value, Wait::Yes)
+    }
+
+    pub(crate) fn new_in(value: T, wait: Wait) -> Result<Self> {
+        let counted = Counted {
             owners: AtomicUsize::new(1),
             value,
-        })?;
+        };
+        let counted = Box::new_in(counted, wait)?;
         NonNull::new(counted.into_raw())
             .map(Self)
             .ok_or(Errno::ENOMEM)
+    }
+
+    /// The value, if nobody else owns it.
+    pub(crate) fn get_mut(&mut self) -> Option<&mut T> {
+        // SAFETY: valid as long as self is. Acquire: what the last other owner did with the value is over.
+        let owners = unsafe { self.0.as_ref() }.owners.load(Ordering::Acquire);
+        // SAFETY: the only owner is self, which is borrowed exclusively: nobody can clone it meanwhile.
+        (owners == 1).then(|| unsafe { &mut (*self.0.as_ptr()).value })
+    }
+
+    /// Gives up ownership; [`Self::from_raw`] takes it back.
+    fn into_raw(self) -> *mut Counted<T> {
+        let raw = self.0.as_ptr();
+        core::mem::forget(self);
+        raw
+    }
+
+    /// # Safety
+    /// `raw` must come from [`Self::into_raw`], and be taken back once.
+    unsafe fn from_raw(raw: NonNull<Counted<T>>) -> Self {
+        Self(raw)
+    }
+}
+
+/// A place for a value that is owned together with others; filled and emptied from any thread, in any context.
+pub(crate) struct Slot<T>(AtomicPtr<Counted<T>>);
+
+impl<T> Slot<T> {
+    /// An empty one.
+    pub(crate) fn new() -> Self {
+        Self(AtomicPtr::new(core::ptr::null_mut()))
+    }
+
+    /// Puts a value there, in place of what was.
+    pub(crate) fn put(&self, value: Arc<T>) {
+        self.swap(value.into_raw());
+    }
+
+    /// Empties it.
+    pub(crate) fn clear(&self) {
+        // Most are empty.
+        if !self.0.load(Ordering::Relaxed).is_null() {
+            self.swap(core::ptr::null_mut());
+        }
+    }
+
+    fn swap(&self, new: *mut Counted<T>) {
+        if let Some(old) = NonNull::new(self.0.swap(new, Ordering::AcqRel)) {
+            // SAFETY: only `put` stores pointers, those of Arc::into_raw, and whoever swaps one out has it alone.
+            drop(unsafe { Arc::from_raw(old) });
+        }
+    }
+}
+
+impl<T> Drop for Slot<T> {
+    fn drop(&mut self) {
+        self.clear();
     }
 }
 

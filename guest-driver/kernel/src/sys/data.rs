@@ -12,7 +12,8 @@ use crate::kverbs::{KernelCq, KernelQp};
 use core::ffi::c_int;
 use core::ptr::NonNull;
 use virtio_rdma_driver_core::{ArmMode, RecvBatch, SendBatch, SendEntry};
-use virtio_rdma_spec::ring::{Cqe, MaskedOperands, SendWqe, Sge, UdWqe};
+use crate::verbs::Mr;
+use virtio_rdma_spec::ring::{Cqe, FastReg, MaskedOperands, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{send_flag, wc_flag, wc_opcode, wc_status, wr_opcode};
 
 /// Flags of send work requests that mean the same to the device.
@@ -81,6 +82,8 @@ pub(super) unsafe extern "C" fn post_send(
                 while let Some(wr) = at.as_ref() {
                     if kernel.is_datagram() {
                         push_datagram(batch, wr)?;
+                    } else if wr.opcode == IB_WR_REG_MR {
+                        push_registration(batch, kernel, (*(*qp).pd).local_dma_lkey, wr)?;
                     } else {
                         push_message(batch, wr)?;
                     }
@@ -160,7 +163,15 @@ unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Res
             wr_opcode::RDMA_WRITE
             | wr_opcode::RDMA_WRITE_WITH_IMM
             | wr_opcode::RDMA_READ
+            | wr_opcode::RDMA_READ_WITH_INV
             | wr_opcode::ATOMIC_WRITE => {
+                // The device invalidates the key that it reads with.
+                if opcode == wr_opcode::RDMA_READ_WITH_INV {
+                    match sg_list(wr.sg_list, wr.num_sge) {
+                        [sge] if sge.lkey == wr.ex.invalidate_rkey => {}
+                        _ => return Err(Errno::EINVAL),
+                    }
+                }
                 let rdma = &*wr_ptr.cast::<ib_rdma_wr>();
                 entry.remote_addr = rdma.remote_addr;
                 entry.rkey = rdma.rkey;
@@ -190,6 +201,47 @@ unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Res
         }
         push(batch, wr, &entry)
     }
+}
+
+/// Adds the registration of what was mapped into a region. `lkey` is the key of all memory in the queue pair's domain.
+///
+/// # Safety
+/// The work request must be a valid registration; nobody maps into its region meanwhile.
+unsafe fn push_registration(
+    batch: &mut SendBatch<'_, Words>,
+    kernel: &KernelQp,
+    lkey: u32,
+    wr: &ib_send_wr,
+) -> Result<()> {
+    let wr_ptr: *const ib_send_wr = wr;
+    let (opcode, flags, _) = head(wr)?;
+    // SAFETY: of this opcode the work request is the start of this structure, and its region was created.
+    unsafe {
+        let registration = &*wr_ptr.cast::<ib_reg_wr>();
+        let mr = NonNull::new(registration.mr).ok_or(Errno::EINVAL)?;
+        let data: &Mr = Object::data(mr);
+        let mapped = data.fast().and_then(|fast| fast.mapped());
+        let mapped = mapped.ok_or(Errno::EINVAL)?;
+        let entry = SendWqe {
+            opcode,
+            flags,
+            wr_id: wr.__bindgen_anon_1.wr_id,
+            ..Default::default()
+        };
+        let operands = FastReg {
+            iova: mr.as_ref().iova,
+            key: registration.key,
+            access: Mr::known_access(registration.access as u32)?,
+            length: mr.as_ref().length,
+            pages: mapped.list,
+            offset: mapped.offset,
+            lkey,
+        };
+        let index = batch.next_index();
+        batch.push_reg(&entry, &operands)?;
+        kernel.hold(index, mapped.tables);
+    }
+    Ok(())
 }
 
 /// # Safety

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Pages that the device reads or writes.
-use super::alloc::{Arc, Array};
+use super::alloc::{Arc, Array, Wait};
 use super::bindings;
 use super::error::{Errno, Result};
 use core::ffi::c_void;
@@ -32,9 +32,14 @@ unsafe impl Sync for DmaPage {}
 
 impl DmaPage {
     pub(crate) fn new(device: DmaDevice) -> Result<Self> {
-        let mut addr = 0;
-        // SAFETY: the device is alive as long as the driver is bound to it.
-        let memory = unsafe { bindings::vrdma_page_alloc(device.0.as_ptr(), &mut addr) };
+        Self::new_in(device, Wait::Yes)
+    }
+
+    /// The same in another context. It can be dropped in any.
+    pub(crate) fn new_in(device: DmaDevice, wait: Wait) -> Result<Self> {
+        let (mut addr, may_sleep) = (0, wait == Wait::Yes);
+        // SAFETY: the device is alive as long as the driver is bound to it; the caller says whether it may sleep.
+        let memory = unsafe { bindings::vrdma_page_alloc(device.0.as_ptr(), &mut addr, may_sleep) };
         Ok(Self {
             device,
             memory: NonNull::new(memory).ok_or(Errno::ENOMEM)?,

@@ -268,6 +268,10 @@ fn add_features(ops: &mut ib_device_ops, features: Features) {
         ops.post_recv = Some(data::post_recv);
         ops.poll_cq = Some(data::poll_cq);
         ops.req_notify_cq = Some(data::req_notify_cq);
+        if features.has(feature::FAST_REG) {
+            ops.alloc_mr = Some(memory::alloc_mr);
+            ops.map_mr_sg = Some(memory::map_mr_sg);
+        }
         if features.has(feature::SRQ) {
             ops.post_srq_recv = Some(data::post_srq_recv);
         }

@@ -24,12 +24,15 @@ pub(crate) mod device_cap {
     pub(crate) const BAD_QKEY_CNTR: u64 = bindings::IB_DEVICE_BAD_QKEY_CNTR as u64;
     pub(crate) const SRQ_RESIZE: u64 = bindings::IB_DEVICE_SRQ_RESIZE as u64;
     pub(crate) const XRC: u64 = bindings::IB_DEVICE_XRC as u64;
+    pub(crate) const MEM_MGT_EXTENSIONS: u64 = bindings::IB_DEVICE_MEM_MGT_EXTENSIONS as u64;
     pub(crate) const MEM_WINDOW: u64 = bindings::IB_DEVICE_MEM_WINDOW as u64;
     pub(crate) const MEM_WINDOW_TYPE_2B: u64 = bindings::IB_DEVICE_MEM_WINDOW_TYPE_2B as u64;
     pub(crate) const ATOMIC_WRITE: u64 = bindings::IB_DEVICE_ATOMIC_WRITE as u64;
     pub(crate) const FLUSH_GLOBAL: u64 = bindings::IB_DEVICE_FLUSH_GLOBAL as u64;
 }
 
+/// Capability for users in the kernel: regions of pieces of any address and length.
+pub(crate) const SG_GAPS_REG: u64 = bindings::IBK_SG_GAPS_REG as u64;
 /// Capability flag of the port: the communication manager works on it.
 pub(crate) const PORT_CM_SUP: u32 = bindings::IB_PORT_CM_SUP;
 /// Access flags that may be ignored by a driver that does not know them.
@@ -300,6 +303,47 @@ impl Udata<'_> {
 /// Where the buffer of a completion queue comes from: newer cores have attributes for it.
 #[derive(Clone, Copy)]
 pub(crate) struct CqBuffer(pub(super) *mut bindings::uverbs_attr_bundle);
+
+/// A list of memory that is mapped for the device.
+pub(crate) struct SgList<'a> {
+    first: *mut bindings::scatterlist,
+    entries: c_int,
+    lifetime: core::marker::PhantomData<&'a ()>,
+}
+
+impl SgList<'_> {
+    /// # Safety
+    /// There must be that many entries, mapped for DMA, as long as this is used.
+    pub(super) unsafe fn new(first: *mut bindings::scatterlist, entries: c_int) -> Self {
+        Self {
+            first,
+            entries,
+            lifetime: core::marker::PhantomData,
+        }
+    }
+
+    /// Calls `each` with address and length of every entry, until it returns false.
+    pub(crate) fn for_each<F: FnMut(u64, u32) -> bool>(&self, mut each: F) {
+        unsafe extern "C" fn call<F: FnMut(u64, u32) -> bool>(
+            each: *mut c_void,
+            addr: u64,
+            length: u32,
+        ) -> bool {
+            // SAFETY: the closure below, which nobody else uses meanwhile.
+            let each = unsafe { &mut *each.cast::<F>() };
+            each(addr, length)
+        }
+        // SAFETY: valid (new); the closure lives until the call returns.
+        unsafe {
+            bindings::vrdma_sg_for_each(
+                self.first,
+                self.entries,
+                Some(call::<F>),
+                (&raw mut each).cast(),
+            );
+        }
+    }
+}
 
 /// Pinned memory of a process, mapped for the device.
 pub(crate) struct Umem(NonNull<bindings::ib_umem>);

@@ -102,6 +102,30 @@ impl<T> Locked<T> {
     }
 }
 
+/// A value behind a spinlock.
+pub(crate) struct SpinLocked<T> {
+    lock: SpinLock,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the value is only touched with the lock held.
+unsafe impl<T: Send> Sync for SpinLocked<T> {}
+
+impl<T> SpinLocked<T> {
+    pub(crate) fn new(value: T) -> Result<Self> {
+        Ok(Self {
+            lock: SpinLock::new()?,
+            value: UnsafeCell::new(value),
+        })
+    }
+
+    /// Runs `inside` on the value with the lock held.
+    pub(crate) fn with<R>(&self, inside: impl FnOnce(&mut T) -> R) -> R {
+        // SAFETY: the lock is held, and not again by whoever holds it.
+        self.lock.with(|| inside(unsafe { &mut *self.value.get() }))
+    }
+}
+
 impl Completion {
     /// Completes it: one waiter goes on.
     pub(crate) fn complete(&self) {

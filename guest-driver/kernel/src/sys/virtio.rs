@@ -429,7 +429,7 @@ impl<const N: usize> EventQueue<N> {
         let size = unsafe { bindings::virtqueue_get_vring_size(queue.as_ptr()) };
         let count = (size as usize).clamp(1, MAX_EVENT_BUFFERS);
         // SAFETY: no preconditions; null if there is no memory.
-        let buffers = unsafe { bindings::vrdma_kzalloc(count.wrapping_mul(N)) };
+        let buffers = unsafe { bindings::vrdma_kzalloc(count.wrapping_mul(N), true) };
         Ok(Self {
             queue,
             buffers: NonNull::new(buffers).ok_or(Errno::ENOMEM)?,

@@ -8,6 +8,7 @@
 mod ah;
 mod cq;
 mod dm;
+mod fast;
 mod mr;
 mod mw;
 mod qp;
@@ -16,6 +17,7 @@ mod srq;
 pub(crate) use ah::{create_ah, multicast, Ah};
 pub(crate) use cq::{create_cq, destroy_cq, modify_cq, resize_cq, Cq, CqInit};
 pub(crate) use dm::{alloc_dm, dealloc_dm, reg_dm_mr, Dm, TOTAL as DM_TOTAL};
+pub(crate) use fast::{alloc_mr, Extent, FastMr};
 pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, Mr, Place};
 pub(crate) use mw::{alloc_mw, dealloc_mw, Mw};
 pub(crate) use qp::{create_qp, destroy_qp, modify_qp, query_qp, Qp, QpInit};
@@ -32,7 +34,7 @@ use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage};
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{
     device_cap, DeviceAttr, MmapEntry, PortAttr, Udata, Umem, UserContext, ATOMIC_GLOB,
-    ATOMIC_NONE, PORT_CM_SUP,
+    ATOMIC_NONE, PORT_CM_SUP, SG_GAPS_REG,
 };
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::RingLayout;
@@ -102,6 +104,11 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
     if features.has(feature::XRC) {
         attr.device_cap_flags |= device_cap::XRC;
     }
+    if features.has(feature::FAST_REG) {
+        attr.device_cap_flags |= device_cap::MEM_MGT_EXTENSIONS;
+        attr.kernel_cap_flags |= SG_GAPS_REG;
+        attr.max_fast_reg_page_list_len = limits.max_fast_reg_pages;
+    }
     if features.has(feature::MW) {
         attr.device_cap_flags |= device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B;
         attr.max_mw = limit(limits.max_mw) as _;
@@ -139,7 +146,6 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
     attr.max_qp_rd_atom = limit(limits.max_qp_rd_atom) as _;
     attr.max_res_rd_atom = limit(limits.max_res_rd_atom) as _;
     attr.max_qp_init_rd_atom = limit(limits.max_qp_init_rd_atom) as _;
-    attr.max_fast_reg_page_list_len = limits.max_fast_reg_pages;
     attr.max_pkeys = u16::try_from(limits.pkey_table_len).unwrap_or(u16::MAX);
     attr.local_ca_ack_delay = limits.local_ca_ack_delay as u8;
     Ok(())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Memory regions.
-use super::Pd;
+use super::{FastMr, Pd};
 use crate::device::Device;
 use crate::pages::PageTree;
 use crate::sys::error::{Errno, Result};
@@ -10,9 +10,15 @@ use virtio_rdma_spec::command::{opcode, rereg_flag, RegMr, RegMrResponse, ReregM
 use virtio_rdma_spec::verbs::access;
 
 /// A memory region.
-pub(crate) struct Mr(Locked<Region>);
+pub(crate) enum Mr {
+    /// Registered by a command.
+    Plain(Locked<Region>),
+    /// Registered by work requests.
+    Fast(FastMr),
+}
 
-struct Region {
+/// A region that a command registered.
+pub(crate) struct Region {
     lkey: u32,
     rkey: u32,
     /// None for regions of all memory and of device memory.
@@ -90,18 +96,31 @@ fn needs_writing(access: u32) -> bool {
 impl Mr {
     /// Local and remote key.
     pub(crate) fn keys(&self) -> (u32, u32) {
-        self.0.with(|region| (region.lkey, region.rkey))
+        match self {
+            Self::Plain(region) => region.with(|region| (region.lkey, region.rkey)),
+            Self::Fast(fast) => (fast.lkey(), fast.lkey()),
+        }
     }
 
     /// Pages of pinned memory, and log2 of their size.
     pub(crate) fn pages(&self) -> Option<(u32, u32)> {
-        self.0
-            .with(|region| region.user.as_ref().map(|user| user.pages))
+        match self {
+            Self::Plain(region) => region.with(|region| region.user.as_ref().map(|user| user.pages)),
+            Self::Fast(_) => None,
+        }
+    }
+
+    /// The region, if it is for fast registration.
+    pub(crate) fn fast(&self) -> Option<&FastMr> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Fast(fast) => Some(fast),
+        }
     }
 
     /// Access flags from the core, as the device may know them: optional ones that it cannot are left out. All memory is
     /// not for processes.
-    pub(super) fn known_access(flags: u32) -> Result<u32> {
+    pub(crate) fn known_access(flags: u32) -> Result<u32> {
         const KNOWN: u32 = access::RELAXED_ORDERING | !ACCESS_OPTIONAL;
         if flags & access::PHYSICAL != 0 {
             return Err(Errno::EINVAL);
@@ -125,7 +144,7 @@ impl Mr {
         })?;
         let RegMrResponse { lkey, rkey } = device.command(opcode::REG_MR, body)?;
         region.with(|region| (region.lkey, region.rkey) = (lkey, rkey));
-        Ok(Self(region))
+        Ok(Self::Plain(region))
     }
 }
 
@@ -167,7 +186,10 @@ pub(crate) struct Change<'a> {
 
 /// Changes a region in one step. On an error it is as before.
 pub(crate) fn rereg_mr(device: &Device, mr: &Mr, change: &Change<'_>) -> Result<()> {
-    mr.0.with(|region| region.change(device, change))
+    match mr {
+        Mr::Plain(region) => region.with(|region| region.change(device, change)),
+        Mr::Fast(_) => Err(Errno::EINVAL),
+    }
 }
 
 impl Region {

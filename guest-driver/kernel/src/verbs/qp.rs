@@ -89,10 +89,11 @@ pub(crate) struct QpInit<'a> {
     pub(crate) max_send_sge: u32,
     pub(crate) max_recv_sge: u32,
     pub(crate) max_inline: u32,
-    /// None for an XRC target, as the following.
+    /// Without meaning for an XRC target: users in the kernel give one all the same.
     pub(crate) pd: Option<&'a Pd>,
+    /// None for an XRC target.
     pub(crate) send_cq: Option<&'a Cq>,
-    /// None for an XRC initiator, too.
+    /// None for an XRC target, and for an initiator.
     pub(crate) recv_cq: Option<&'a Cq>,
 }
 
@@ -107,7 +108,7 @@ impl QpInit<'_> {
             qp_type::UC => (features.has(feature::UC), true),
             qp_type::UD => (features.has(feature::UD), true),
             qp_type::GSI => (features.has(feature::UD) && !is_user, false),
-            qp_type::XRC_INI => (xrc && is_user, false),
+            qp_type::XRC_INI => (xrc, false),
             // The core keeps the target itself for those that share it: whoever asked for it, it is the kernel's.
             qp_type::XRC_TGT => (xrc, false),
             _ => (false, false),
@@ -124,7 +125,7 @@ impl QpInit<'_> {
         let limits = device.limits();
         if (self.srq.is_some() && !shares)
             || self.xrcd.is_some() != target
-            || self.pd.is_some() == target
+            || (self.pd.is_none() && !target)
             || self.send_cq.is_some() == target
             || (self.recv_cq.is_none() && !initiator && !target)
             || self.max_send_sge > limits.max_sge
@@ -345,7 +346,10 @@ fn kernel_qp(
             sq: &rings.sq,
             rq: &rings.rq,
             memory: memory.clone(),
-            cqs: [kernel_cq(init.send_cq)?, kernel_cq(init.recv_cq)?],
+            cqs: [
+                kernel_cq(init.send_cq)?,
+                kernel_cq(init.recv_cq.or(init.send_cq))?,
+            ],
             number: made.qpn,
             doorbell_queue: made.doorbell_queue,
             slot: made.slot,

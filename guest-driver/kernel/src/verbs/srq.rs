@@ -99,7 +99,7 @@ pub(crate) fn create_srq(
     let xrc = init.srq_type == srq_type::XRC;
     let supported = match init.srq_type {
         srq_type::BASIC => true,
-        srq_type::XRC => device.features().has(feature::XRC) && udata.is_user(),
+        srq_type::XRC => device.features().has(feature::XRC),
         _ => false,
     };
     if !supported {

@@ -5,7 +5,8 @@ use crate::device::Device;
 use crate::sys::alloc::Box;
 use crate::sys::bindings::*;
 use crate::sys::error::{code, Errno, Result};
-use crate::sys::rdma::{Udata, UserContext};
+use crate::pages::Kind;
+use crate::sys::rdma::{SgList, Udata, UserContext};
 use crate::verbs::{self, Change, Place};
 use core::ffi::c_int;
 use core::ptr::NonNull;
@@ -69,6 +70,59 @@ pub(in crate::sys) unsafe extern "C" fn get_dma_mr(pd: *mut ib_pd, access: c_int
         })
     };
     pointer(made)
+}
+
+/// A region for fast registration.
+pub(in crate::sys) unsafe extern "C" fn alloc_mr(
+    pd: *mut ib_pd,
+    mr_type: ib_mr_type,
+    max_pages: u32,
+) -> *mut ib_mr {
+    // SAFETY: see the module.
+    let made = unsafe {
+        let pd = NonNull::new(pd).ok_or(Errno::EINVAL);
+        pd.and_then(|pd| {
+            let device = device((*pd.as_ptr()).device)?;
+            let kind = match mr_type {
+                IB_MR_TYPE_MEM_REG => Kind::Pages,
+                IB_MR_TYPE_SG_GAPS => Kind::Blocks,
+                _ => return Err(Errno::EOPNOTSUPP),
+            };
+            let fast = verbs::alloc_mr(device, Object::data(pd), kind, max_pages)?;
+            new_mr(device, verbs::Mr::Fast(fast), 0, 0)
+        })
+    };
+    pointer(made)
+}
+
+/// Maps a list into a region; returns how many entries are mapped to their end. Any context.
+pub(in crate::sys) unsafe extern "C" fn map_mr_sg(
+    mr: *mut ib_mr,
+    list: *mut scatterlist,
+    entries: c_int,
+    offset: *mut core::ffi::c_uint,
+) -> c_int {
+    // SAFETY: see the module; the list is mapped, and the offset is null or a place of the caller's.
+    let mapped = unsafe {
+        let object = NonNull::new(mr).ok_or(Errno::EINVAL);
+        object.and_then(|object| {
+            let device = device((*mr).device)?;
+            let data: &verbs::Mr = Object::data(object);
+            let fast = data.fast().ok_or(Errno::EINVAL)?;
+            let skip = offset.as_ref().map_or(0, |offset| *offset);
+            let list = SgList::new(list, entries);
+            let extent: verbs::Extent = fast.map(device, &list, skip, (*mr).page_size.into())?;
+            ((*mr).iova, (*mr).length) = (extent.start, extent.length);
+            if let Some(offset) = offset.as_mut() {
+                *offset = extent.rest;
+            }
+            Ok(extent.entries)
+        })
+    };
+    match mapped {
+        Ok(entries) => c_int::try_from(entries).unwrap_or(c_int::MAX),
+        Err(error) => error.code(),
+    }
 }
 
 /// The memory of a region is ours to allocate; without any, the region has to go again. The core fills in the rest.
