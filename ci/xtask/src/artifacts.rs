@@ -63,6 +63,13 @@ pub struct Stack {
     pub payload: PathBuf,
 }
 
+/// Kernel modules of this project for one kernel.
+#[derive(Clone, Debug)]
+struct Modules {
+    driver: PathBuf,
+    tests: PathBuf,
+}
+
 /// All of it.
 #[derive(Clone, Debug)]
 pub struct Everything {
@@ -71,7 +78,7 @@ pub struct Everything {
     /// The QEMU that has our device.
     pub qemu: PathBuf,
     device: PathBuf,
-    modules: Vec<(Kernel, PathBuf)>,
+    modules: Vec<(Kernel, Modules)>,
     providers: Vec<(Suite, PathBuf)>,
     verbs_test: PathBuf,
 }
@@ -95,7 +102,8 @@ impl Everything {
                 copy(&path, &payload)?;
             }
         }
-        copy(module, &payload)?;
+        copy(&module.driver, &payload)?;
+        copy(&module.tests, &payload)?;
         copy(provider, &payload)?;
         copy(&self.verbs_test, &payload)?;
         Ok(Stack {
@@ -157,7 +165,7 @@ pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
             let images = kernel_images(&build_roots)?;
             let modules = build_roots
                 .iter()
-                .map(|(kernel, root)| Ok((*kernel, module(root, *kernel)?)));
+                .map(|(kernel, root)| Ok((*kernel, modules(root, *kernel)?)));
             Ok((images, modules.collect::<Result<Vec<_>>>()?))
         });
         let programs = programs(&images::suites(kernels));
@@ -285,34 +293,62 @@ fn provider(suite: Suite) -> Result<PathBuf> {
     )
 }
 
-/// The kernel module for a guest kernel, compiled in the build root; cached, as it takes a while.
-fn module(build_root: &BuildRoot, kernel: Kernel) -> Result<PathBuf> {
+/// The modules for a guest kernel, compiled in the build root.
+fn modules(build_root: &BuildRoot, kernel: Kernel) -> Result<Modules> {
+    Ok(Modules {
+        driver: module(
+            build_root,
+            kernel,
+            "virtio_rdma",
+            "guest-driver/kernel",
+            &["guest-driver/core/src", "spec/src"],
+        )?,
+        tests: module(
+            build_root,
+            kernel,
+            "kernel_verbs_test",
+            "ci/kernel-verbs",
+            &[],
+        )?,
+    })
+}
+
+/// A module for a guest kernel, made by the build.sh in `source`; cached, as it takes a while.
+fn module(
+    build_root: &BuildRoot,
+    kernel: Kernel,
+    name: &str,
+    source: &str,
+    more_sources: &[&str],
+) -> Result<PathBuf> {
     let top = shell::root();
-    let key = ["guest-driver/kernel", "guest-driver/core/src", "spec/src"]
-        .iter()
+    let key = [&source]
+        .into_iter()
+        .chain(more_sources)
         .try_fold(build_root.key(Key::new()), |key, path| {
             key.path(&top.join(path))
         })?;
-    let dir = cache::entry(&format!("module-{kernel}"), key, |dir| {
+    // The driver was there first.
+    let entry = match name {
+        "virtio_rdma" => format!("module-{kernel}"),
+        _ => format!("module-{name}-{kernel}"),
+    };
+    let file = format!("{name}.ko");
+    let dir = cache::entry(&entry, key, |dir| {
         shell::step(
-            &format!(
-                "Building virtio_rdma.ko for kernel {}",
-                build_root.release(kernel)?
-            ),
+            &format!("Building {file} for kernel {}", build_root.release(kernel)?),
             || {
                 // What the build leaves there makes the next one quicker.
                 let out = shell::target().join("module").join(kernel.name());
                 fs::create_dir_all(&out)?;
-                let words = ["bash", "guest-driver/kernel/build.sh", "/out"];
-                let result = shell::logged(
-                    &format!("module-{kernel}"),
-                    &mut build_root.command(kernel, &out, &words)?,
-                );
+                let script = format!("{source}/build.sh");
+                let words = ["bash", &script, "/out"];
+                let result = shell::logged(&entry, &mut build_root.command(kernel, &out, &words)?);
                 shell::own(&out)?;
                 result?;
-                copy(&out.join("virtio_rdma.ko"), dir)
+                copy(&out.join(&file), dir)
             },
         )
     })?;
-    Ok(dir.join("virtio_rdma.ko"))
+    Ok(dir.join(file))
 }

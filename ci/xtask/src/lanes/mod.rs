@@ -6,6 +6,7 @@
 
 pub mod bench;
 mod boot;
+mod kernel_verbs;
 mod perftest;
 mod scale;
 mod smoke;
@@ -81,6 +82,7 @@ pub fn all() -> Vec<Lane> {
         suite::lane_56(),
         suite::lane_65(),
         verbs::lane(),
+        kernel_verbs::lane(),
         scale::lane(),
         stock::lane(),
         perftest::lane(),
