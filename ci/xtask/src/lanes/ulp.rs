@@ -438,8 +438,8 @@ fn killed(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
     let fio = Fio {
         file: storage.fio_file(ground)?,
         block: 4 << 10,
-        // The server is away for half a minute, or for more on a busy machine.
-        seconds: if ground.quick { 120 } else { 180 },
+        // The server is away for half a minute, on a busy machine for one and a half.
+        seconds: if ground.quick { 180 } else { 300 },
     };
     let job = fio.start(ground)?;
     wait_moved(ground, &job, 0)?;
