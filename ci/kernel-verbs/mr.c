@@ -225,7 +225,8 @@ TEST(reg_atomic)
 /* Pages larger than the kernel's. */
 static void large_pages(size_t page_size)
 {
-	struct piece list[] = { { 0, page_size }, { 0, page_size }, { 0, page_size / 2 } };
+	/* Each starts at a multiple of the page size, as it is allocated. */
+	struct piece list[] = { { 0, page_size }, { 0, page_size }, { 0, page_size - PAGE_SIZE } };
 	struct pair p = PAIR();
 	struct ib_mr *mr = make_mr(p.b.pd, IB_MR_TYPE_MEM_REG, 3);
 	struct pieces *pieces;
