@@ -122,21 +122,24 @@ impl FastMr {
         let mut kept = self.unused(device, list, &scan)?;
         let tables = kept.tables.get_mut().ok_or(Errno::EINVAL)?;
         let mut writer = ListWriter::new(tables, self.kind);
-        let extent = scan.run(list, |addr, length| writer.add(addr, length))?;
+        let extent = scan.run(list, |addr, length| writer.add(addr, length));
         let page_shift = match self.kind {
             Kind::Pages => page_size.trailing_zeros() as u8,
             Kind::Blocks => 0,
         };
-        let written = writer.finish(page_shift).map(|list| Mapped {
-            list,
-            offset: match self.kind {
-                Kind::Pages => (extent.start & page_size.wrapping_sub(1)) as u32,
-                Kind::Blocks => 0,
-            },
-            tables: kept.tables.clone(),
-        });
+        let written = writer.finish(page_shift);
+        let tables = kept.tables.clone();
         self.keep(kept);
-        let mapped = written?;
+        let (extent, list) = (extent?, written?);
+        let offset = match self.kind {
+            Kind::Pages => (extent.start & page_size.wrapping_sub(1)) as u32,
+            Kind::Blocks => 0,
+        };
+        let mapped = Mapped {
+            list,
+            offset,
+            tables,
+        };
         self.state.with(|state| state.mapped = Some(mapped));
         Ok(extent)
     }
