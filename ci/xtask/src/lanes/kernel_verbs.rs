@@ -24,6 +24,9 @@ const LOSSES: usize = 8;
 /// How many tests there have to be.
 const TESTS: usize = 60;
 
+/// How many completion queues of the core's pool the tests make it keep at most.
+const POOLED: u64 = 8;
+
 /// The lane.
 pub fn lane() -> Lane {
     Lane {
@@ -125,7 +128,7 @@ fn run(
 }
 
 fn on_ours(ground: &mut Ground) -> Result<()> {
-    let before = counts(&ground.bed)?;
+    let mut before = counts(&ground.bed)?;
     let column = format!("our device, {}", ground.kernel);
     run(
         ground,
@@ -147,6 +150,13 @@ fn on_ours(ground: &mut Ground) -> Result<()> {
             });
         },
     )?;
+    // The core keeps the shared completion queues that it made as long as the device is there.
+    for (before, now) in before.iter_mut().zip(counts(&ground.bed)?) {
+        let (had, has) = (before.entry("cqs".to_owned()).or_default(), now.get("cqs"));
+        if let Some(has) = has.filter(|has| (*had..=*had + POOLED).contains(has)) {
+            *had = *has;
+        }
+    }
     settled(&ground.bed, &before)
 }
 
