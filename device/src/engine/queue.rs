@@ -64,25 +64,30 @@ impl WorkQueue {
         buffer.word(self.at(0))
     }
 
-    /// A copy of the first `N` bytes of the current entry, a power of two, if it was posted and they are at hand.
+    /// Copies the first `N` bytes of the current entry, a power of two, if it was posted and they are at hand. Returns whether.
     #[inline(always)]
     #[must_use]
-    pub fn entry<const N: usize>(&self, buffer: &Pages) -> Option<[u8; N]> {
-        let words = buffer.words::<N>(self.at(0))?;
-        let (first, rest) = words.split_first()?;
+    pub fn read<const N: usize>(&self, buffer: &Pages, bytes: &mut [u8; N]) -> bool {
+        let Some(words) = buffer.words::<N>(self.at(0)) else {
+            return false;
+        };
+        let Some((first, rest)) = words.split_first() else {
+            return false;
+        };
         // Acquire: all else of the entry was written before its phase.
         let head = first.load(Ordering::Acquire).to_ne_bytes();
         let [_, flags, ..] = head;
         if self.entries == 0 || flags & PHASE != self.phase() {
-            return None;
+            return false;
         }
-        let mut bytes = [0; N];
-        let (to, to_rest) = bytes.split_first_chunk_mut()?;
+        let Some((to, to_rest)) = bytes.split_first_chunk_mut() else {
+            return false;
+        };
         *to = head;
         for (to, word) in to_rest.chunks_exact_mut(8).zip(rest) {
             to.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
         }
-        Some(bytes)
+        true
     }
 
     /// The phase of the current entry once it is posted.
@@ -164,7 +169,10 @@ impl WorkQueue {
         pd: u32,
         len: u64,
     ) -> Option<PlainReceive<'a>> {
-        let bytes: [u8; RecvWqe::SIZE + Sge::SIZE] = self.entry(buffer)?;
+        let mut bytes = [0; RecvWqe::SIZE + Sge::SIZE];
+        if !self.read(buffer, &mut bytes) {
+            return None;
+        }
         let (wqe, sge) = bytes.split_at_checked(RECV_DATA_OFFSET)?;
         let (wqe, sge) = (RecvWqe::get(wqe), Sge::get(sge));
         let clean = wqe.flags & !PHASE == 0 && wqe.reserved0 == 0 && wqe.reserved1 == 0;

@@ -32,6 +32,7 @@ use crate::rnic::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
 use crate::verbs::keys::{Accessor, KeyError};
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Gid, Tables};
+use crate::worker::Linger;
 use vhost_device_rdma_sync::Visit;
 
 /// How long to wait for a stopped VM before looking again, nanoseconds.
@@ -187,6 +188,12 @@ impl Requester {
         self.active.is_some()
     }
 
+    /// Whether it has a queue and memory, and nothing under way.
+    fn is_idle(&self) -> bool {
+        let busy = self.in_progress() || self.is_parked();
+        !busy && self.queue.entries != 0 && !self.buffer.lost()
+    }
+
     /// Whether it waits for a time.
     pub(crate) fn is_parked(&self) -> bool {
         self.parked.is_some()
@@ -202,7 +209,7 @@ impl Requester {
         self.rnr_retries = 0;
     }
 
-    /// One turn of at most `slice` bytes at time `now`, nanoseconds.
+    /// One turn of at most `slice` bytes at time `now`, nanoseconds. With nothing more to do it may `linger`.
     pub(crate) fn turn(
         &mut self,
         visit: &Visit<'_>,
@@ -210,6 +217,7 @@ impl Requester {
         qp: &Arc<Qp>,
         now: u64,
         slice: u64,
+        linger: &mut Linger<'_>,
     ) -> Turn {
         if let Some(until) = self.parked {
             if !qp.wake.swap(false, Ordering::SeqCst) && now < until {
@@ -243,7 +251,8 @@ impl Requester {
         };
         let turn = loop {
             // This is all that most turns are.
-            if self.active.is_none() && self.direct(tables, qp, &peer, &mut budget) == Rest::Nothing
+            if self.active.is_none()
+                && self.direct(tables, qp, &peer, &mut budget, linger) == Rest::Nothing
             {
                 break Turn::Idle;
             }

@@ -587,6 +587,23 @@ mod tests {
             prop_assert_eq!(run(super::super::copy_streaming), run(copy));
         }
 
+        /// A copy within itself, of words or of any bytes, is as if all was read first.
+        #[test]
+        fn short_copies_may_overlap(
+            from in 0usize..100, to in 0usize..100, len in 0usize..100, unit in prop_oneof![Just(1usize), Just(8)],
+        ) {
+            let memory = GuestMemory::new(vec![region(0, 1)]).unwrap();
+            let pages = Pages::resolve(&memory, &[0], 12).unwrap();
+            let [from, to, len] = [from, to, len].map(|n| n / unit * unit);
+            let data: Vec<u8> = (0..256).map(|i| i as u8).collect();
+            fill(&pages, 0, &data);
+            let span = |at, len| pages.span(at as u64, len as u64).unwrap().split_at(len).0;
+            copy_last(span(to, len), span(from, len).into());
+            let mut expected = data.clone();
+            expected.copy_within(from..from + len, to);
+            prop_assert_eq!(read(&pages, 0, data.len()), expected);
+        }
+
         /// Whatever the order of the pages, bytes are where the list says; a copy changes nothing else.
         #[test]
         fn copies_through_scattered_pages(

@@ -84,6 +84,12 @@ pub struct Source<'a> {
 }
 
 impl Source<'_> {
+    /// Has the processor fetch its start.
+    #[inline(always)]
+    pub fn prefetch(&self) {
+        prefetch_line(self.ptr);
+    }
+
     /// Length, bytes.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -142,12 +148,20 @@ pub fn copy(to: Span<'_>, from: Source<'_>) {
 
 /// Copies like [`copy`], but so that the last aligned word that is written becomes visible after all else, and as a whole
 /// where it is 1, 2, 4 or 8 aligned bytes. (MPI, UCX, NCCL and perftest poll on it.)
-#[inline]
+#[inline(always)]
 pub fn copy_last(to: Span<'_>, from: Source<'_>) {
     let len = to.len.min(from.len);
-    if len == 0 {
-        return;
+    let words = (to.ptr as usize | from.ptr as usize | len) % 8 == 0;
+    if words && len.wrapping_sub(1) < SHORT {
+        // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`), of words as just checked.
+        unsafe { copy_words(to.ptr, from.ptr, len) };
+    } else if len != 0 {
+        copy_any(to, from, len);
     }
+}
+
+/// As [`copy_last`], of `len` bytes, which both have: at least one.
+fn copy_any(to: Span<'_>, from: Source<'_>, len: usize) {
     // The bytes of the last aligned 8-byte word of the destination that are ours.
     let tail = (((to.ptr as usize).wrapping_add(len - 1) & 7) + 1).min(len);
     let bulk = len - tail;
@@ -177,6 +191,57 @@ pub fn copy_last(to: Span<'_>, from: Source<'_>) {
                 (*tail_to.wrapping_add(i).cast::<AtomicU8>()).store(*byte, Ordering::Release);
             }
         }
+    }
+}
+
+/// Most bytes that are copied in line.
+const SHORT: usize = 64;
+
+/// As [`copy_last`], of `len` bytes: at least a word, at most [`SHORT`], all of them words. All is read before anything is written.
+///
+/// # Safety
+/// `from` and `to` are valid for `len` bytes and aligned to 8.
+#[inline(always)]
+unsafe fn copy_words(to: *mut u8, from: *const u8, len: usize) {
+    /// Reads `N` pairs of words, the last of which is the end of `len` bytes, and then writes them: those at the end may be among the
+    /// first.
+    ///
+    /// # Safety
+    /// `from` and `to` are valid for `len` bytes, which are at least `N` pairs and at most twice as many.
+    #[inline(always)]
+    unsafe fn ends<const N: usize>(to: *mut u8, from: *const u8, len: usize) {
+        const PAIR: usize = size_of::<Pair>();
+        let at = |i: usize| (i * PAIR, len - (N - i) * PAIR);
+        // SAFETY: the caller promises that both are valid for all of these; nothing needs to be aligned.
+        unsafe {
+            let pair = |at: usize| from.wrapping_add(at).cast::<Pair>().read_unaligned();
+            let pairs: [_; N] = std::array::from_fn(|i| (pair(at(i).0), pair(at(i).1)));
+            for (i, (first, last)) in pairs.into_iter().enumerate() {
+                to.wrapping_add(at(i).0)
+                    .cast::<Pair>()
+                    .write_unaligned(first);
+                to.wrapping_add(at(i).1)
+                    .cast::<Pair>()
+                    .write_unaligned(last);
+            }
+        }
+    }
+    /// What the processor moves at once.
+    #[cfg(target_arch = "x86_64")]
+    type Pair = std::arch::x86_64::__m128i;
+    #[cfg(not(target_arch = "x86_64"))]
+    type Pair = [u64; 2];
+    let bulk = len - 8;
+    // SAFETY: the caller promises all of it; each branch is for the lengths that it may be for.
+    unsafe {
+        let last = (*from.wrapping_add(bulk).cast::<AtomicU64>()).load(Ordering::Relaxed);
+        match bulk {
+            32.. => ends::<2>(to, from, bulk),
+            16.. => ends::<1>(to, from, bulk),
+            8.. => to.cast::<u64>().write(from.cast::<u64>().read()),
+            _ => {}
+        }
+        (*to.wrapping_add(bulk).cast::<AtomicU64>()).store(last, Ordering::Release);
     }
 }
 
@@ -219,15 +284,22 @@ pub fn end_streaming() {
 /// Has the processor fetch an object that is needed soon.
 #[inline]
 pub fn prefetch<T>(object: &T) {
-    #[cfg(target_arch = "x86_64")]
     for at in (0..size_of::<T>()).step_by(LINE) {
+        prefetch_line(std::ptr::from_ref(object).cast::<u8>().wrapping_add(at));
+    }
+}
+
+/// Has the processor fetch a cache line, wherever it is.
+#[inline(always)]
+fn prefetch_line(line: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-        let line = std::ptr::from_ref(object).cast::<i8>().wrapping_add(at);
         // SAFETY: this changes nothing but caches, whatever the address; SSE is part of every processor of this architecture.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = object;
+    let _ = line;
 }
 
 /// Has the processor fetch a word that is to be changed soon, so that the change need not take it from others a second time.
@@ -257,18 +329,11 @@ impl Hint {
     /// Has the processor fetch it.
     #[inline]
     pub fn prefetch(&self) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-            let line = self.0.load(Ordering::Relaxed) as *const i8;
-            // SAFETY: as in `prefetch`: the address may be anything.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line) };
-        }
+        prefetch_line(self.0.load(Ordering::Relaxed) as *const u8);
     }
 }
 
 /// Size of a cache line, bytes.
-#[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
 /// Copies `lines` cache lines with stores that do not allocate in the caches.

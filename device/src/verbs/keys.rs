@@ -394,7 +394,7 @@ impl Keys {
         self.find_piece(memo, key, pd, access, addr, len)
     }
 
-    #[inline]
+    #[inline(always)]
     fn find_piece<'a>(
         &'a self,
         memo: &mut Memo<'a>,

@@ -237,7 +237,7 @@ impl Mr {
     }
 
     /// The `len` bytes at `addr`, if protection domain `pd` may access them as `access` says, and they are in one piece.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn whole(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Option<Span<'_>> {
         self.permits(key, pd, access, addr, len).ok()?;

@@ -2,7 +2,9 @@
 //! Queue pairs (specification: "Queue pairs").
 //!
 //! A queue pair belongs to one worker, which runs its requester. Its responder runs on the worker of whoever sends to it.
-//! The two halves have a lock each, taken for a bounded turn, in the order requester before responder (of the peer).
+//! The two halves have a lock each, taken for a bounded turn, in the order requester before responder (of the peer). A worker that
+//! waits for what one of two connected queue pairs of its own sends has all four: no other takes a requester, and nobody waits for
+//! a lock with a responder's.
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -199,6 +201,11 @@ impl Qp {
     /// The requester.
     pub(crate) fn requester(&self) -> MutexGuard<'_, Requester> {
         lock(&self.requester)
+    }
+
+    /// The requester, unless somebody has it.
+    pub(crate) fn try_requester(&self) -> Option<MutexGuard<'_, Requester>> {
+        self.requester.try_lock().ok()
     }
 
     /// The responder.

@@ -6,6 +6,9 @@
 //! work it goes on looking for a while, then sleeps until a doorbell queue is notified, another thread schedules something, or a
 //! timer ends.
 //!
+//! Who sends one message at a time is answered soonest: while nobody else has work, the queue pair that had the last turn keeps it
+//! for a moment, and the worker watches its send queue, and that of its peer, beside the doorbells ([`Linger`]).
+//!
 //! # Sleeping loses no wake-up
 //! A guest sets its doorbell bit and then loads the worker's status word; the worker stores SLEEPING and then scans all
 //! doorbells once more before it sleeps. Both pairs are store, full fence, load: so either the guest sees SLEEPING and
@@ -22,6 +25,7 @@ use std::sync::{Arc, Barrier, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use arrayvec::ArrayVec;
 use rustix::thread::{sched_setaffinity, CpuSet};
 use serde_json::{json, Value};
 use virtio_rdma_spec::doorbell::{
@@ -44,6 +48,12 @@ use vhost_device_rdma_sync::{lock, Visit, Visitor};
 
 /// Queue pairs of the queue that get a turn before the doorbells are scanned again, and those that get one at once while they are.
 const TURNS: usize = 32;
+/// Doorbells that are watched closely: where there are more contexts, each look is at all of them, and that takes its time.
+const WATCHED: usize = 64;
+/// How often a look that finds nothing looks at the doorbells again, before it looks at the clock and at all else.
+const LOOKS: u32 = 100;
+/// How often a lone queue pair may go on after a wait before the clock and all else is looked at.
+const LINGERS: u32 = 256;
 /// Work requests flushed in one turn.
 const FLUSH: u32 = 64;
 /// Epoll data of the notifications from guests.
@@ -199,6 +209,14 @@ impl Worker {
         }
     }
 
+    /// Whether anything but doorbells wants the worker, which knows of the changes up to `generation`.
+    #[inline(always)]
+    fn is_wanted(&self, generation: u64) -> bool {
+        self.inbox_filled.load(Ordering::Relaxed)
+            || self.generation.load(Ordering::Relaxed) != generation
+            || self.stopping.load(Ordering::Relaxed)
+    }
+
     fn put(&self, put: impl FnOnce(&mut Inbox)) {
         put(&mut lock(&self.inbox));
         self.inbox_filled.store(true, Ordering::SeqCst);
@@ -290,6 +308,27 @@ fn pin(worker: u16, cpu: usize) {
     }
 }
 
+/// Whether a look that finds nothing goes on for a moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Watch {
+    No,
+    /// Without pauses.
+    Eagerly,
+    /// With pauses.
+    Relaxed,
+}
+
+/// What a look found.
+#[derive(Debug, Clone, Copy)]
+struct Look {
+    /// Turns given at once.
+    served: usize,
+    /// There was nothing at first.
+    watched: bool,
+    /// Turns went on after a wait.
+    lingered: bool,
+}
+
 /// What only the worker's thread has.
 pub struct Loop {
     worker: Arc<Worker>,
@@ -344,15 +383,25 @@ impl Loop {
         // When we looked for work last, if we have only looked since.
         let mut looked = None;
         while !self.worker.stopping.load(Ordering::Relaxed) {
-            let served = self.look(TURNS);
+            // Work that comes at once is found sooner without pauses; later they are for who shares our core.
+            let watch = match looked {
+                _ if self.patience.budget(self.time) == 0 => Watch::No,
+                None => Watch::Eagerly,
+                Some(_) => Watch::Relaxed,
+            };
+            let Look {
+                served,
+                watched,
+                lingered,
+            } = self.look(TURNS, watch);
             let now = self.time;
             let before = looked.take();
             // More turns than one may have taken so long themselves.
-            if let Some(before) = before.filter(|_| served <= 1) {
+            if let Some(before) = before.filter(|_| served <= 1 && !lingered) {
                 self.patience.looked(before, now);
             }
             if served != 0 || !self.queue.is_empty() {
-                if before.is_some() {
+                if before.is_some() || watched || lingered {
                     self.patience.found();
                 }
                 self.turns(TURNS);
@@ -362,7 +411,6 @@ impl Loop {
             let idle = now.saturating_sub(*idle_since.get_or_insert(now));
             if idle < self.patience.budget(now) {
                 looked = Some(now);
-                std::hint::spin_loop();
             } else {
                 self.sleep(now);
                 idle_since = None;
@@ -373,21 +421,21 @@ impl Loop {
         }
     }
 
-    /// One look at everything that may bring work. Returns how many turns it gave at once, of at most `most`.
-    fn look(&mut self, most: usize) -> usize {
+    /// One look at everything that may bring work. It gives `most` turns at once, at most.
+    fn look(&mut self, most: usize, watch: Watch) -> Look {
         self.refresh();
         self.take_inbox();
-        let served = self.scan(most);
+        let look = self.scan(most, watch);
         self.time = self.now();
         self.expire();
         self.release();
-        served
+        look
     }
 
     /// What the worker does again and again while it polls: a look, and turns for those who have work. Returns whether
     /// there was any.
     pub fn round(&mut self) -> bool {
-        let served = self.look(TURNS);
+        let Look { served, .. } = self.look(TURNS, Watch::No);
         let work = served != 0 || !self.queue.is_empty();
         self.turns(TURNS);
         work
@@ -395,7 +443,7 @@ impl Loop {
 
     /// As [`Self::round`], but one turn at most: for who looks at what is between two turns.
     pub fn step(&mut self) {
-        self.look(0);
+        self.look(0, Watch::No);
         self.turns(1);
     }
 
@@ -493,48 +541,79 @@ impl Loop {
         timers.into_iter().chain(holds).min()
     }
 
-    /// Finds the queue pairs whose doorbell rang. If nobody waits for a turn, the first of them get theirs at once, the others are
-    /// put in the queue. Returns how many turns that were, of at most `most`.
-    fn scan(&mut self, most: usize) -> usize {
+    /// Finds the queue pairs whose doorbell rang. If nobody waits for a turn, the first of them get theirs at once, at most `most`,
+    /// the others are put in the queue. Where nothing rang, it watches for a moment whether something does.
+    fn scan(&mut self, most: usize, watch: Watch) -> Look {
         let visit = self.visitor.enter();
-        let mut turns = Turns {
-            visit: &visit,
-            worker: &self.worker,
-            queue: &mut self.queue,
-            timers: &mut self.timers,
-            time: self.time,
+        let worker = &*self.worker;
+        let idle = self.queue.is_empty();
+        let mut scan = Scan {
+            most: if idle { most } else { 0 },
+            turns: Turns {
+                visit: &visit,
+                worker,
+                queue: &mut self.queue,
+                timers: &mut self.timers,
+                time: self.time,
+            },
+            served: 0,
+            next: None,
         };
-        let most = if turns.queue.is_empty() { most } else { 0 };
-        let mut served = 0;
-        // The one to serve next: while others are looked for, what it needs is fetched.
-        let mut next: Option<Served<'_>> = None;
+        let mut bells = ArrayVec::<_, WATCHED>::new();
+        let mut all = true;
+        let mut rang = false;
         for rnic in &self.rnics {
             let Some(tables) = rnic.visit(&visit).filter(|tables| tables.running) else {
                 continue;
             };
             for (_, context) in tables.contexts.iter() {
-                scan_context(&self.worker, context, |qp| {
-                    if served == most || visit.awaited() {
-                        turns.again(qp);
-                        return;
-                    }
-                    served += 1;
-                    if let Some(before) = next.replace(Served { tables, qp }) {
-                        prefetch(&**qp);
-                        turns.give(before.tables, before.qp, SLICE);
-                    }
-                });
+                let Some(bell) = Bell::new(context, worker) else {
+                    continue;
+                };
+                if bell.rings() {
+                    rang = true;
+                    scan.answer(tables, &bell);
+                }
+                all &= bells.try_push((tables, bell)).is_ok();
             }
         }
-        if let Some(Served { tables, qp }) = next {
-            let slice = if turns.queue.is_empty() {
-                LONE_SLICE
-            } else {
-                SLICE
-            };
-            turns.give(tables, qp, slice);
+        let mut watched = false;
+        if !rang && idle && all && watch != Watch::No {
+            for _ in 0..LOOKS {
+                if bells.iter().any(|(_, bell)| bell.rings()) {
+                    watched = true;
+                    for (tables, bell) in bells.iter().filter(|(_, bell)| bell.rings()) {
+                        scan.answer(tables, bell);
+                    }
+                    break;
+                }
+                if visit.awaited() || worker.is_wanted(self.generation) {
+                    break;
+                }
+                if watch == Watch::Relaxed {
+                    std::hint::spin_loop();
+                }
+            }
         }
-        served
+        let lingers = if all && self.holds.is_empty() && watch != Watch::No {
+            LINGERS
+        } else {
+            0
+        };
+        let mut linger = Linger {
+            visit: &visit,
+            worker,
+            generation: self.generation,
+            bells: &bells,
+            left: lingers,
+            next: None,
+        };
+        scan.finish(&mut linger);
+        Look {
+            served: scan.served,
+            watched,
+            lingered: linger.left != lingers,
+        }
     }
 
     /// Gives queue pairs whose time has come a turn.
@@ -578,7 +657,10 @@ impl Loop {
                 time: self.time,
             };
             match qp.rnic.visit(&visit) {
-                Some(tables) => turns.give(tables, &qp, slice),
+                Some(tables) => {
+                    let mut no = turns.no_linger();
+                    turns.give(tables, &qp, slice, &mut no);
+                }
                 None => turns.again(&qp),
             }
         }
@@ -634,10 +716,8 @@ impl Loop {
                 Some(tables) => {
                     tables.running
                         && tables.contexts.iter().any(|(_, context)| {
-                            let (pages, root) = root(context, &self.worker);
-                            pages
-                                .word(root)
-                                .is_some_and(|word| word.load(Ordering::SeqCst) != 0)
+                            Bell::new(context, &self.worker)
+                                .is_some_and(|bell| bell.root.load(Ordering::SeqCst) != 0)
                         })
                 }
                 None => true,
@@ -645,20 +725,94 @@ impl Loop {
     }
 }
 
-/// The doorbell memory of a context, and where in it this worker's root word is.
-fn root<'a>(context: &'a Context, worker: &Worker) -> (&'a Pages, u64) {
-    let block = u64::from(worker.index) * BLOCK_SIZE as u64;
-    (&context.doorbell, block + ROOT_OFFSET as u64)
+/// A worker's doorbell of a context.
+#[derive(Clone, Copy)]
+struct Bell<'a> {
+    /// Set where something rang.
+    root: &'a AtomicU64,
+    context: &'a Context,
+}
+
+impl<'a> Bell<'a> {
+    #[inline(always)]
+    fn new(context: &'a Context, worker: &Worker) -> Option<Self> {
+        let root = context.doorbell.word(block(worker) + ROOT_OFFSET as u64)?;
+        Some(Self { root, context })
+    }
+
+    /// Whether anything rang. Who asks is about to take what did.
+    #[inline(always)]
+    fn rings(&self) -> bool {
+        prefetch_write(self.root);
+        self.root.load(Ordering::Relaxed) != 0
+    }
+
+    /// Takes what rang, and calls `f` with the queue pairs.
+    #[inline(always)]
+    fn take(&self, worker: &Worker, mut f: impl FnMut(&'a Arc<Qp>)) {
+        let pages = &self.context.doorbell;
+        let Some(slots) = self.context.workers.get(usize::from(worker.index)) else {
+            return;
+        };
+        let seen = u64::from_le(self.root.load(Ordering::Relaxed));
+        let first = seen.trailing_zeros().checked_sub(DIRECT_SHIFT);
+        if let Some(Rung::Qp(qp)) = first.and_then(|slot| slots.get(slot)) {
+            qp.next_send.prefetch();
+        }
+        let block = block(worker);
+        let mut ring = |slot: u32| match slots.get(slot) {
+            Some(Rung::Qp(qp)) => {
+                count(&worker.stats.doorbells);
+                f(qp);
+            }
+            Some(Rung::Srq(srq)) => {
+                count(&worker.stats.doorbells);
+                srq.receives_posted();
+            }
+            None => {}
+        };
+        // Bits of slots that nobody has cost nothing more: a guest may set all of them all the time.
+        let end = slots.end();
+        drain(self.root, |bit| {
+            if bit >= DIRECT_SHIFT {
+                ring(bit - DIRECT_SHIFT);
+                return;
+            }
+            if 64 * 64 * bit >= end {
+                return;
+            }
+            drain_at(
+                pages,
+                block + SUMMARY_OFFSET as u64 + 8 * u64::from(bit),
+                |second| {
+                    let leaf = 64 * bit + second;
+                    if 64 * leaf >= end {
+                        return;
+                    }
+                    drain_at(
+                        pages,
+                        block + LEAF_OFFSET as u64 + 8 * u64::from(leaf),
+                        |third| {
+                            let slot = 64 * leaf + third;
+                            if slot >= DIRECT_SLOTS {
+                                ring(slot);
+                            }
+                        },
+                    );
+                },
+            );
+        });
+    }
+}
+
+/// Where a worker's block of the doorbell memory of a context begins.
+fn block(worker: &Worker) -> u64 {
+    u64::from(worker.index) * BLOCK_SIZE as u64
 }
 
 /// Clears the bits of a word, and calls `f` with each that was set.
-fn drain(pages: &Pages, offset: u64, mut f: impl FnMut(u32)) {
-    let Some(word) = pages.word(offset) else {
-        return;
-    };
-    if word.load(Ordering::Relaxed) == 0 {
-        return;
-    }
+#[inline(always)]
+fn drain(word: &AtomicU64, mut f: impl FnMut(u32)) {
     let mut bits = u64::from_le(word.swap(0, Ordering::SeqCst));
     while bits != 0 {
         f(bits.trailing_zeros());
@@ -666,69 +820,13 @@ fn drain(pages: &Pages, offset: u64, mut f: impl FnMut(u32)) {
     }
 }
 
-/// Calls `f` with the queue pairs of a context whose doorbell rang.
-#[inline(always)]
-fn scan_context<'a>(worker: &Worker, context: &'a Context, mut f: impl FnMut(&'a Arc<Qp>)) {
-    let (pages, root) = root(context, worker);
-    let Some(slots) = context.workers.get(usize::from(worker.index)) else {
-        return;
-    };
-    let Some(word) = pages.word(root) else {
-        return;
-    };
-    // What is set is to be taken.
-    prefetch_write(word);
-    let seen = u64::from_le(word.load(Ordering::Relaxed));
-    if seen == 0 {
-        return;
+/// The same with the word at `offset`, if any bit is set.
+fn drain_at(pages: &Pages, offset: u64, f: impl FnMut(u32)) {
+    if let Some(word) = pages.word(offset) {
+        if word.load(Ordering::Relaxed) != 0 {
+            drain(word, f);
+        }
     }
-    let first = seen.trailing_zeros().checked_sub(DIRECT_SHIFT);
-    if let Some(Rung::Qp(qp)) = first.and_then(|slot| slots.get(slot)) {
-        qp.next_send.prefetch();
-    }
-    let block = root - ROOT_OFFSET as u64;
-    let mut ring = |slot: u32| match slots.get(slot) {
-        Some(Rung::Qp(qp)) => {
-            count(&worker.stats.doorbells);
-            f(qp);
-        }
-        Some(Rung::Srq(srq)) => {
-            count(&worker.stats.doorbells);
-            srq.receives_posted();
-        }
-        None => {}
-    };
-    // Bits of slots that nobody has cost nothing more: a guest may set all of them all the time.
-    let end = slots.end();
-    drain(pages, root, |bit| {
-        if bit >= DIRECT_SHIFT {
-            ring(bit - DIRECT_SHIFT);
-            return;
-        }
-        if 64 * 64 * bit >= end {
-            return;
-        }
-        drain(
-            pages,
-            block + SUMMARY_OFFSET as u64 + 8 * u64::from(bit),
-            |second| {
-                let leaf = 64 * bit + second;
-                if 64 * leaf >= end {
-                    return;
-                }
-                drain(
-                    pages,
-                    block + LEAF_OFFSET as u64 + 8 * u64::from(leaf),
-                    |third| {
-                        let slot = 64 * leaf + third;
-                        if slot >= DIRECT_SLOTS {
-                            ring(slot);
-                        }
-                    },
-                );
-            },
-        );
-    });
 }
 
 /// Raises the event `number` that a completion queue holds back, if it still does; false if that is not possible now.
@@ -757,6 +855,156 @@ struct Served<'a> {
     qp: &'a Arc<Qp>,
 }
 
+/// A scan of doorbells.
+struct Scan<'a> {
+    turns: Turns<'a>,
+    /// Turns to give at once, at most.
+    most: usize,
+    /// Turns given at once, or about to be.
+    served: usize,
+    /// The one to serve next: while others are looked for, what it needs is fetched.
+    next: Option<Served<'a>>,
+}
+
+impl<'a> Scan<'a> {
+    /// Serves those whose doorbell rang.
+    #[inline(always)]
+    fn answer(&mut self, tables: &'a Tables, bell: &Bell<'a>) {
+        bell.take(self.turns.worker, |qp| {
+            if self.served == self.most || self.turns.visit.awaited() {
+                self.turns.again(qp);
+                return;
+            }
+            self.served += 1;
+            if let Some(before) = self.next.replace(Served { tables, qp }) {
+                prefetch(&**qp);
+                let (tables, qp) = (before.tables, before.qp);
+                let mut no = self.turns.no_linger();
+                self.turns.give(tables, qp, SLICE, &mut no);
+            }
+        });
+    }
+
+    /// Serves the last one. If nobody else waits, it stays and watches the doorbells `bells`, which must be all of them.
+    fn finish(&mut self, linger: &mut Linger<'_>) {
+        let Some(Served { tables, qp }) = self.next.take() else {
+            return;
+        };
+        if !self.turns.queue.is_empty() {
+            let mut no = self.turns.no_linger();
+            self.turns.give(tables, qp, SLICE, &mut no);
+            return;
+        }
+        self.turns.give(tables, qp, LONE_SLICE, linger);
+        while let Some(qp) = linger.next.take() {
+            self.served += 1;
+            match qp.rnic.visit(self.turns.visit) {
+                Some(tables) if self.turns.queue.is_empty() => {
+                    self.turns.give(tables, &qp, LONE_SLICE, linger);
+                }
+                _ => self.turns.again(&qp),
+            }
+        }
+    }
+}
+
+/// What came while a queue pair lingered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Came {
+    /// A work request of its own.
+    Own,
+    /// One of its peer.
+    Answer,
+}
+
+/// Leave for a queue pair that has had its turn to wait for a moment for more work, as long as nobody else has any: who sends one
+/// message at a time is answered sooner.
+pub(crate) struct Linger<'a> {
+    pub(crate) visit: &'a Visit<'a>,
+    worker: &'a Worker,
+    generation: u64,
+    /// All doorbells.
+    bells: &'a [(&'a Tables, Bell<'a>)],
+    /// How often it may still be done.
+    left: u32,
+    /// The queue pair that gets the next turn.
+    pub(crate) next: Option<Arc<Qp>>,
+}
+
+impl Linger<'_> {
+    /// Whether there is any time for that.
+    #[inline(always)]
+    pub(crate) fn may(&self) -> bool {
+        self.left != 0
+    }
+
+    /// The doorbell of a queue pair of the VM of `tables`.
+    #[inline(always)]
+    pub(crate) fn bell<'b>(&self, tables: &'b Tables, qp: &'b Qp) -> Option<OwnBell<'b>> {
+        let context = tables.contexts.get(qp.context)?;
+        let root = Bell::new(context, self.worker)?.root;
+        let bit = qp.slot.checked_add(DIRECT_SHIFT)?;
+        // Without a bit of its own in the root word it is as everybody else's.
+        let bit = 1u64.checked_shl(bit).unwrap_or(0).to_le();
+        Some(OwnBell { root, bit, qp })
+    }
+
+    /// Waits until `posted` finds something, for as long as nobody else has work. Rings of the doorbells `bells` are taken, as what they
+    /// are about is what `posted` looks for.
+    #[inline(always)]
+    pub(crate) fn wait<const N: usize>(
+        &mut self,
+        bells: [&OwnBell<'_>; N],
+        posted: impl Fn() -> Option<Came>,
+    ) -> Option<Came> {
+        if self.left == 0 {
+            return None;
+        }
+        for _ in 0..LOOKS {
+            if self.visit.awaited() || self.worker.is_wanted(self.generation) {
+                return None;
+            }
+            // What was posted before a ring is looked for after that is taken.
+            if !bells.iter().all(|bell| bell.hush()) {
+                return None;
+            }
+            if let Some(came) = posted() {
+                self.left -= 1;
+                return Some(came);
+            }
+            if self.bells.iter().any(|(_, bell)| bell.rings()) {
+                return None;
+            }
+        }
+        None
+    }
+}
+
+/// The doorbell of one queue pair.
+pub(crate) struct OwnBell<'a> {
+    root: &'a AtomicU64,
+    /// Its bit in there; zero: it has none.
+    bit: u64,
+    qp: &'a Qp,
+}
+
+impl OwnBell<'_> {
+    /// Takes the ring, if it is the only one, and for a send. Returns false if it is not for a send.
+    #[inline(always)]
+    fn hush(&self) -> bool {
+        if self.root.load(Ordering::Relaxed) != self.bit || self.bit == 0 {
+            return true;
+        }
+        self.root.fetch_and(!self.bit, Ordering::SeqCst);
+        // Whoever waits for a receive says so before the guest is asked to ring for it.
+        let send = !self.qp.awaited.load(Ordering::SeqCst);
+        if !send {
+            self.root.fetch_or(self.bit, Ordering::SeqCst);
+        }
+        send
+    }
+}
+
 /// Gives turns, with what follows from them.
 struct Turns<'a> {
     visit: &'a Visit<'a>,
@@ -767,11 +1015,23 @@ struct Turns<'a> {
     time: u64,
 }
 
-impl Turns<'_> {
+impl<'a> Turns<'a> {
+    /// No leave to linger.
+    fn no_linger(&self) -> Linger<'a> {
+        Linger {
+            visit: self.visit,
+            worker: self.worker,
+            generation: 0,
+            bells: &[],
+            left: 0,
+            next: None,
+        }
+    }
+
     /// Gives a queue pair of the VM of `tables` a turn of at most `slice` bytes.
-    fn give(&mut self, tables: &Tables, qp: &Arc<Qp>, slice: u64) {
+    fn give(&mut self, tables: &Tables, qp: &Arc<Qp>, slice: u64, linger: &mut Linger<'_>) {
         count(&self.worker.stats.turns);
-        match run(self.visit, tables, qp, self.time, slice) {
+        match run(self.visit, tables, qp, self.time, slice, linger) {
             Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
                 let until = *lock(&qp.timer);
                 self.timers.remove(&(until, Arc::as_ptr(qp) as usize));
@@ -796,7 +1056,14 @@ impl Turns<'_> {
 }
 
 /// A turn of a queue pair of the VM of `tables`.
-fn run(visit: &Visit<'_>, tables: &Tables, qp: &Arc<Qp>, now: u64, slice: u64) -> Turn {
+fn run(
+    visit: &Visit<'_>,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    now: u64,
+    slice: u64,
+    linger: &mut Linger<'_>,
+) -> Turn {
     // The start of a stopped VM schedules all its queue pairs.
     if !tables.running || qp.dead.load(Ordering::SeqCst) {
         return Turn::Idle;
@@ -809,7 +1076,7 @@ fn run(visit: &Visit<'_>, tables: &Tables, qp: &Arc<Qp>, now: u64, slice: u64) -
             if qp.awaited.load(Ordering::SeqCst) {
                 qp.responder().receives_posted(qp);
             }
-            qp.requester().turn(visit, tables, qp, now, slice)
+            qp.requester().turn(visit, tables, qp, now, slice, linger)
         }
         qp_state::SQE => {
             if qp.requester().flush(tables, qp, FLUSH) {
@@ -867,7 +1134,7 @@ mod tests {
         let (_, mut visitors) = Visitors::new(1);
         let visitor = visitors.pop().unwrap();
         let (worker, _) = Worker::without_thread(0, visitor, Duration::ZERO).unwrap();
-        scan_context(&worker, &context, |_| ());
+        Bell::new(&context, &worker).unwrap().take(&worker, |_| ());
         let read: Vec<u64> = words()
             .filter(|at| context.doorbell.word(*at).unwrap().load(Ordering::Relaxed) == 0)
             .collect();

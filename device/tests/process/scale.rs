@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Many objects, and fairness between them.
+use std::sync::Arc;
 use std::time::Instant;
 
 use vhost_device_rdma_bare::core::buffer::QpCaps;
@@ -222,6 +223,91 @@ fn workers_wait_for_no_lock_that_the_other_has() {
     for worker in 0..2 {
         assert!(after.1[worker] >= before.1[worker] + 1000);
     }
+}
+
+/// Numbers that are the same each time.
+struct Dice(u64);
+
+impl Dice {
+    /// Below `sides`.
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        (self.0 >> 33) % sides
+    }
+}
+
+/// Writes a few messages at a time, and at times sends one or receives one, at times that match the other side's in all ways.
+fn converse(side: &Side, other: &Side, rounds: u64, seed: u64) {
+    let mut dice = Dice(seed);
+    for round in 0..rounds {
+        let mut count = 1 + dice.roll(6);
+        for i in 0..count {
+            let sges = [side.mr.sge(0, 8)];
+            side.qp
+                .write(i, &sges, other.mr.iova, other.mr.rkey)
+                .unwrap();
+            for _ in 0..dice.roll(200) {
+                std::hint::spin_loop();
+            }
+        }
+        if round % 4 == 2 * seed {
+            side.qp.send(count, &[side.mr.sge(0, 8)]).unwrap();
+            count += 1;
+        }
+        // It may be waited for already.
+        if round % 4 == 2 * (1 - seed) {
+            side.qp.post_recv(round, &[side.mr.sge(64, 8)]).unwrap();
+            assert_success(&side.received());
+        }
+        for _ in 0..count {
+            assert_success(&side.sent());
+        }
+        for _ in 0..dice.roll(3000) {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// Another side with the context of a side, and so with a doorbell word in common.
+fn beside(side: &Side, vm: &Arc<Vm>) -> Side {
+    let [send_cq, recv_cq] = [0, 1].map(|vector| Cq::new(vm, 256, vector).unwrap());
+    let (context, pd) = (side.context.clone(), side.pd.clone());
+    let qp = Qp::new(&context, &pd, &send_cq, &recv_cq, &QpOptions::default()).unwrap();
+    let mr = pd.register(4096, ALL).unwrap();
+    Side {
+        qp,
+        mr,
+        send_cq,
+        recv_cq,
+        pd,
+        context,
+    }
+}
+
+// D-DB-001: a worker that waits for the next message of a queue pair, or for the answer of its peer, takes rings on its own account.
+#[test]
+fn whoever_answers_at_whatever_time_is_heard() {
+    const ROUNDS: u64 = 4000;
+    let two = Two::with(&["--workers", "1", "--poll-us", "5000000"]);
+    let apart = two.pair();
+    // Both of one VM, with a doorbell word in common.
+    let a = Side::new(&two.a, &SideOptions::default());
+    let b = beside(&a, &two.a);
+    a.qp.connect(&Connection::to(&b.qp)).unwrap();
+    b.qp.connect(&Connection::to(&a.qp)).unwrap();
+    let together = Pair { a, b };
+    for pair in [&apart, &together] {
+        std::thread::scope(|scope| {
+            scope.spawn(|| converse(&pair.a, &pair.b, ROUNDS, 0));
+            scope.spawn(|| converse(&pair.b, &pair.a, ROUNDS, 1));
+        });
+    }
+    std::thread::scope(|scope| {
+        for Pair { a, b } in [&apart, &together] {
+            scope.spawn(move || converse(a, b, ROUNDS / 4, 0));
+            scope.spawn(move || converse(b, a, ROUNDS / 4, 1));
+        }
+    });
 }
 
 // D-DB-006.

@@ -17,8 +17,9 @@ use virtio_rdma_driver_core::sync::{fence, AtomicU32, AtomicU64, Ordering::*};
 use virtio_rdma_driver_core::{
     ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue, SharedRecvQueue,
 };
-use virtio_rdma_spec::doorbell::{worker_status, BLOCK_SIZE, LEAF_OFFSET, SUMMARY_OFFSET};
-use virtio_rdma_spec::layout::Layout;
+use virtio_rdma_spec::doorbell::{
+    worker_status, BLOCK_SIZE, DIRECT_SHIFT, LEAF_OFFSET, SUMMARY_OFFSET,
+};
 use virtio_rdma_spec::ring::{Cqe, SendWqe, ARM_NEXT, CQ_ARM_OFFSET, PHASE};
 
 /// Shared memory of the model: words that are touched are atomics of the model checker, which are dear.
@@ -98,6 +99,86 @@ fn no_wake_up_is_lost() {
         assert!(
             awake || notified.load(Acquire) == 1,
             "asleep, and nobody wakes it"
+        );
+    });
+}
+
+/// The bit in the root word of the first slot.
+fn bit() -> u64 {
+    (1u64 << DIRECT_SHIFT).to_le()
+}
+
+/// A poster and a worker that watches its queue: it takes the ring that it sees and looks for what was posted before. Either it finds
+/// that, or the ring stands.
+// D-DB-001.
+#[test]
+fn no_ring_is_taken_for_nothing() {
+    loom::model(|| {
+        let (queue, blocks) = (Words::new(128), Words::new(BLOCK_SIZE));
+        let poster = {
+            let (queue, blocks) = (queue.clone(), blocks.clone());
+            thread::spawn(move || {
+                let sq = SendQueue::new(queue, &SQ, 1, 0).unwrap();
+                let doorbell = Doorbell::new(blocks, Words::new(8), 0, 0).unwrap();
+                sq.post(&SendWqe::default(), []).unwrap();
+                let _ = doorbell.ring();
+            })
+        };
+        let root = at(&blocks, 0);
+        if root.load(Relaxed) == bit() {
+            root.fetch_and(!bit(), SeqCst);
+        }
+        let found = posted(&queue, SQ.offset);
+        poster.join().unwrap();
+        assert!(
+            found || root.load(Relaxed) == bit(),
+            "the ring is gone and the entry was not seen"
+        );
+    });
+}
+
+/// The same with a ring for a receive that another worker has just asked for: whoever takes it sees that, and puts it back.
+// D-DB-001.
+#[test]
+fn no_ring_for_a_receive_is_taken_away() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let (queue, blocks) = (Words::new(96), Words::new(BLOCK_SIZE));
+        let awaited = Arc::new(AtomicU32::new(0));
+        // There is a ring for something else.
+        at(&blocks, 0).store(bit(), Relaxed);
+        let poster = {
+            let (queue, blocks) = (queue.clone(), blocks.clone());
+            thread::spawn(move || {
+                let rq = RecvQueue::new(queue, &RQ, 1).unwrap();
+                if rq.post(1, []).unwrap() {
+                    let _ = Doorbell::new(blocks, Words::new(8), 0, 0).unwrap().ring();
+                }
+            })
+        };
+        let watcher = {
+            let (blocks, awaited) = (blocks.clone(), awaited.clone());
+            thread::spawn(move || {
+                let root = at(&blocks, 0);
+                if root.load(Relaxed) == bit() {
+                    root.fetch_and(!bit(), SeqCst);
+                    fence(SeqCst);
+                    if awaited.load(SeqCst) != 0 {
+                        root.fetch_or(bit(), SeqCst);
+                    }
+                }
+            })
+        };
+        awaited.store(1, SeqCst);
+        queue[0].store(1u64.to_le(), SeqCst);
+        fence(SeqCst);
+        let found = posted(&queue, RQ.offset);
+        poster.join().unwrap();
+        watcher.join().unwrap();
+        assert!(
+            found || at(&blocks, 0).load(Relaxed) == bit(),
+            "a message waits, and the ring for its receive is gone"
         );
     });
 }
@@ -206,7 +287,7 @@ fn no_shared_receive_is_overlooked() {
 fn no_completion_is_overlooked() {
     loom::model(|| {
         let layout = CqLayout::new(1).unwrap().ring;
-        let queue = Words::new(96);
+        let queue = Words::new(layout.offset as usize + Cqe::SIZE);
         let driver = {
             let queue = queue.clone();
             thread::spawn(move || {

@@ -9,6 +9,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
+use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, MIN_SEND_STRIDE, PHASE, SEND_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wr_opcode,
@@ -23,12 +24,16 @@ use crate::verbs::cq::{Batch, Cq, Pushed};
 use crate::verbs::keys::Memo;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::Tables;
+use crate::worker::{Came, Linger};
 
 /// Size of an entry with one scatter/gather entry, bytes.
 const ENTRY: usize = SEND_DATA_OFFSET + Sge::SIZE;
 
 /// Others may use a completion queue again after a message longer than this, bytes.
 const SHORT: u64 = 1024;
+
+/// Most messages at a time of who sends but few.
+const SPARSE: u32 = 4;
 
 /// Flags of a plain work request.
 const FLAGS: u8 =
@@ -53,9 +58,10 @@ pub(super) enum Rest {
 }
 
 /// The entry at the head of the queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Head {
-    /// It may be plain.
-    Plain(Entry),
+    /// It may be plain: here is a copy.
+    Plain,
     /// It is not, or not for now.
     Other,
     /// It is not posted.
@@ -63,28 +69,36 @@ enum Head {
 }
 
 /// A work request that may be plain.
-struct Entry {
-    wqe: SendWqe,
-    /// Its scatter/gather entry, or inline data.
-    data: [u8; Sge::SIZE],
-}
+struct Entry([u8; ENTRY]);
 
 impl Entry {
+    // Of what these return only what is used is taken from the copy.
+    #[inline(always)]
+    fn wqe(&self) -> SendWqe {
+        SendWqe::get(&self.0)
+    }
+
+    /// Its scatter/gather entry, or inline data.
+    #[inline(always)]
+    fn data(&self) -> &[u8] {
+        &self.0[SEND_DATA_OFFSET..]
+    }
+
     #[inline(always)]
     fn inline(&self) -> bool {
-        self.wqe.flags & send_flag::INLINE != 0
+        self.wqe().flags & send_flag::INLINE != 0
     }
 
     #[inline(always)]
     fn sge(&self) -> Sge {
-        Sge::from_bytes(&self.data)
+        Sge::get(self.data())
     }
 
     /// Length of the message, bytes.
     #[inline(always)]
     fn len(&self) -> u64 {
         if self.inline() {
-            self.wqe.count.into()
+            self.wqe().count.into()
         } else {
             self.sge().length.into()
         }
@@ -92,7 +106,7 @@ impl Entry {
 
     #[inline(always)]
     fn is_read(&self) -> bool {
-        self.wqe.opcode == wr_opcode::RDMA_READ
+        self.wqe().opcode == wr_opcode::RDMA_READ
     }
 }
 
@@ -128,7 +142,8 @@ impl<'a> Completions<'a> {
 }
 
 impl Requester {
-    /// Carries out the plain work requests at the head of the queue. None may be in progress.
+    /// Carries out the plain work requests at the head of the queue. None may be in progress. When there is no more, it stays for as
+    /// long as `linger` says.
     #[inline(never)]
     pub(super) fn direct(
         &mut self,
@@ -136,100 +151,43 @@ impl Requester {
         qp: &Arc<Qp>,
         peer: &Peer<'_>,
         budget: &mut Budget,
+        linger: &mut Linger<'_>,
     ) -> Rest {
         if qp.state() != qp_state::RTS {
             return Rest::Something;
         }
-        let mut entry = match self.head(qp, budget.bytes) {
-            Head::Plain(entry) => entry,
-            Head::Other => return Rest::Something,
-            Head::None => return Rest::Nothing,
-        };
-        let Ok(mut target) = peer.meet(tables, qp, self.dest_qp) else {
+        if !self.posted() {
+            return Rest::Nothing;
+        }
+        let Some(mut flow) = Flow::new(self, tables, qp, peer, *budget) else {
             return Rest::Something;
         };
-        let mut rest = Rest::Something;
-        let before = *budget;
-        let mut own = Own {
-            tables,
-            qp,
-            memo: Memo::default(),
-        };
-        let mut completions = Completions::default();
-        while budget.messages > 0 && qp.state() == qp_state::RTS && target.takes_plain() {
-            let len = entry.len();
-            let moved = match entry.wqe.opcode {
-                wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
-                    own.send(&mut target, &entry, &mut completions)
-                }
-                _ => own.access_remote(&mut target, &entry),
-            };
-            if moved.is_none() {
-                break;
-            }
-            let index = self.queue.index();
-            self.queue.advance();
-            budget.messages -= 1;
-            budget.bytes -= len;
-            if self.signal_all || entry.wqe.flags & send_flag::SIGNALED != 0 {
-                if let Some(cq) = &qp.send_cq {
-                    let cqe = Cqe {
-                        wr_id: entry.wqe.wr_id,
-                        byte_len: if entry.is_read() { len as u32 } else { 0 },
-                        qp_num: qp.number,
-                        wqe_index: index,
-                        opcode: completion_opcode(entry.wqe.opcode),
-                        ..Cqe::default()
-                    };
-                    completions.push(tables, cq, &cqe);
-                }
-            }
-            if len > SHORT {
-                completions.finish();
-            }
-            entry = match self.head(qp, budget.bytes) {
-                Head::Plain(entry) => entry,
-                Head::Other => break,
-                Head::None => {
-                    rest = Rest::Nothing;
-                    break;
-                }
-            };
+        let mut head = flow.run();
+        if head == Head::None && linger.may() && flow.is_sparse() {
+            head = flow.linger(linger);
         }
-        completions.finish();
-        let messages = before.messages - budget.messages;
-        if messages != 0 {
-            self.reset_retries();
-            qp.next_send.set(self.queue.head(&self.buffer));
-            // Whatever woke us is behind us.
-            qp.wake.store(false, Ordering::Relaxed);
-            let bytes = before.bytes - budget.bytes;
-            let (worker, messages) = (qp.worker.index, u64::from(messages));
-            qp.rnic.count_sent(worker, messages, bytes);
-            target.rnic.count_received(worker, messages, bytes);
+        *budget = flow.budget;
+        match head {
+            Head::None => Rest::Nothing,
+            Head::Plain | Head::Other => Rest::Something,
         }
-        rest
     }
 
-    /// A copy of the current entry, if it may be plain, of at most `max` bytes.
+    /// Whether there is a work request.
     #[inline(always)]
-    fn head(&self, qp: &Qp, max: u64) -> Head {
+    fn posted(&self) -> bool {
+        self.queue.ready(&self.buffer).is_some()
+    }
+
+    /// Copies the current entry to `entry`, and tells whether it may be plain, of at most `max` bytes.
+    #[inline(always)]
+    fn head(&self, qp: &Qp, max: u64, entry: &mut Entry) -> Head {
         // All of an entry of a send queue is at hand: no stride is less.
         const { assert!(ENTRY <= MIN_SEND_STRIDE as usize) };
-        let Some(bytes) = self.queue.entry::<ENTRY>(&self.buffer) else {
+        if !self.queue.read(&self.buffer, &mut entry.0) {
             return Head::None;
-        };
-        let Some((head, Some(data))) = bytes
-            .split_first_chunk::<{ SendWqe::SIZE }>()
-            .map(|(head, data)| (head, data.first_chunk()))
-        else {
-            return Head::Other;
-        };
-        let entry = Entry {
-            wqe: SendWqe::from_bytes(head),
-            data: *data,
-        };
-        let wqe = &entry.wqe;
+        }
+        let wqe = entry.wqe();
         let one = if entry.inline() {
             let count = usize::from(wqe.count);
             count <= self.max_inline.min(Sge::SIZE) && !entry.is_read()
@@ -245,10 +203,189 @@ impl Requester {
             && (!entry.is_read() || self.max_rd_atomic != 0)
             && qp.send_cq.is_some();
         if good && self.qp_type == qp_type::RC {
-            Head::Plain(entry)
+            Head::Plain
         } else {
             Head::Other
         }
+    }
+}
+
+/// A queue pair whose plain work requests are carried out, with all that they need.
+struct Flow<'a> {
+    requester: &'a mut Requester,
+    own: Own<'a>,
+    target: Target<'a>,
+    /// What may still be done, and what might be at first.
+    budget: Budget,
+    whole: Budget,
+}
+
+impl<'a> Flow<'a> {
+    /// None if there is no peer to send to, for now or for ever.
+    #[inline(always)]
+    fn new(
+        requester: &'a mut Requester,
+        tables: &'a Tables,
+        qp: &'a Arc<Qp>,
+        peer: &Peer<'a>,
+        budget: Budget,
+    ) -> Option<Self> {
+        let target = peer.meet(tables, qp, requester.dest_qp).ok()?;
+        Some(Self {
+            requester,
+            own: Own {
+                tables,
+                qp,
+                memo: Memo::default(),
+            },
+            target,
+            budget,
+            whole: budget,
+        })
+    }
+
+    /// Carries out work requests until there is no more, one is not plain, or the budget is spent. Returns what is at the head then.
+    #[inline(always)]
+    fn run(&mut self) -> Head {
+        let Self {
+            requester,
+            own,
+            target,
+            budget,
+            ..
+        } = self;
+        let (tables, qp) = (own.tables, own.qp);
+        let before = *budget;
+        let mut completions = Completions::default();
+        let mut entry = Entry([0; ENTRY]);
+        let mut head = requester.head(qp, budget.bytes, &mut entry);
+        while head == Head::Plain
+            && budget.messages > 0
+            && qp.state() == qp_state::RTS
+            && target.takes_plain()
+        {
+            let len = entry.len();
+            let wqe = entry.wqe();
+            let moved = match wqe.opcode {
+                wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
+                    own.send(target, &entry, &mut completions)
+                }
+                _ => own.access_remote(target, &entry),
+            };
+            if moved.is_none() {
+                break;
+            }
+            let index = requester.queue.index();
+            requester.queue.advance();
+            budget.messages -= 1;
+            budget.bytes -= len;
+            if requester.signal_all || wqe.flags & send_flag::SIGNALED != 0 {
+                if let Some(cq) = &qp.send_cq {
+                    let cqe = Cqe {
+                        wr_id: wqe.wr_id,
+                        byte_len: if entry.is_read() { len as u32 } else { 0 },
+                        qp_num: qp.number,
+                        wqe_index: index,
+                        opcode: completion_opcode(wqe.opcode),
+                        ..Cqe::default()
+                    };
+                    completions.push(tables, cq, &cqe);
+                }
+            }
+            if len > SHORT {
+                completions.finish();
+            }
+            head = requester.head(qp, budget.bytes, &mut entry);
+        }
+        completions.finish();
+        let messages = before.messages - budget.messages;
+        if messages != 0 {
+            requester.reset_retries();
+            qp.next_send.set(requester.queue.head(&requester.buffer));
+            // Whatever woke us is behind us.
+            qp.wake.store(false, Ordering::Relaxed);
+            let bytes = before.bytes - budget.bytes;
+            let (worker, messages) = (qp.worker.index, u64::from(messages));
+            qp.rnic.count_sent(worker, messages, bytes);
+            target.rnic.count_received(worker, messages, bytes);
+        }
+        head
+    }
+
+    /// Whether so few messages were sent that it is worth while to wait for the next: of many, a doorbell brings more at once.
+    #[inline(always)]
+    fn is_sparse(&self) -> bool {
+        self.whole.messages - self.budget.messages <= SPARSE
+    }
+
+    /// The same again.
+    fn go_on(&mut self) -> Head {
+        // Nobody else waits.
+        self.budget = self.whole;
+        self.run()
+    }
+
+    /// Waits for work requests of this queue pair, and for those by which the peer answers, and carries them out, as long as nobody else
+    /// has any. Returns what is at the head of this queue then.
+    #[inline(never)]
+    fn linger(&mut self, linger: &mut Linger<'_>) -> Head {
+        let (qp, peer) = (self.own.qp, self.target.qp);
+        let tables = self.target.tables;
+        let Some(bell) = linger.bell(self.own.tables, qp) else {
+            return Head::None;
+        };
+        // It is for us to serve the peer if its worker is ours, and here if it is about to send its next message.
+        let mut theirs = (peer.worker.index == qp.worker.index && peer.state() == qp_state::RTS)
+            .then(|| peer.try_requester())
+            .flatten()
+            .filter(|theirs| theirs.is_idle() && !peer.cq_errored());
+        let mut route = theirs
+            .as_mut()
+            .and_then(|theirs| theirs.route.take())
+            .unwrap_or_default();
+        let mut answer = None;
+        if let Some(theirs) = &mut theirs {
+            route.refresh(&peer.rnic, theirs.dest_gid);
+            answer = linger.bell(tables, peer).and_then(|bell| {
+                let way = route.peer(linger.visit);
+                Some((Flow::new(theirs, tables, peer, &way, self.whole)?, bell))
+            });
+        }
+        let mut head = Head::None;
+        while head == Head::None && self.is_sparse() {
+            let came = match &answer {
+                None => linger.wait([&bell], || self.requester.posted().then_some(Came::Own)),
+                Some((answer, theirs)) => linger.wait([&bell, theirs], || {
+                    if self.requester.posted() {
+                        Some(Came::Own)
+                    } else if answer.requester.posted() {
+                        Some(Came::Answer)
+                    } else {
+                        None
+                    }
+                }),
+            };
+            match (came, &mut answer) {
+                (Some(Came::Own), _) => head = self.go_on(),
+                (Some(Came::Answer), Some((answer, _))) => {
+                    if answer.go_on() != Head::None || !answer.is_sparse() {
+                        break;
+                    }
+                }
+                _ => break,
+            }
+        }
+        // Rings were taken of what may not have been looked at since.
+        if head == Head::None && self.requester.posted() {
+            head = Head::Other;
+        }
+        if answer.is_some_and(|(answer, _)| answer.requester.posted()) {
+            linger.next = Some(peer.clone());
+        }
+        if let Some(theirs) = &mut theirs {
+            theirs.route = Some(route);
+        }
+        head
     }
 }
 
@@ -263,7 +400,7 @@ fn is_plain(opcode: u8) -> bool {
 /// The requester's side of a message.
 struct Own<'a> {
     tables: &'a Tables,
-    qp: &'a Qp,
+    qp: &'a Arc<Qp>,
     memo: Memo<'a>,
 }
 
@@ -283,7 +420,7 @@ impl<'a> Own<'a> {
         'a: 'b,
     {
         if entry.inline() {
-            let bytes = entry.data.get(..usize::from(entry.wqe.count))?;
+            let bytes = entry.data().get(..usize::from(entry.wqe().count))?;
             return Some(bytes.into());
         }
         Some(self.piece(entry, 0)?.into())
@@ -292,7 +429,7 @@ impl<'a> Own<'a> {
     /// A WRITE or READ, if it is plain.
     #[inline(always)]
     fn access_remote(&mut self, target: &mut Target<'_>, entry: &Entry) -> Option<()> {
-        let wqe = &entry.wqe;
+        let wqe = entry.wqe();
         let (key, addr, len) = (wqe.rkey, wqe.remote_addr, entry.len());
         if entry.is_read() {
             let ours = self.piece(entry, access::LOCAL_WRITE)?;
@@ -300,6 +437,7 @@ impl<'a> Own<'a> {
             copy_last(ours, theirs.into());
         } else {
             let source = self.source(entry)?;
+            source.prefetch();
             let theirs = target.piece(access::REMOTE_WRITE, key, addr, len)?;
             copy_last(theirs, source);
         }
@@ -315,17 +453,17 @@ impl<'a> Own<'a> {
         completions: &mut Completions<'b>,
     ) -> Option<()> {
         // Events for solicited completions are not those of others.
-        if entry.wqe.flags & send_flag::SOLICITED != 0 {
+        if entry.wqe().flags & send_flag::SOLICITED != 0 {
             return None;
         }
         let source = self.source(entry)?;
         let (receive, cq) = target.take_plain(entry.len())?;
         copy_last(receive.span, source);
-        let with_imm = entry.wqe.opcode == wr_opcode::SEND_WITH_IMM;
+        let with_imm = entry.wqe().opcode == wr_opcode::SEND_WITH_IMM;
         let cqe = Cqe {
             wr_id: receive.wr_id,
             byte_len: entry.len() as u32,
-            imm: if with_imm { entry.wqe.imm } else { 0 },
+            imm: if with_imm { entry.wqe().imm } else { 0 },
             qp_num: target.qp.number,
             src_qp: self.qp.number,
             wqe_index: receive.index,
