@@ -22,7 +22,7 @@ use crate::verbs::tables::Tables;
 /// Payload moved for one queue pair before the next gets its turn, bytes.
 pub const SLICE: u64 = 64 * 1024;
 /// The same where no other queue pair waits for its turn: it is looked for others, and for the time, only so often.
-pub const LONE_SLICE: u64 = 512 * 1024;
+pub const LONE_SLICE: u64 = 1 << 20;
 /// Messages of this length and more are copied past the caches: they would evict all that is in them, and gain nothing.
 pub const LARGE: u64 = 8 << 20;
 /// Messages moved for one queue pair before the next gets its turn.

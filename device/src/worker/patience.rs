@@ -8,8 +8,8 @@
 //! There is no clock and no I/O here. All times are nanoseconds.
 use std::time::Duration;
 
-/// Longer than this between two looks: we had lost the CPU.
-const LOST_CPU: u64 = 200_000;
+/// Longer than this between two looks with a turn between them at most, which copies a MiB: we had lost the CPU.
+const LOST_CPU: u64 = 400_000;
 
 /// For so long others are taken to need our CPU: looking for [`LEAST`] is enough. A thread that uses its share up by looking is
 /// not put before others when it is woken.

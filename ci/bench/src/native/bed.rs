@@ -100,7 +100,7 @@ impl Side {
                 max_recv_wr: recv,
                 max_send_sge: 1,
                 max_recv_sge: 1,
-                max_inline: 0,
+                max_inline: 16,
             },
             signal_all: false,
             ..QpOptions::default()

@@ -28,7 +28,6 @@ const OPERATIONS: [(&str, u8, Option<f64>); 4] = [
 ];
 
 /// Some repetitions of something, each with its percentiles.
-#[derive(Default)]
 struct Runs {
     median: Vec<f64>,
     p99: Vec<f64>,
@@ -36,6 +35,14 @@ struct Runs {
 }
 
 impl Runs {
+    const fn new() -> Self {
+        Self {
+            median: Vec::new(),
+            p99: Vec::new(),
+            p999: Vec::new(),
+        }
+    }
+
     fn add(&mut self, sorted: &[f64]) {
         self.median.push(quantile(sorted, 0.5));
         self.p99.push(quantile(sorted, 0.99));
@@ -59,9 +66,9 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     );
     let pair = Pair::new(&a, &b, 1 << 20)?;
 
-    let mut modelled = Runs::default();
-    let mut operations = OPERATIONS.map(|_| Runs::default());
-    let [mut write, mut send] = [Runs::default(), Runs::default()];
+    let mut modelled = Runs::new();
+    let mut operations = [const { Runs::new() }; OPERATIONS.len()];
+    let [mut write, mut inline, mut send] = [const { Runs::new() }; 3];
     let [mut one, mut two, mut ucx, mut libfabric] = [const { Vec::new() }; 4];
     let rounds = settings.rounds();
     for _ in 0..settings.repetitions() {
@@ -80,13 +87,15 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
         for (times, runs) in own.into_iter().zip(&mut operations) {
             runs.add(&times?);
         }
-        let (one_way_write, put) = cache::steady(cores, || {
+        let (one_way_write, one_way_inline, put) = cache::steady(cores, || {
             Ok((
-                write_ping_pong(&pair, rounds)?,
+                write_ping_pong(&pair, false, rounds)?,
+                write_ping_pong(&pair, true, rounds)?,
                 peers::ucx_put_latency(cores, SIZE, rounds)?,
             ))
         })?;
         write.add(&one_way_write);
+        inline.add(&one_way_inline);
         ucx.push(put);
         let (one_way_send, message) = cache::steady(cores, || {
             Ok((
@@ -126,6 +135,8 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
             .target(Target::Max(3.0)),
     );
     figures.push(write.figure(&name).beside("libfabric", &libfabric));
+    let name = format!("WRITE {SIZE} B inline, ping-pong one way");
+    figures.push(inline.figure(&name).beside("UCX put", &ucx));
     let name = format!("SEND {SIZE} B, ping-pong one way");
     figures.push(send.figure(&name).beside("UCX put", &ucx));
     figures.push(send.figure(&name).beside("libfabric", &libfabric));
@@ -175,8 +186,8 @@ fn post_to_completion(pair: &Pair, opcode: u8, rounds: usize) -> Result<Vec<f64>
 /// How many work requests of a ping-pong go without a completion for one that has it: completions must be taken at times.
 const SIGNAL_EVERY: usize = 64;
 
-/// Sorted times of one way, µs.
-fn write_ping_pong(pair: &Pair, rounds: usize) -> Result<Vec<f64>> {
+/// Sorted times of one way, µs, of data from memory or, as most applications send so little, from the work request.
+fn write_ping_pong(pair: &Pair, inline: bool, rounds: usize) -> Result<Vec<f64>> {
     let polling = [pair.a.send_cq.polling(), pair.b.send_cq.polling()];
     // Each has what it sends at the start of its memory, and receives a page behind that.
     const AT: usize = 4096;
@@ -192,7 +203,6 @@ fn write_ping_pong(pair: &Pair, rounds: usize) -> Result<Vec<f64>> {
     for round in 1..=last {
         let start = Instant::now();
         for ((qp, from, to), polling) in ends.iter().zip(&polling) {
-            from.view().u64(0).store(round as u64, Ordering::Relaxed);
             let mut wqe = SendWqe {
                 opcode: wr_opcode::RDMA_WRITE,
                 remote_addr: to.iova + AT as u64,
@@ -203,7 +213,14 @@ fn write_ping_pong(pair: &Pair, rounds: usize) -> Result<Vec<f64>> {
             if signal {
                 wqe = bed::signaled(wqe);
             }
-            qp.send_queue().post(&wqe, [from.sge(0, SIZE)])?;
+            let mut batch = qp.send_queue().batch();
+            if inline {
+                batch.push_inline(&wqe, [&round.to_ne_bytes()[..]])?;
+            } else {
+                from.view().u64(0).store(round as u64, Ordering::Relaxed);
+                batch.push(&wqe, [from.sge(0, SIZE)])?;
+            }
+            batch.commit();
             qp.ring()?;
             let word = to.view().u64(AT);
             let mut spins = 0u32;
