@@ -28,6 +28,12 @@ TEST(device_fast_registration)
 	CHECK(device->attrs.max_fast_reg_page_list_len >= 256);
 }
 
+/* Protocols size their requests by it, and the core the pages of what processes register. */
+TEST(device_segments)
+{
+	CHECK(ib_dma_max_seg_size(device) >= SZ_2G);
+}
+
 TEST(device_port)
 {
 	struct ib_port_attr port;
@@ -106,6 +112,7 @@ TEST(pd_unsafe_global_rkey)
 const struct test device_tests[] = {
 	ENTRY(device_attributes),
 	ENTRY(device_fast_registration),
+	ENTRY(device_segments),
 	ENTRY(device_port),
 	ENTRY(pd_many),
 	ENTRY(pd_local_dma_lkey),

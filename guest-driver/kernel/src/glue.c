@@ -11,6 +11,7 @@
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/semaphore.h>
+#include <linux/sizes.h>
 #include <linux/virtio_ids.h>
 #include <linux/virtio_pci.h>
 #include <linux/vmalloc.h>
@@ -126,6 +127,13 @@ void *vrdma_kzalloc(size_t size, bool may_sleep)
 void *vrdma_kvzalloc(size_t count, size_t size, bool may_sleep)
 {
 	return kvcalloc(count, size, vrdma_gfp(may_sleep));
+}
+
+/* Else pieces of memory end at 64 KiB, and with them the pages that the device is told of. */
+void vrdma_dma_unlimited(struct device *dev)
+{
+	dma_set_max_seg_size(dev, SZ_2G);
+	dma_set_seg_boundary(dev, ULONG_MAX);
 }
 
 void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr, bool may_sleep)

@@ -79,6 +79,7 @@ void vrdma_log_info(struct device *dev, const char *text, size_t length, s64 num
 /* Memory. Without `may_sleep` for any context. */
 void *vrdma_kzalloc(size_t size, bool may_sleep);
 void *vrdma_kvzalloc(size_t count, size_t size, bool may_sleep);
+void vrdma_dma_unlimited(struct device *dev);
 void *vrdma_page_alloc(struct device *dev, dma_addr_t *addr, bool may_sleep);
 void vrdma_page_free(struct device *dev, void *page, dma_addr_t addr);
 bool vrdma_page_is_physical(void *page, dma_addr_t addr);

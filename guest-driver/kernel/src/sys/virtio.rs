@@ -87,11 +87,14 @@ impl VirtioDevice {
         unsafe { bindings::vrdma_reset(self.0.as_ptr()) }
     }
 
-    /// The device that DMA addresses are for.
+    /// The device that DMA addresses are for; from here on with pieces of memory of any length.
     pub(crate) fn dma(self) -> Result<DmaDevice> {
         // SAFETY: a bound device.
         let parent = unsafe { (*self.0.as_ptr()).dev.parent };
-        NonNull::new(parent).map(DmaDevice).ok_or(Errno::ENODEV)
+        let parent = NonNull::new(parent).ok_or(Errno::ENODEV)?;
+        // SAFETY: alive, as above, and bound to the driver that brought the virtio device.
+        unsafe { bindings::vrdma_dma_unlimited(parent.as_ptr()) };
+        Ok(DmaDevice(parent))
     }
 
     /// Vendor, device and revision of the PCI device.
