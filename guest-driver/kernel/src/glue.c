@@ -7,6 +7,7 @@
 #include <linux/etherdevice.h>
 #include <linux/if_arp.h>
 #include <linux/io.h>
+#include <linux/lockdep.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
@@ -184,12 +185,26 @@ void vrdma_pages_unmap(void *mapped)
 
 /* Synchronization. */
 
-spinlock_t *vrdma_spinlock_new(void)
+/* What is initialized in one place is one lock to lockdep, unless it is told better. */
+static struct lock_class_key vrdma_lock_keys[VRDMA_LOCKS];
+static const char *const vrdma_lock_names[VRDMA_LOCKS] = {
+	[VRDMA_LOCK_COMMANDS] = "vrdma commands",
+	[VRDMA_LOCK_DYING] = "vrdma dying",
+	[VRDMA_LOCK_OBJECT] = "vrdma object",
+	[VRDMA_LOCK_CQ] = "vrdma cq",
+	[VRDMA_LOCK_SEND] = "vrdma send",
+	[VRDMA_LOCK_RECV] = "vrdma recv",
+	[VRDMA_LOCK_REGION] = "vrdma region",
+};
+
+spinlock_t *vrdma_spinlock_new(enum vrdma_lock which)
 {
 	spinlock_t *lock = kzalloc(sizeof(*lock), GFP_KERNEL);
 
-	if (lock)
+	if (lock) {
 		spin_lock_init(lock);
+		lockdep_set_class_and_name(lock, &vrdma_lock_keys[which], vrdma_lock_names[which]);
+	}
 	return lock;
 }
 
@@ -206,12 +221,14 @@ void vrdma_spinlock_unlock(spinlock_t *lock, unsigned long flags)
 	spin_unlock_irqrestore(lock, flags);
 }
 
-struct mutex *vrdma_mutex_new(void)
+struct mutex *vrdma_mutex_new(enum vrdma_lock which)
 {
 	struct mutex *lock = kzalloc(sizeof(*lock), GFP_KERNEL);
 
-	if (lock)
+	if (lock) {
 		mutex_init(lock);
+		lockdep_set_class_and_name(lock, &vrdma_lock_keys[which], vrdma_lock_names[which]);
+	}
 	return lock;
 }
 

@@ -87,10 +87,21 @@ void *vrdma_pages_map(void *const *pages, size_t count);
 void vrdma_pages_unmap(void *mapped);
 
 /* Synchronization: each object is allocated, so that it never moves. */
-spinlock_t *vrdma_spinlock_new(void);
+enum vrdma_lock {
+	VRDMA_LOCK_COMMANDS,
+	VRDMA_LOCK_DYING,
+	VRDMA_LOCK_OBJECT,
+	VRDMA_LOCK_CQ,
+	VRDMA_LOCK_SEND,
+	VRDMA_LOCK_RECV,
+	VRDMA_LOCK_REGION,
+	VRDMA_LOCKS
+};
+
+spinlock_t *vrdma_spinlock_new(enum vrdma_lock which);
 unsigned long vrdma_spinlock_lock(spinlock_t *lock);
 void vrdma_spinlock_unlock(spinlock_t *lock, unsigned long flags);
-struct mutex *vrdma_mutex_new(void);
+struct mutex *vrdma_mutex_new(enum vrdma_lock which);
 void vrdma_mutex_lock(struct mutex *lock);
 void vrdma_mutex_unlock(struct mutex *lock);
 struct completion *vrdma_completion_new(void);

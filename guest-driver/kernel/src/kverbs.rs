@@ -2,14 +2,15 @@
 //! Queues of users in the kernel: their rings are in the kernel's memory, and the driver is their data path, too.
 //!
 //! Everything that posts, polls or arms works in any context. Locks are taken in the order: completion queue, table of
-//! queue pairs; send and receive queues have locks of their own, inside of which no other is taken.
+//! queue pairs; and send queue, region for fast registration. Receive queues have locks of their own, inside of which no
+//! other is taken.
 use crate::device::Device;
 use crate::pages::{PageTree, Tables};
 use crate::sys::alloc::{Arc, Array, Slot};
 use crate::sys::dma::{DmaBuffer, Words};
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::QpTarget;
-use crate::sys::sync::SpinLock;
+use crate::sys::sync::{which, SpinLock};
 use crate::sys::virtio::Notifier;
 use core::sync::atomic::{AtomicU8, Ordering};
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
@@ -105,7 +106,7 @@ impl KernelCq {
     /// A completion queue in its zeroed memory.
     pub(crate) fn new(memory: Arc<DmaBuffer>, layout: &CqLayout) -> Result<Self> {
         Ok(Self {
-            lock: SpinLock::new()?,
+            lock: SpinLock::new(which::CQ)?,
             queue: CompletionQueue::new(Words(memory), &layout.ring)?,
         })
     }
@@ -178,7 +179,7 @@ impl KernelSrq {
     ) -> Result<Self> {
         Ok(Self {
             bell: Bell::new(device, made.doorbell_queue, made.slot)?,
-            lock: SpinLock::new()?,
+            lock: SpinLock::new(which::RECV)?,
             queue: SharedRecvQueue::new(Words(memory), ring, max_sge)?,
         })
     }
@@ -265,10 +266,10 @@ impl KernelQp {
             datagram,
             state: AtomicU8::new(qp_state::RESET),
             bell: Bell::new(device, init.doorbell_queue, init.slot)?,
-            send_lock: SpinLock::new()?,
+            send_lock: SpinLock::new(which::SEND)?,
             send: send.transpose()?,
             registrations: Array::new(registrations, |_| Ok(Slot::new()))?,
-            recv_lock: SpinLock::new()?,
+            recv_lock: SpinLock::new(which::RECV)?,
             recv: recv.transpose()?,
             cqs: init.cqs,
         })

@@ -37,13 +37,25 @@ macro_rules! owned {
     };
 }
 
+/// Which lock it is, for the kernel's checker of locks: those of one kind are never taken inside of each other.
+pub(crate) type Which = bindings::vrdma_lock;
+
+/// The kinds of locks.
+pub(crate) mod which {
+    pub(crate) use super::bindings::{
+        VRDMA_LOCK_COMMANDS as COMMANDS, VRDMA_LOCK_CQ as CQ, VRDMA_LOCK_DYING as DYING,
+        VRDMA_LOCK_OBJECT as OBJECT, VRDMA_LOCK_RECV as RECV, VRDMA_LOCK_REGION as REGION,
+        VRDMA_LOCK_SEND as SEND,
+    };
+}
+
 owned! {
     /// A spinlock that also disables interrupts.
-    SpinLock, spinlock_t, vrdma_spinlock_new()
+    SpinLock, spinlock_t, vrdma_spinlock_new(which: Which)
 }
 owned! {
     /// A mutex.
-    Mutex, mutex, vrdma_mutex_new()
+    Mutex, mutex, vrdma_mutex_new(which: Which)
 }
 owned! {
     /// Something to wait for.
@@ -90,7 +102,7 @@ unsafe impl<T: Send> Sync for Locked<T> {}
 impl<T> Locked<T> {
     pub(crate) fn new(value: T) -> Result<Self> {
         Ok(Self {
-            lock: Mutex::new()?,
+            lock: Mutex::new(which::OBJECT)?,
             value: UnsafeCell::new(value),
         })
     }
@@ -112,9 +124,9 @@ pub(crate) struct SpinLocked<T> {
 unsafe impl<T: Send> Sync for SpinLocked<T> {}
 
 impl<T> SpinLocked<T> {
-    pub(crate) fn new(value: T) -> Result<Self> {
+    pub(crate) fn new(which: Which, value: T) -> Result<Self> {
         Ok(Self {
-            lock: SpinLock::new()?,
+            lock: SpinLock::new(which)?,
             value: UnsafeCell::new(value),
         })
     }

@@ -4,7 +4,7 @@ use super::alloc::{Array, Box};
 use super::bindings;
 use super::dma::DmaDevice;
 use super::error::{Errno, Result};
-use super::sync::{Completion, Mutex, Semaphore, SpinLock};
+use super::sync::{which, Completion, Mutex, Semaphore, SpinLock};
 use core::ffi::c_void;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -271,10 +271,10 @@ impl CommandQueue {
         Ok(Self {
             device: queues.device,
             queue,
-            lock: SpinLock::new()?,
+            lock: SpinLock::new(which::COMMANDS)?,
             room: Semaphore::new(room)?,
             dead: AtomicBool::new(false),
-            dying: Mutex::new()?,
+            dying: Mutex::new(which::DYING)?,
         })
     }
 

@@ -11,7 +11,7 @@ use crate::pages::{Kind, ListWriter, Tables};
 use crate::sys::alloc::{Arc, Wait};
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::SgList;
-use crate::sys::sync::SpinLocked;
+use crate::sys::sync::{which, SpinLocked};
 use virtio_rdma_spec::command::{alloc_mr_flag, opcode, AllocMr, PageList, RegMrResponse};
 use virtio_rdma_spec::PAGE_SIZE;
 
@@ -74,7 +74,7 @@ pub(crate) fn alloc_mr(device: &Device, pd: &Pd, kind: Kind, max_pages: u32) -> 
     if let Some(first) = kept.first_mut() {
         *first = Some(Kept { tables, room });
     }
-    let state = SpinLocked::new(State { kept, mapped: None })?;
+    let state = SpinLocked::new(which::REGION, State { kept, mapped: None })?;
     let body = AllocMr {
         pd: pd.handle,
         max_pages,
