@@ -9,6 +9,7 @@
 #define KERNEL_VERBS_H
 
 #include <linux/completion.h>
+#include <linux/kthread.h>
 #include <linux/scatterlist.h>
 #include <linux/types.h>
 #include <rdma/ib_verbs.h>
@@ -26,10 +27,28 @@ extern const struct test device_tests[], cq_tests[], qp_tests[], traffic_tests[]
 
 /* Ends. Only in the thread of the test, without locks. */
 
-__noreturn __printf(3, 4) void fail_at(const char *file, int line, const char *format, ...);
-__noreturn __printf(1, 2) void skip(const char *format, ...);
+__printf(3, 4) void failed_at(const char *file, int line, const char *format, ...);
+__printf(1, 2) void skipped(const char *format, ...);
 
-#define fail(...) fail_at(__FILE__, __LINE__, __VA_ARGS__)
+extern struct completion ended;
+
+/* Ends the test. Here, so that objtool sees in every file alone that this does not return. */
+static __always_inline __noreturn void end_test(void)
+{
+	kthread_complete_and_exit(&ended, 0);
+}
+
+#define fail(...)                                                                                                   \
+	do {                                                                                                        \
+		failed_at(__FILE__, __LINE__, __VA_ARGS__);                                                         \
+		end_test();                                                                                         \
+	} while (0)
+
+#define skip(...)                                                                                                   \
+	do {                                                                                                        \
+		skipped(__VA_ARGS__);                                                                               \
+		end_test();                                                                                         \
+	} while (0)
 
 /* `condition` holds. */
 #define CHECK(condition)                                                                                            \

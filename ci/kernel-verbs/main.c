@@ -75,7 +75,7 @@ struct deferred {
 struct ib_device *device;
 static LIST_HEAD(deferred);
 static char result[512] = "none\n";
-static struct completion ended;
+struct completion ended;
 
 void defer(enum when when, void (*undo)(void *what), void *what)
 {
@@ -121,12 +121,7 @@ static void undo_all(void)
 	}
 }
 
-static __noreturn void end(void)
-{
-	kthread_complete_and_exit(&ended, 0);
-}
-
-void fail_at(const char *file, int line, const char *format, ...)
+void failed_at(const char *file, int line, const char *format, ...)
 {
 	const char *name = strrchr(file, '/');
 	va_list args;
@@ -136,10 +131,9 @@ void fail_at(const char *file, int line, const char *format, ...)
 	va_start(args, format);
 	vscnprintf(result + length, sizeof(result) - length, format, args);
 	va_end(args);
-	end();
 }
 
-void skip(const char *format, ...)
+void skipped(const char *format, ...)
 {
 	va_list args;
 
@@ -147,7 +141,6 @@ void skip(const char *format, ...)
 	va_start(args, format);
 	vscnprintf(result + 5, sizeof(result) - 5, format, args);
 	va_end(args);
-	end();
 }
 
 static int run_thread(void *arg)
@@ -156,7 +149,7 @@ static int run_thread(void *arg)
 
 	strscpy(result, "ok", sizeof(result));
 	test->run();
-	end();
+	end_test();
 }
 
 static const struct test *find_test(const char *name)
