@@ -180,7 +180,9 @@ impl WorkQueue {
             return None;
         }
         let access = access::LOCAL_WRITE;
-        let span = keys.piece(memo, sge.lkey, pd, access, sge.addr, len)?;
+        let span = memo
+            .recall(sge.lkey, access, sge.addr, len)
+            .or_else(|| keys.piece(memo, sge.lkey, pd, access, sge.addr, len))?;
         let index = self.index();
         self.advance();
         Some(PlainReceive {

@@ -50,6 +50,8 @@ pub enum Turn {
     Idle,
     /// There is more to do: another turn, please.
     Again,
+    /// The same, after more bytes than those who wait for their turn should wait for.
+    Long,
     /// Nothing to do before this time, nanoseconds.
     Park(u64),
 }
@@ -265,6 +267,9 @@ impl Requester {
             }
         };
         self.route = Some(route);
+        if turn == Turn::Again && slice - budget.bytes > SLICE {
+            return Turn::Long;
+        }
         turn
     }
 

@@ -125,12 +125,11 @@ impl<'a> Grant<'a> {
     }
 }
 
-/// A piece of a region that was found by its key, for the next work request, which often names the same. It borrows the table,
-/// so it does not outlive a change.
+/// A piece of a region that was found by its key, for the next work request, which often names the same. It borrows the table, so
+/// it does not outlive a change. It is for one user, who has one protection domain for each kind of access.
 #[derive(Debug, Default)]
 pub struct Memo<'a> {
     key: u32,
-    pd: u32,
     access: u32,
     /// Address of its first byte.
     start: u64,
@@ -138,6 +137,16 @@ pub struct Memo<'a> {
 }
 
 impl<'a> Memo<'a> {
+    /// What [`Keys::piece`] would find, if that was found before.
+    #[inline(always)]
+    #[must_use]
+    pub fn recall(&self, key: u32, access: u32, addr: u64, len: u64) -> Option<Span<'a>> {
+        if self.key != key || self.access != access {
+            return None;
+        }
+        self.piece(addr, len)
+    }
+
     #[inline(always)]
     fn piece(&self, addr: u64, len: u64) -> Option<Span<'a>> {
         self.span?.get(addr.wrapping_sub(self.start), len)
@@ -159,7 +168,6 @@ fn remember<'a>(
     let (start, span) = mr.piece(addr)?;
     *memo = Memo {
         key,
-        pd,
         access,
         start,
         span: Some(span),
@@ -378,24 +386,6 @@ impl Keys {
     #[inline(always)]
     #[must_use]
     pub fn piece<'a>(
-        &'a self,
-        memo: &mut Memo<'a>,
-        key: u32,
-        pd: u32,
-        access: u32,
-        addr: u64,
-        len: u64,
-    ) -> Option<Span<'a>> {
-        if memo.key == key && memo.access == access && memo.pd == pd {
-            if let Some(piece) = memo.piece(addr, len) {
-                return Some(piece);
-            }
-        }
-        self.find_piece(memo, key, pd, access, addr, len)
-    }
-
-    #[inline(always)]
-    fn find_piece<'a>(
         &'a self,
         memo: &mut Memo<'a>,
         key: u32,

@@ -52,8 +52,10 @@ const TURNS: usize = 32;
 const WATCHED: usize = 64;
 /// How often a look that finds nothing looks at the doorbells again, before it looks at the clock and at all else.
 const LOOKS: u32 = 100;
-/// How often a lone queue pair may go on after a wait before the clock and all else is looked at.
+/// How often a lone queue pair may go on after a wait before the clock and all else is looked at, with up to [`LINGER_BYTES`] each
+/// time, or less often with more.
 const LINGERS: u32 = 256;
+const LINGER_BYTES: u64 = 4096;
 /// Work requests flushed in one turn.
 const FLUSH: u32 = 64;
 /// Epoll data of the notifications from guests.
@@ -595,10 +597,12 @@ impl Loop {
                 }
             }
         }
-        let lingers = if all && self.holds.is_empty() && watch != Watch::No {
-            LINGERS
-        } else {
-            0
+        // Where something ends at a time, that is looked at more often.
+        let timed = !scan.turns.timers.is_empty() || !self.holds.is_empty();
+        let lingers = match watch {
+            Watch::Eagerly | Watch::Relaxed if all && timed => LINGERS / 16,
+            Watch::Eagerly | Watch::Relaxed if all => LINGERS,
+            _ => 0,
         };
         let mut linger = Linger {
             visit: &visit,
@@ -659,7 +663,9 @@ impl Loop {
             match qp.rnic.visit(&visit) {
                 Some(tables) => {
                     let mut no = turns.no_linger();
-                    turns.give(tables, &qp, slice, &mut no);
+                    if turns.give(tables, &qp, slice, &mut no) {
+                        break;
+                    }
                 }
                 None => turns.again(&qp),
             }
@@ -938,6 +944,13 @@ impl Linger<'_> {
         self.left != 0
     }
 
+    /// What came made `bytes` bytes to be moved.
+    #[inline(always)]
+    pub(crate) fn spend(&mut self, bytes: u64) {
+        let times = 1 + u32::try_from(bytes / LINGER_BYTES).unwrap_or(u32::MAX - 1);
+        self.left = self.left.saturating_sub(times);
+    }
+
     /// The doorbell of a queue pair of the VM of `tables`.
     #[inline(always)]
     pub(crate) fn bell<'b>(&self, tables: &'b Tables, qp: &'b Qp) -> Option<OwnBell<'b>> {
@@ -969,7 +982,6 @@ impl Linger<'_> {
                 return None;
             }
             if let Some(came) = posted() {
-                self.left -= 1;
                 return Some(came);
             }
             if self.bells.iter().any(|(_, bell)| bell.rings()) {
@@ -1028,8 +1040,8 @@ impl<'a> Turns<'a> {
         }
     }
 
-    /// Gives a queue pair of the VM of `tables` a turn of at most `slice` bytes.
-    fn give(&mut self, tables: &Tables, qp: &Arc<Qp>, slice: u64, linger: &mut Linger<'_>) {
+    /// Gives a queue pair of the VM of `tables` a turn of at most `slice` bytes. Returns whether others should be looked for now.
+    fn give(&mut self, tables: &Tables, qp: &Arc<Qp>, slice: u64, linger: &mut Linger<'_>) -> bool {
         count(&self.worker.stats.turns);
         match run(self.visit, tables, qp, self.time, slice, linger) {
             Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
@@ -1038,6 +1050,10 @@ impl<'a> Turns<'a> {
             }
             Turn::Idle => {}
             Turn::Again => self.again(qp),
+            Turn::Long => {
+                self.again(qp);
+                return true;
+            }
             Turn::Park(until) => {
                 let id = Arc::as_ptr(qp) as usize;
                 let old = std::mem::replace(&mut *lock(&qp.timer), until);
@@ -1045,6 +1061,7 @@ impl<'a> Turns<'a> {
                 self.timers.insert((until, id), qp.clone());
             }
         }
+        false
     }
 
     /// Puts a queue pair at the end of the queue, unless it is about to get a turn anyway.

@@ -69,36 +69,29 @@ enum Head {
 }
 
 /// A work request that may be plain.
-struct Entry([u8; ENTRY]);
+#[derive(Default)]
+struct Entry {
+    wqe: SendWqe,
+    /// Its scatter/gather entry, or inline data.
+    data: [u8; Sge::SIZE],
+}
 
 impl Entry {
-    // Of what these return only what is used is taken from the copy.
-    #[inline(always)]
-    fn wqe(&self) -> SendWqe {
-        SendWqe::get(&self.0)
-    }
-
-    /// Its scatter/gather entry, or inline data.
-    #[inline(always)]
-    fn data(&self) -> &[u8] {
-        &self.0[SEND_DATA_OFFSET..]
-    }
-
     #[inline(always)]
     fn inline(&self) -> bool {
-        self.wqe().flags & send_flag::INLINE != 0
+        self.wqe.flags & send_flag::INLINE != 0
     }
 
     #[inline(always)]
     fn sge(&self) -> Sge {
-        Sge::get(self.data())
+        Sge::from_bytes(&self.data)
     }
 
     /// Length of the message, bytes.
     #[inline(always)]
     fn len(&self) -> u64 {
         if self.inline() {
-            self.wqe().count.into()
+            self.wqe.count.into()
         } else {
             self.sge().length.into()
         }
@@ -106,7 +99,7 @@ impl Entry {
 
     #[inline(always)]
     fn is_read(&self) -> bool {
-        self.wqe().opcode == wr_opcode::RDMA_READ
+        self.wqe.opcode == wr_opcode::RDMA_READ
     }
 }
 
@@ -117,9 +110,10 @@ struct Completions<'a> {
 }
 
 impl<'a> Completions<'a> {
-    /// Pushes a completion to a queue of the VM of `tables`.
+    /// Pushes a completion to a queue of the VM of `tables`. Returns false if more than that has come of it.
     #[inline(always)]
-    fn push(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>, cqe: &Cqe) {
+    #[must_use]
+    fn push(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>, cqe: &Cqe) -> bool {
         if !matches!(self.open, Some((_, open, _)) if Arc::ptr_eq(open, cq)) {
             self.finish();
         }
@@ -129,6 +123,7 @@ impl<'a> Completions<'a> {
             self.finish();
             settle(tables, cq, pushed);
         }
+        pushed == Pushed::Quiet
     }
 
     /// Unlocks, and raises the event that is wanted.
@@ -184,10 +179,13 @@ impl Requester {
     fn head(&self, qp: &Qp, max: u64, entry: &mut Entry) -> Head {
         // All of an entry of a send queue is at hand: no stride is less.
         const { assert!(ENTRY <= MIN_SEND_STRIDE as usize) };
-        if !self.queue.read(&self.buffer, &mut entry.0) {
+        let mut bytes = [0; ENTRY];
+        if !self.queue.read(&self.buffer, &mut bytes) {
             return Head::None;
         }
-        let wqe = entry.wqe();
+        entry.wqe = SendWqe::get(&bytes);
+        entry.data.copy_from_slice(&bytes[SEND_DATA_OFFSET..]);
+        let wqe = &entry.wqe;
         let one = if entry.inline() {
             let count = usize::from(wqe.count);
             count <= self.max_inline.min(Sge::SIZE) && !entry.is_read()
@@ -257,18 +255,16 @@ impl<'a> Flow<'a> {
         let (tables, qp) = (own.tables, own.qp);
         let before = *budget;
         let mut completions = Completions::default();
-        let mut entry = Entry([0; ENTRY]);
+        let mut entry = Entry::default();
         let mut head = requester.head(qp, budget.bytes, &mut entry);
-        while head == Head::Plain
-            && budget.messages > 0
-            && qp.state() == qp_state::RTS
-            && target.takes_plain()
-        {
+        // What others do to the two takes effect between two runs.
+        let mut ready = qp.state() == qp_state::RTS && target.takes_plain();
+        while head == Head::Plain && budget.messages > 0 && ready {
             let len = entry.len();
-            let wqe = entry.wqe();
+            let wqe = &entry.wqe;
             let moved = match wqe.opcode {
                 wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
-                    own.send(target, &entry, &mut completions)
+                    own.send(target, &entry, &mut completions, &mut ready)
                 }
                 _ => own.access_remote(target, &entry),
             };
@@ -289,7 +285,7 @@ impl<'a> Flow<'a> {
                         opcode: completion_opcode(wqe.opcode),
                         ..Cqe::default()
                     };
-                    completions.push(tables, cq, &cqe);
+                    ready &= completions.push(tables, cq, &cqe);
                 }
             }
             if len > SHORT {
@@ -318,11 +314,14 @@ impl<'a> Flow<'a> {
         self.whole.messages - self.budget.messages <= SPARSE
     }
 
-    /// The same again.
-    fn go_on(&mut self) -> Head {
+    /// The same again, after a wait.
+    #[inline(always)]
+    fn go_on(&mut self, linger: &mut Linger<'_>) -> Head {
         // Nobody else waits.
         self.budget = self.whole;
-        self.run()
+        let head = self.run();
+        linger.spend(self.whole.bytes - self.budget.bytes);
+        head
     }
 
     /// Waits for work requests of this queue pair, and for those by which the peer answers, and carries them out, as long as nobody else
@@ -366,9 +365,9 @@ impl<'a> Flow<'a> {
                 }),
             };
             match (came, &mut answer) {
-                (Some(Came::Own), _) => head = self.go_on(),
+                (Some(Came::Own), _) => head = self.go_on(linger),
                 (Some(Came::Answer), Some((answer, _))) => {
-                    if answer.go_on() != Head::None || !answer.is_sparse() {
+                    if answer.go_on(linger) != Head::None || !answer.is_sparse() {
                         break;
                     }
                 }
@@ -410,6 +409,9 @@ impl<'a> Own<'a> {
     fn piece(&mut self, entry: &Entry, access: u32) -> Option<Span<'a>> {
         let (keys, pd, sge) = (&self.tables.keys, self.qp.pd, entry.sge());
         let len = u64::from(sge.length);
+        if let Some(piece) = self.memo.recall(sge.lkey, access, sge.addr, len) {
+            return Some(piece);
+        }
         keys.piece(&mut self.memo, sge.lkey, pd, access, sge.addr, len)
     }
 
@@ -420,7 +422,7 @@ impl<'a> Own<'a> {
         'a: 'b,
     {
         if entry.inline() {
-            let bytes = entry.data().get(..usize::from(entry.wqe().count))?;
+            let bytes = entry.data.get(..usize::from(entry.wqe.count))?;
             return Some(bytes.into());
         }
         Some(self.piece(entry, 0)?.into())
@@ -429,7 +431,7 @@ impl<'a> Own<'a> {
     /// A WRITE or READ, if it is plain.
     #[inline(always)]
     fn access_remote(&mut self, target: &mut Target<'_>, entry: &Entry) -> Option<()> {
-        let wqe = entry.wqe();
+        let wqe = &entry.wqe;
         let (key, addr, len) = (wqe.rkey, wqe.remote_addr, entry.len());
         if entry.is_read() {
             let ours = self.piece(entry, access::LOCAL_WRITE)?;
@@ -451,19 +453,20 @@ impl<'a> Own<'a> {
         target: &mut Target<'b>,
         entry: &Entry,
         completions: &mut Completions<'b>,
+        ready: &mut bool,
     ) -> Option<()> {
         // Events for solicited completions are not those of others.
-        if entry.wqe().flags & send_flag::SOLICITED != 0 {
+        if entry.wqe.flags & send_flag::SOLICITED != 0 {
             return None;
         }
         let source = self.source(entry)?;
         let (receive, cq) = target.take_plain(entry.len())?;
         copy_last(receive.span, source);
-        let with_imm = entry.wqe().opcode == wr_opcode::SEND_WITH_IMM;
+        let with_imm = entry.wqe.opcode == wr_opcode::SEND_WITH_IMM;
         let cqe = Cqe {
             wr_id: receive.wr_id,
             byte_len: entry.len() as u32,
-            imm: if with_imm { entry.wqe().imm } else { 0 },
+            imm: if with_imm { entry.wqe.imm } else { 0 },
             qp_num: target.qp.number,
             src_qp: self.qp.number,
             wqe_index: receive.index,
@@ -471,7 +474,7 @@ impl<'a> Own<'a> {
             wc_flags: if with_imm { wc_flag::WITH_IMM } else { 0 },
             ..Cqe::default()
         };
-        completions.push(target.tables, cq, &cqe);
+        *ready &= completions.push(target.tables, cq, &cqe);
         Some(())
     }
 }
