@@ -7,7 +7,7 @@
 //! timer ends.
 //!
 //! Who sends one message at a time is answered soonest: while nobody else has work, the queue pair that had the last turn keeps it
-//! for a moment, and the worker watches its send queue, and that of its peer, beside the doorbells ([`Linger`]).
+//! for a moment, and the worker watches its send queue, and that of its peer, beside the doorbells (`Linger`).
 //!
 //! # Sleeping loses no wake-up
 //! A guest sets its doorbell bit and then loads the worker's status word; the worker stores SLEEPING and then scans all
@@ -963,11 +963,12 @@ impl Linger<'_> {
     }
 
     /// Waits until `posted` finds something, for as long as nobody else has work. Rings of the doorbells `bells` are taken, as what they
-    /// are about is what `posted` looks for.
+    /// are about is what `posted` looks for: all the time if `eager`, else when one rang.
     #[inline(always)]
     pub(crate) fn wait<const N: usize>(
         &mut self,
         bells: [&OwnBell<'_>; N],
+        eager: bool,
         posted: impl Fn() -> Option<Came>,
     ) -> Option<Came> {
         if self.left == 0 {
@@ -978,11 +979,14 @@ impl Linger<'_> {
                 return None;
             }
             // What was posted before a ring is looked for after that is taken.
-            if !bells.iter().all(|bell| bell.hush()) {
-                return None;
+            let mut look = eager;
+            for bell in bells {
+                look |= bell.hush()?;
             }
-            if let Some(came) = posted() {
-                return Some(came);
+            if look {
+                if let Some(came) = posted() {
+                    return Some(came);
+                }
             }
             if self.bells.iter().any(|(_, bell)| bell.rings()) {
                 return None;
@@ -1001,19 +1005,19 @@ pub(crate) struct OwnBell<'a> {
 }
 
 impl OwnBell<'_> {
-    /// Takes the ring, if it is the only one, and for a send. Returns false if it is not for a send.
+    /// Takes the ring, if it is the only one, and for a send. Returns whether, or none if it is not for a send.
     #[inline(always)]
-    fn hush(&self) -> bool {
+    fn hush(&self) -> Option<bool> {
         if self.root.load(Ordering::Relaxed) != self.bit || self.bit == 0 {
-            return true;
+            return Some(false);
         }
         self.root.fetch_and(!self.bit, Ordering::SeqCst);
         // Whoever waits for a receive says so before the guest is asked to ring for it.
-        let send = !self.qp.awaited.load(Ordering::SeqCst);
-        if !send {
+        if self.qp.awaited.load(Ordering::SeqCst) {
             self.root.fetch_or(self.bit, Ordering::SeqCst);
+            return None;
         }
-        send
+        Some(true)
     }
 }
 

@@ -5,13 +5,14 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::spec::ring::SendWqe;
 use vhost_device_rdma_bare::spec::verbs::{access, wr_opcode};
 use vhost_device_rdma_bare::{DeviceProcess, Mr, ProcessOptions, Vm, VmOptions};
 
-use crate::common::{assert_success, Pair, SideOptions, ALL};
+use crate::common::{assert_success, Pair, SideOptions, ALL, TIMEOUT};
 
 /// Rounds of four messages.
 const ROUNDS: u64 = 2000;
@@ -120,11 +121,13 @@ fn messages_cost_no_system_call_but_those_of_sleeping() {
     let access = ALL | access::REMOTE_ATOMIC;
     let target = pair.b.pd.register(4096, access).unwrap();
     let worker = device.worker();
-    // It slept before there was anything to do.
-    assert!(device
-        .calls(&worker)
-        .iter()
-        .any(|call| call.starts_with("epoll_")));
+    // It sleeps while there is nothing to do, and that is seen.
+    let start = Instant::now();
+    let slept = |calls: &[String]| calls.iter().any(|call| call.starts_with("epoll_"));
+    while !slept(&device.calls(&worker)) {
+        assert!(start.elapsed() < TIMEOUT, "the worker does not sleep");
+        std::thread::sleep(Duration::from_millis(10));
+    }
     messages(&pair, &target);
     // In this order: a sleep in between is counted, whether its calls are or not.
     let sleeps_before = device.sleeps();

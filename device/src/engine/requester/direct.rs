@@ -158,7 +158,7 @@ impl Requester {
             return Rest::Something;
         };
         let mut head = flow.run();
-        if head == Head::None && linger.may() && flow.is_sparse() {
+        if head == Head::None && linger.may() {
             head = flow.linger(linger);
         }
         *budget = flow.budget;
@@ -308,7 +308,8 @@ impl<'a> Flow<'a> {
         head
     }
 
-    /// Whether so few messages were sent that it is worth while to wait for the next: of many, a doorbell brings more at once.
+    /// Whether so few messages were sent that the next is to be found as soon as it is written. Who writes many at a time is not to be
+    /// disturbed meanwhile.
     #[inline(always)]
     fn is_sparse(&self) -> bool {
         self.whole.messages - self.budget.messages <= SPARSE
@@ -351,23 +352,22 @@ impl<'a> Flow<'a> {
             });
         }
         let mut head = Head::None;
-        while head == Head::None && self.is_sparse() {
+        while head == Head::None {
+            let own = || self.requester.posted().then_some(Came::Own);
             let came = match &answer {
-                None => linger.wait([&bell], || self.requester.posted().then_some(Came::Own)),
-                Some((answer, theirs)) => linger.wait([&bell, theirs], || {
-                    if self.requester.posted() {
-                        Some(Came::Own)
-                    } else if answer.requester.posted() {
-                        Some(Came::Answer)
-                    } else {
-                        None
-                    }
-                }),
+                None => linger.wait([&bell], self.is_sparse(), own),
+                Some((answer, theirs)) => {
+                    let eager = self.is_sparse() && answer.is_sparse();
+                    linger.wait([&bell, theirs], eager, || {
+                        let answered = || answer.requester.posted().then_some(Came::Answer);
+                        own().or_else(answered)
+                    })
+                }
             };
             match (came, &mut answer) {
                 (Some(Came::Own), _) => head = self.go_on(linger),
                 (Some(Came::Answer), Some((answer, _))) => {
-                    if answer.go_on(linger) != Head::None || !answer.is_sparse() {
+                    if answer.go_on(linger) != Head::None {
                         break;
                     }
                 }
