@@ -902,14 +902,9 @@ impl<'a> Scan<'a> {
             return;
         }
         self.turns.give(tables, qp, LONE_SLICE, linger);
-        while let Some(qp) = linger.next.take() {
-            self.served += 1;
-            match qp.rnic.visit(self.turns.visit) {
-                Some(tables) if self.turns.queue.is_empty() => {
-                    self.turns.give(tables, &qp, LONE_SLICE, linger);
-                }
-                _ => self.turns.again(&qp),
-            }
+        // Not at once: two that answer each other would keep all others waiting.
+        if let Some(qp) = linger.next.take() {
+            self.turns.again(&qp);
         }
     }
 }

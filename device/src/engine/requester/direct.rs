@@ -339,12 +339,9 @@ impl<'a> Flow<'a> {
             .then(|| peer.try_requester())
             .flatten()
             .filter(|theirs| theirs.is_idle() && !peer.cq_errored());
-        let mut route = theirs
-            .as_mut()
-            .and_then(|theirs| theirs.route.take())
-            .unwrap_or_default();
+        let mut route = theirs.as_mut().and_then(|theirs| theirs.route.take());
         let mut answer = None;
-        if let Some(theirs) = &mut theirs {
+        if let (Some(theirs), Some(route)) = (&mut theirs, &mut route) {
             route.refresh(&peer.rnic, theirs.dest_gid);
             answer = linger.bell(tables, peer).and_then(|bell| {
                 let way = route.peer(linger.visit);
@@ -382,7 +379,7 @@ impl<'a> Flow<'a> {
             linger.next = Some(peer.clone());
         }
         if let Some(theirs) = &mut theirs {
-            theirs.route = Some(route);
+            theirs.route = route;
         }
         head
     }
