@@ -2,8 +2,8 @@
 //! The host process's adapter, and the RNIC that each VM sees of it.
 //!
 //! An [`Adapter`] owns the workers and knows who has which GID. An [`Rnic`] is one VM's device: its objects are in
-//! [`Tables`], behind a lock that has a shard per reader: workers hold it for reading during a bounded turn, commands and changes
-//! of memory or run state take it for writing. Whoever holds it for writing knows that nobody accesses guest memory.
+//! [`Tables`], which workers look at in visits of a bounded turn (crate `vhost-device-rdma-sync`), and which commands and changes of
+//! memory or run state close to change them. Whoever has closed them knows that nobody accesses guest memory.
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
