@@ -597,26 +597,30 @@ impl Loop {
                 }
             }
         }
-        // Where something ends at a time, that is looked at more often.
-        let timed = !scan.turns.timers.is_empty() || !self.holds.is_empty();
-        let lingers = match watch {
-            Watch::Eagerly | Watch::Relaxed if all && timed => LINGERS / 16,
-            Watch::Eagerly | Watch::Relaxed if all => LINGERS,
-            _ => 0,
-        };
-        let mut linger = Linger {
-            visit: &visit,
-            worker,
-            generation: self.generation,
-            bells: &bells,
-            left: lingers,
-            next: None,
-        };
-        scan.finish(&mut linger);
+        let mut lingered = false;
+        if let Some(last) = scan.next.take() {
+            // Where something ends at a time, that is looked at more often.
+            let timed = !scan.turns.timers.is_empty() || !self.holds.is_empty();
+            let left = match watch {
+                Watch::Eagerly | Watch::Relaxed if all && timed => LINGERS / 16,
+                Watch::Eagerly | Watch::Relaxed if all => LINGERS,
+                _ => 0,
+            };
+            let mut linger = Linger {
+                visit: &visit,
+                worker,
+                generation: self.generation,
+                bells: &bells,
+                left,
+                next: None,
+            };
+            scan.turns.last(last, &mut linger);
+            lingered = linger.left != left;
+        }
         Look {
             served: scan.served,
             watched,
-            lingered: linger.left != lingers,
+            lingered,
         }
     }
 
@@ -890,23 +894,6 @@ impl<'a> Scan<'a> {
             }
         });
     }
-
-    /// Serves the last one. If nobody else waits, it stays and watches the doorbells `bells`, which must be all of them.
-    fn finish(&mut self, linger: &mut Linger<'_>) {
-        let Some(Served { tables, qp }) = self.next.take() else {
-            return;
-        };
-        if !self.turns.queue.is_empty() {
-            let mut no = self.turns.no_linger();
-            self.turns.give(tables, qp, SLICE, &mut no);
-            return;
-        }
-        self.turns.give(tables, qp, LONE_SLICE, linger);
-        // Not at once: two that answer each other would keep all others waiting.
-        if let Some(qp) = linger.next.take() {
-            self.turns.again(&qp);
-        }
-    }
 }
 
 /// What came while a queue pair lingered.
@@ -1036,6 +1023,22 @@ impl<'a> Turns<'a> {
             bells: &[],
             left: 0,
             next: None,
+        }
+    }
+
+    /// Gives the last one that a scan found its turn. If nobody else waits, it may `linger`.
+    #[inline(never)]
+    fn last(&mut self, last: Served<'a>, linger: &mut Linger<'_>) {
+        let Served { tables, qp } = last;
+        if !self.queue.is_empty() {
+            let mut no = self.no_linger();
+            self.give(tables, qp, SLICE, &mut no);
+            return;
+        }
+        self.give(tables, qp, LONE_SLICE, linger);
+        // Not at once: two that answer each other would keep all others waiting.
+        if let Some(qp) = linger.next.take() {
+            self.again(&qp);
         }
     }
 
