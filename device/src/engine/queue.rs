@@ -6,7 +6,7 @@ use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
 use virtio_rdma_spec::verbs::access;
 
-use crate::memory::{Pages, Span};
+use crate::memory::{prefetch_from, Pages, Span};
 use crate::verbs::keys::{Keys, Memo};
 use crate::verbs::Error;
 
@@ -32,6 +32,60 @@ pub struct PlainReceive<'a> {
     pub wr_id: u64,
     /// Its index in its queue.
     pub index: u16,
+}
+
+/// Entries of a queue that follow each other in memory. They end with the lap at the latest, so they have the same phase once they are
+/// posted.
+#[derive(Debug, Default)]
+pub struct Entries<'a> {
+    words: &'a [AtomicU64],
+    /// Words of an entry.
+    stride: usize,
+    phase: u8,
+}
+
+/// Copies an entry of `N` bytes, if it was posted: if it has this phase.
+#[inline(always)]
+fn read<const N: usize>(words: &[AtomicU64], phase: u8) -> Option<[u8; N]> {
+    const { assert!(N % 8 == 0 && N >= 8) };
+    let (first, rest) = words.split_first()?;
+    // Acquire: all else of the entry was written before its phase.
+    let head = first.load(Ordering::Acquire).to_ne_bytes();
+    let [_, flags, ..] = head;
+    if flags & PHASE != phase {
+        return None;
+    }
+    let mut bytes = [0; N];
+    let (to, to_rest) = bytes.split_first_chunk_mut()?;
+    *to = head;
+    for (to, word) in to_rest.chunks_exact_mut(8).zip(rest) {
+        to.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+    }
+    Some(bytes)
+}
+
+impl Entries<'_> {
+    /// Copies the first `N` bytes of the first entry, a multiple of 8, if it was posted and they are at hand.
+    #[inline(always)]
+    #[must_use]
+    pub fn read<const N: usize>(&self) -> Option<[u8; N]> {
+        let (words, _) = self.words.split_at_checked(N / 8)?;
+        read(words, self.phase)
+    }
+
+    /// Goes to the next entry.
+    #[inline(always)]
+    pub fn advance(&mut self) {
+        self.words = self.words.get(self.stride..).unwrap_or_default();
+    }
+
+    /// Has the processor fetch the entry that comes `ahead` entries later.
+    #[inline(always)]
+    pub fn prefetch(&self, ahead: usize) {
+        if let Some(word) = self.words.get(ahead * self.stride) {
+            prefetch_from(word, 1);
+        }
+    }
 }
 
 impl WorkQueue {
@@ -64,30 +118,24 @@ impl WorkQueue {
         buffer.word(self.at(0))
     }
 
-    /// Copies the first `N` bytes of the current entry, a power of two, if it was posted and they are at hand. Returns whether.
+    /// Copies the first `N` bytes of the current entry, a power of two, if it was posted and they are at hand.
     #[inline(always)]
     #[must_use]
-    pub fn read<const N: usize>(&self, buffer: &Pages, bytes: &mut [u8; N]) -> bool {
-        let Some(words) = buffer.words::<N>(self.at(0)) else {
-            return false;
-        };
-        let Some((first, rest)) = words.split_first() else {
-            return false;
-        };
-        // Acquire: all else of the entry was written before its phase.
-        let head = first.load(Ordering::Acquire).to_ne_bytes();
-        let [_, flags, ..] = head;
-        if self.entries == 0 || flags & PHASE != self.phase() {
-            return false;
+    pub fn read<const N: usize>(&self, buffer: &Pages) -> Option<[u8; N]> {
+        read(buffer.words::<N>(self.at(0))?, self.phase())
+    }
+
+    /// The current entry and those that follow it in one piece of memory, up to the end of the ring.
+    #[inline(always)]
+    #[must_use]
+    pub fn entries<'a>(&self, buffer: &'a Pages) -> Entries<'a> {
+        let at = self.at(0);
+        let end = self.offset + u64::from(self.entries) * u64::from(self.stride);
+        Entries {
+            words: buffer.run(at, end.saturating_sub(at)).unwrap_or_default(),
+            stride: self.stride as usize / 8,
+            phase: self.phase(),
         }
-        let Some((to, to_rest)) = bytes.split_first_chunk_mut() else {
-            return false;
-        };
-        *to = head;
-        for (to, word) in to_rest.chunks_exact_mut(8).zip(rest) {
-            to.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
-        }
-        true
     }
 
     /// The phase of the current entry once it is posted.
@@ -169,10 +217,7 @@ impl WorkQueue {
         pd: u32,
         len: u64,
     ) -> Option<PlainReceive<'a>> {
-        let mut bytes = [0; RecvWqe::SIZE + Sge::SIZE];
-        if !self.read(buffer, &mut bytes) {
-            return None;
-        }
+        let bytes: [u8; RecvWqe::SIZE + Sge::SIZE] = self.read(buffer)?;
         let (wqe, sge) = bytes.split_at_checked(RECV_DATA_OFFSET)?;
         let (wqe, sge) = (RecvWqe::get(wqe), Sge::get(sge));
         let clean = wqe.flags & !PHASE == 0 && wqe.reserved0 == 0 && wqe.reserved1 == 0;

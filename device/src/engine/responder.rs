@@ -41,28 +41,30 @@ struct Inbound {
 
 /// The responder's half of a queue pair.
 #[derive(Debug)]
+// In this order: what every message needs is on few cache lines, and first.
+#[repr(C)]
 pub struct Responder {
+    remote_qp: u32,
+    remote_gid: Gid,
+    access: u32,
+    communication_established: bool,
+    last_wqe_told: bool,
+    max_rd_atomic: u8,
+    rnr_timer: u8,
+    qkey: u32,
     /// The queue pair's buffer.
     pub(crate) buffer: Arc<Pages>,
     queue: WorkQueue,
     /// Receives come from here instead.
     srq: Option<Arc<Srq>>,
     max_sge: usize,
+    inbound: Option<Inbound>,
+    /// The sender that waits for a receive work request.
+    waiter: Option<Weak<Qp>>,
     /// Scatter list of the receive work request in use; its capacity was reserved at creation.
     sges: Vec<Sge>,
     /// The part of them that the message in progress goes to. What it does not reach need not be accessible.
     reached: Vec<Sge>,
-    inbound: Option<Inbound>,
-    /// The sender that waits for a receive work request.
-    waiter: Option<Weak<Qp>>,
-    communication_established: bool,
-    last_wqe_told: bool,
-    qkey: u32,
-    access: u32,
-    rnr_timer: u8,
-    max_rd_atomic: u8,
-    remote_qp: u32,
-    remote_gid: Gid,
 }
 
 impl Responder {

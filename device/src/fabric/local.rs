@@ -166,7 +166,8 @@ pub(crate) struct Target<'a> {
     pub tables: &'a Tables,
     pub qp: &'a Arc<Qp>,
     responder: MutexGuard<'a, Responder>,
-    memo: Memo<'a>,
+    /// What was found for the last message. While we have the responder, what was granted still is.
+    pub memo: Memo<'a>,
 }
 
 impl<'a> Target<'a> {
@@ -179,7 +180,6 @@ impl<'a> Target<'a> {
     /// The `len` bytes at `addr` that the sender may access by `key` as `access` says, if they lie in one piece of a region.
     #[inline(always)]
     pub(crate) fn piece(&mut self, access: u32, key: u32, addr: u64, len: u64) -> Option<Span<'a>> {
-        // What was granted before still is, while we have the responder.
         if let Some(piece) = self.memo.recall(key, access, addr, len) {
             return Some(piece);
         }

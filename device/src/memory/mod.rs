@@ -20,8 +20,8 @@ pub use guest::{Error, GuestMemory, RegionInfo};
 pub use list::{Form, ListReader, Resolved};
 pub use pages::Pages;
 pub use span::{
-    copy, copy_last, copy_streaming, end_streaming, fetch_bytes, prefetch, prefetch_write, Hint,
-    Source, Span,
+    copy, copy_few, copy_last, copy_streaming, end_streaming, fetch_bytes, lines, prefetch_from,
+    prefetch_write, Hint, Source, Span,
 };
 
 #[cfg(test)]

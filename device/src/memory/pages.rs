@@ -375,6 +375,20 @@ impl Pages {
         Some(unsafe { std::slice::from_raw_parts(ptr.cast::<AtomicU64>(), N / 8) })
     }
 
+    /// The 8-byte words from `offset` on, at most `max` bytes, that are in one piece.
+    #[inline(always)]
+    #[must_use]
+    pub fn run(&self, offset: u64, max: u64) -> Option<&[AtomicU64]> {
+        if offset % 8 != 0 {
+            return None;
+        }
+        let (ptr, contiguous) = self.at(offset)?;
+        let words = contiguous.min(max) / 8;
+        // SAFETY: `ptr` is valid for `contiguous` bytes and aligned to 8: pieces are aligned to pages, and so is `offset` to 8. The
+        // mapping lives as long as `self`. All access to ring memory, ours and the guest's, is atomic.
+        Some(unsafe { std::slice::from_raw_parts(ptr.cast::<AtomicU64>(), words as usize) })
+    }
+
     /// The aligned 4-byte word at `offset`.
     #[inline]
     #[must_use]

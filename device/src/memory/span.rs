@@ -14,6 +14,17 @@ pub struct Span<'a> {
     pub(super) owner: PhantomData<&'a ()>,
 }
 
+impl Default for Span<'_> {
+    /// Nothing.
+    fn default() -> Self {
+        Self {
+            ptr: std::ptr::dangling_mut(),
+            len: 0,
+            owner: PhantomData,
+        }
+    }
+}
+
 impl<'a> Span<'a> {
     /// Length, bytes.
     #[must_use]
@@ -151,13 +162,22 @@ pub fn copy(to: Span<'_>, from: Source<'_>) {
 #[inline(always)]
 pub fn copy_last(to: Span<'_>, from: Source<'_>) {
     let len = to.len.min(from.len);
-    let words = (to.ptr as usize | from.ptr as usize | len) % 8 == 0;
-    if words && len.wrapping_sub(1) < SHORT {
-        // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`), of words as just checked.
-        unsafe { copy_words(to.ptr, from.ptr, len) };
-    } else if len != 0 {
+    if !copy_few(to, from) && len != 0 {
         copy_any(to, from, len);
     }
+}
+
+/// As [`copy_last`], if it is a few aligned words. Returns whether.
+#[inline(always)]
+pub fn copy_few(to: Span<'_>, from: Source<'_>) -> bool {
+    let len = to.len.min(from.len);
+    let words = (to.ptr as usize | from.ptr as usize | len) % 8 == 0;
+    let few = words && len.wrapping_sub(1) < SHORT;
+    if few {
+        // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`), of words as just checked.
+        unsafe { copy_words(to.ptr, from.ptr, len) };
+    }
+    few
 }
 
 /// As [`copy_last`], of `len` bytes, which both have: at least one.
@@ -281,11 +301,23 @@ pub fn end_streaming() {
     }
 }
 
-/// Has the processor fetch an object that is needed soon.
-#[inline]
-pub fn prefetch<T>(object: &T) {
-    for at in (0..size_of::<T>()).step_by(LINE) {
-        prefetch_line(std::ptr::from_ref(object).cast::<u8>().wrapping_add(at));
+/// Has the processor fetch what is needed soon: from the beginning of `object`, so many cache lines.
+#[inline(always)]
+pub fn prefetch_from<T>(object: &T, lines: usize) {
+    prefetch_lines(std::ptr::from_ref(object).cast(), lines);
+}
+
+/// Cache lines that an object is on, at most.
+#[must_use]
+pub const fn lines<T>() -> usize {
+    size_of::<T>().div_ceil(LINE) + 1
+}
+
+/// Has the processor fetch cache lines, wherever they are.
+#[inline(always)]
+fn prefetch_lines(first: *const u8, count: usize) {
+    for line in 0..count {
+        prefetch_line(first.wrapping_add(line * LINE));
     }
 }
 
@@ -314,22 +346,22 @@ pub fn prefetch_write(word: &AtomicU64) {
     let _ = word;
 }
 
-/// Where something will be needed.
+/// Where something is that will be needed.
 #[derive(Debug, Default)]
 pub struct Hint(AtomicUsize);
 
 impl Hint {
-    /// It will be at `word`, or nobody knows where.
-    #[inline]
-    pub fn set(&self, word: Option<&AtomicU64>) {
-        let address = word.map_or(0, |word| std::ptr::from_ref(word) as usize);
+    /// It is this, or nobody knows where.
+    #[inline(always)]
+    pub fn set<T>(&self, object: Option<&T>) {
+        let address = object.map_or(0, |object| std::ptr::from_ref(object) as usize);
         self.0.store(address, Ordering::Relaxed);
     }
 
-    /// Has the processor fetch it.
-    #[inline]
-    pub fn prefetch(&self) {
-        prefetch_line(self.0.load(Ordering::Relaxed) as *const u8);
+    /// Has the processor fetch it, and what follows, of `lines` cache lines in all.
+    #[inline(always)]
+    pub fn prefetch(&self, lines: usize) {
+        prefetch_lines(self.0.load(Ordering::Relaxed) as *const u8, lines);
     }
 }
 

@@ -133,7 +133,8 @@ pub struct Memo<'a> {
     access: u32,
     /// Address of its first byte.
     start: u64,
-    span: Option<Span<'a>>,
+    /// Empty: nothing was found.
+    span: Span<'a>,
 }
 
 impl<'a> Memo<'a> {
@@ -149,7 +150,7 @@ impl<'a> Memo<'a> {
 
     #[inline(always)]
     fn piece(&self, addr: u64, len: u64) -> Option<Span<'a>> {
-        self.span?.get(addr.wrapping_sub(self.start), len)
+        self.span.get(addr.wrapping_sub(self.start), len)
     }
 }
 
@@ -170,7 +171,7 @@ fn remember<'a>(
         key,
         access,
         start,
-        span: Some(span),
+        span,
     };
     memo.piece(addr, len)
 }
@@ -402,7 +403,7 @@ impl Keys {
         }
         // What is used once need not be remembered: most runs are of one message.
         memo.key = key;
-        memo.span = None;
+        memo.span = Span::default();
         mr.whole(key, pd, access, addr, len)
     }
 

@@ -5,7 +5,7 @@
 //! The two halves have a lock each, taken for a bounded turn, in the order requester before responder (of the peer). A worker that
 //! waits for what one of two connected queue pairs of its own sends has all four: no other takes a requester, and nobody waits for
 //! a lock with a responder's.
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vhost_device_rdma_sync::lock;
@@ -18,21 +18,36 @@ use super::tables::Tables;
 use super::{state, Error};
 use crate::engine::requester::Requester;
 use crate::engine::responder::Responder;
-use crate::memory::{GuestMemory, Hint};
+use crate::memory::{lines, prefetch_from, GuestMemory, Hint, Pages};
 use crate::rnic::Rnic;
 use crate::worker::Worker;
 
 /// Most RDMA READ and atomic operations outstanding, as requester and as responder.
 pub const MAX_RD_ATOMIC: u8 = 128;
 
+/// Cache lines that a turn needs of `Qp::ahead` and what follows it.
+const OWN_LINES: usize = 5;
+
+/// Cache lines that a peer's turn needs, from the beginning.
+const PEER_LINES: usize = 3;
+
+/// Entries that are fetched ahead of a turn, at most.
+const ENTRIES_AHEAD: usize = 8;
+
 /// A queue pair.
+// In this order: what every turn needs is on few cache lines, and so is what the peer needs.
+#[repr(C, align(64))]
 pub struct Qp {
-    /// Its number.
-    pub number: u32,
     /// Whose it is.
     pub rnic: Arc<Rnic>,
     /// The worker that runs it.
     pub worker: Arc<Worker>,
+    /// Completion queue of the send queue; XRC_TGT has none.
+    pub send_cq: Option<Arc<Cq>>,
+    /// Completion queue of the receive queue; XRC_TGT and XRC_INI have none.
+    pub recv_cq: Option<Arc<Cq>>,
+    /// Its number.
+    pub number: u32,
     /// Protection domain.
     pub pd: u32,
     /// Context: whose doorbell memory it uses.
@@ -41,18 +56,8 @@ pub struct Qp {
     pub slot: u32,
     /// Type: `qp_type`.
     pub qp_type: u8,
-    /// What its page list takes of our memory, bytes.
-    pub footprint: u64,
-    /// XRC domain (XRC_TGT).
-    pub xrcd: u32,
     /// Multicast messages of its own VM do not reach it.
     pub block_multicast_loopback: bool,
-    /// Completion queue of the send queue; XRC_TGT has none.
-    pub send_cq: Option<Arc<Cq>>,
-    /// Completion queue of the receive queue; XRC_TGT and XRC_INI have none.
-    pub recv_cq: Option<Arc<Cq>>,
-    /// Shared receive queue that it was created with.
-    pub srq: Option<Arc<Srq>>,
     state: AtomicU8,
     /// In a run queue, or about to be.
     pub(crate) scheduled: AtomicBool,
@@ -62,13 +67,58 @@ pub struct Qp {
     pub(crate) awaited: AtomicBool,
     /// Destroyed: leave it alone.
     pub(crate) dead: AtomicBool,
+    responder: Mutex<Responder>,
+    /// What its next turn will need.
+    pub(crate) ahead: Ahead,
+    requester: Mutex<Requester>,
+    /// XRC domain (XRC_TGT).
+    pub xrcd: u32,
+    /// What its page list takes of our memory, bytes.
+    pub footprint: u64,
+    /// Shared receive queue that it was created with.
+    pub srq: Option<Arc<Srq>>,
     /// When its worker's timer for it ends, nanoseconds. Only the worker uses it.
     pub(crate) timer: Mutex<u64>,
-    /// Where the next entry of its send queue will be.
-    pub(crate) next_send: Hint,
     attr: Mutex<QpAttr>,
-    requester: Mutex<Requester>,
-    responder: Mutex<Responder>,
+}
+
+/// What the next turn of a queue pair will need beside the queue pair itself, if it is as the last one: where it is.
+#[derive(Debug, Default)]
+pub(crate) struct Ahead {
+    /// The next entry of its send queue.
+    entry: Hint,
+    /// Its buffer.
+    buffer: Hint,
+    /// The queue pair that it sends to.
+    peer: Hint,
+    /// Entries of the last turn.
+    entries: AtomicU32,
+}
+
+impl Ahead {
+    /// It had `entries` entries in its last turn. The next one will be `entry`, in `buffer`, and for `peer`.
+    #[inline(always)]
+    pub(crate) fn set(&self, entries: u32, entry: Option<&AtomicU64>, buffer: &Pages, peer: &Qp) {
+        self.entry.set(entry);
+        self.buffer.set(Some(buffer));
+        self.peer.set(Some(peer));
+        self.entries.store(entries, Ordering::Relaxed);
+    }
+
+    /// Has the processor fetch the entry.
+    #[inline(always)]
+    pub(crate) fn prefetch_entry(&self) {
+        self.entry.prefetch(1);
+    }
+
+    /// Has the processor fetch all of it.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self) {
+        let entries = self.entries.load(Ordering::Relaxed) as usize;
+        self.entry.prefetch(entries.min(ENTRIES_AHEAD));
+        self.buffer.prefetch(lines::<Pages>());
+        self.peer.prefetch(PEER_LINES);
+    }
 }
 
 impl std::fmt::Debug for Qp {
@@ -138,7 +188,7 @@ impl Qp {
             awaited: AtomicBool::new(false),
             dead: AtomicBool::new(false),
             timer: Mutex::new(0),
-            next_send: Hint::default(),
+            ahead: Ahead::default(),
             attr: Mutex::new(QpAttr {
                 port_num: 1,
                 ..QpAttr::default()
@@ -146,6 +196,13 @@ impl Qp {
             requester: Mutex::new(requester),
             responder: Mutex::new(responder),
         }
+    }
+
+    /// Has the processor fetch what a turn needs.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self) {
+        prefetch_from(self, 1);
+        prefetch_from(&self.ahead, OWN_LINES);
     }
 
     /// The state: `qp_state`.

@@ -38,7 +38,7 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use crate::engine::requester::Turn;
 use crate::engine::{notify, LONE_SLICE, SLICE};
-use crate::memory::{prefetch, prefetch_write, Pages};
+use crate::memory::{prefetch_write, Pages};
 use crate::rnic::{announce, Rnic};
 use crate::verbs::cq::Cq;
 use crate::verbs::qp::Qp;
@@ -560,6 +560,7 @@ impl Loop {
             },
             served: 0,
             next: None,
+            then: None,
         };
         let mut bells = ArrayVec::<_, WATCHED>::new();
         let mut all = true;
@@ -598,7 +599,8 @@ impl Loop {
             }
         }
         let mut lingered = false;
-        if let Some(last) = scan.next.take() {
+        if let Some(last) = scan.then.take() {
+            scan.serve(last);
             // Where something ends at a time, that is looked at more often.
             let timed = !scan.turns.timers.is_empty() || !self.holds.is_empty();
             let left = match watch {
@@ -651,7 +653,7 @@ impl Loop {
             qp.scheduled.store(false, Ordering::SeqCst);
             let slice = match self.queue.front() {
                 Some(next) => {
-                    prefetch(&**next);
+                    next.prefetch();
                     SLICE
                 }
                 None => LONE_SLICE,
@@ -767,7 +769,7 @@ impl<'a> Bell<'a> {
         let seen = u64::from_le(self.root.load(Ordering::Relaxed));
         let first = seen.trailing_zeros().checked_sub(DIRECT_SHIFT);
         if let Some(Rung::Qp(qp)) = first.and_then(|slot| slots.get(slot)) {
-            qp.next_send.prefetch();
+            qp.ahead.prefetch_entry();
         }
         let block = block(worker);
         let mut ring = |slot: u32| match slots.get(slot) {
@@ -872,8 +874,10 @@ struct Scan<'a> {
     most: usize,
     /// Turns given at once, or about to be.
     served: usize,
-    /// The one to serve next: while others are looked for, what it needs is fetched.
+    /// The one to serve next, and the one after that: while others are served and looked for, what they need is fetched, and what that
+    /// names.
     next: Option<Served<'a>>,
+    then: Option<Served<'a>>,
 }
 
 impl<'a> Scan<'a> {
@@ -886,13 +890,23 @@ impl<'a> Scan<'a> {
                 return;
             }
             self.served += 1;
-            if let Some(before) = self.next.replace(Served { tables, qp }) {
-                prefetch(&**qp);
-                let (tables, qp) = (before.tables, before.qp);
-                let mut no = self.turns.no_linger();
-                self.turns.give(tables, qp, SLICE, &mut no);
-            }
+            let Some(then) = self.then.replace(Served { tables, qp }) else {
+                return;
+            };
+            qp.prefetch();
+            self.serve(then);
         });
+    }
+
+    /// Serves the next one. What comes after it is `then`.
+    #[inline(always)]
+    fn serve(&mut self, then: Served<'a>) {
+        let Some(Served { tables, qp }) = self.next.replace(then) else {
+            return;
+        };
+        then.qp.ahead.prefetch();
+        let mut no = self.turns.no_linger();
+        self.turns.give(tables, qp, SLICE, &mut no);
     }
 }
 
@@ -924,6 +938,17 @@ impl Linger<'_> {
     #[inline(always)]
     pub(crate) fn may(&self) -> bool {
         self.left != 0
+    }
+
+    /// Whether other doorbells than `own` ring.
+    #[inline(always)]
+    pub(crate) fn others_ring(&self, own: [Option<&OwnBell<'_>>; 2]) -> bool {
+        self.bells.iter().any(|(_, bell)| {
+            let ours = |own: &OwnBell<'_>| std::ptr::eq(own.root, bell.root).then_some(own.bit);
+            let ours = own.into_iter().flatten().filter_map(ours);
+            let ours = ours.fold(0, |bits, bit| bits | bit);
+            bell.root.load(Ordering::Relaxed) & !ours != 0
+        })
     }
 
     /// What came made `bytes` bytes to be moved.

@@ -17,9 +17,10 @@ use virtio_rdma_spec::verbs::{
 
 use super::Requester;
 use crate::engine::operation::completion_opcode;
+use crate::engine::queue::{Entries, WorkQueue};
 use crate::engine::settle;
-use crate::fabric::local::{Peer, Target};
-use crate::memory::{copy_last, Source, Span};
+use crate::fabric::local::{Peer, Route, Target};
+use crate::memory::{copy_few, copy_last, Pages, Source, Span};
 use crate::verbs::cq::{Batch, Cq, Pushed};
 use crate::verbs::keys::Memo;
 use crate::verbs::qp::Qp;
@@ -31,6 +32,9 @@ const ENTRY: usize = SEND_DATA_OFFSET + Sge::SIZE;
 
 /// Others may use a completion queue again after a message longer than this, bytes.
 const SHORT: u64 = 1024;
+
+/// Entries of a run that are fetched ahead.
+const AHEAD: usize = 4;
 
 /// Most messages at a time of who sends but few.
 const SPARSE: u32 = 4;
@@ -57,19 +61,7 @@ pub(super) enum Rest {
     Something,
 }
 
-/// The entry at the head of the queue.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Head {
-    /// It may be plain: here is a copy.
-    Plain,
-    /// It is not, or not for now.
-    Other,
-    /// It is not posted.
-    None,
-}
-
 /// A work request that may be plain.
-#[derive(Default)]
 struct Entry {
     wqe: SendWqe,
     /// Its scatter/gather entry, or inline data.
@@ -77,6 +69,32 @@ struct Entry {
 }
 
 impl Entry {
+    #[inline(always)]
+    fn new(bytes: &[u8; ENTRY]) -> Self {
+        // All of an entry of a send queue is at hand: no stride is less.
+        const { assert!(ENTRY <= MIN_SEND_STRIDE as usize) };
+        let mut data = [0; Sge::SIZE];
+        data.copy_from_slice(&bytes[SEND_DATA_OFFSET..]);
+        Self {
+            wqe: SendWqe::get(bytes),
+            data,
+        }
+    }
+
+    /// Whether it may be plain, of at most `max` bytes.
+    #[inline(always)]
+    fn may_be_plain(&self, kinds: &Kinds, max: u64) -> bool {
+        let wqe = &self.wqe;
+        let one = if self.inline() {
+            usize::from(wqe.count) <= kinds.inline && !self.is_read()
+        } else {
+            wqe.count == 1
+        };
+        let len = self.len();
+        let readable = !self.is_read() || kinds.reads;
+        is_plain(wqe.opcode) && wqe.flags & !FLAGS == 0 && one && readable && len != 0 && len <= max
+    }
+
     #[inline(always)]
     fn inline(&self) -> bool {
         self.wqe.flags & send_flag::INLINE != 0
@@ -101,6 +119,14 @@ impl Entry {
     fn is_read(&self) -> bool {
         self.wqe.opcode == wr_opcode::RDMA_READ
     }
+}
+
+/// What the work requests of a queue pair may be to be plain.
+struct Kinds {
+    /// Longest inline data, bytes.
+    inline: usize,
+    /// They may be READs.
+    reads: bool,
 }
 
 /// The completion queue that is locked, if one is. Never two: others may lock the same two the other way round.
@@ -157,54 +183,18 @@ impl Requester {
         let Some(mut flow) = Flow::new(self, tables, qp, peer, *budget) else {
             return Rest::Something;
         };
-        let mut head = flow.run();
-        if head == Head::None && linger.may() {
-            head = flow.linger(linger);
+        let mut rest = flow.run();
+        if rest == Rest::Nothing && linger.may() {
+            rest = flow.linger(linger);
         }
         *budget = flow.budget;
-        match head {
-            Head::None => Rest::Nothing,
-            Head::Plain | Head::Other => Rest::Something,
-        }
+        rest
     }
 
     /// Whether there is a work request.
     #[inline(always)]
     fn posted(&self) -> bool {
         self.queue.ready(&self.buffer).is_some()
-    }
-
-    /// Copies the current entry to `entry`, and tells whether it may be plain, of at most `max` bytes.
-    #[inline(always)]
-    fn head(&self, qp: &Qp, max: u64, entry: &mut Entry) -> Head {
-        // All of an entry of a send queue is at hand: no stride is less.
-        const { assert!(ENTRY <= MIN_SEND_STRIDE as usize) };
-        let mut bytes = [0; ENTRY];
-        if !self.queue.read(&self.buffer, &mut bytes) {
-            return Head::None;
-        }
-        entry.wqe = SendWqe::get(&bytes);
-        entry.data.copy_from_slice(&bytes[SEND_DATA_OFFSET..]);
-        let wqe = &entry.wqe;
-        let one = if entry.inline() {
-            let count = usize::from(wqe.count);
-            count <= self.max_inline.min(Sge::SIZE) && !entry.is_read()
-        } else {
-            wqe.count == 1 && self.max_sge != 0
-        };
-        let len = entry.len();
-        let good = is_plain(wqe.opcode)
-            && wqe.flags & !FLAGS == 0
-            && one
-            && len != 0
-            && len <= max
-            && (!entry.is_read() || self.max_rd_atomic != 0)
-            && qp.send_cq.is_some();
-        if good && self.qp_type == qp_type::RC {
-            Head::Plain
-        } else {
-            Head::Other
-        }
     }
 }
 
@@ -213,13 +203,15 @@ struct Flow<'a> {
     requester: &'a mut Requester,
     own: Own<'a>,
     target: Target<'a>,
+    cq: &'a Arc<Cq>,
+    kinds: Kinds,
     /// What may still be done, and what might be at first.
     budget: Budget,
     whole: Budget,
 }
 
 impl<'a> Flow<'a> {
-    /// None if there is no peer to send to, for now or for ever.
+    /// None if no work request is plain, or there is no peer to send to, for now or for ever.
     #[inline(always)]
     fn new(
         requester: &'a mut Requester,
@@ -228,9 +220,19 @@ impl<'a> Flow<'a> {
         peer: &Peer<'a>,
         budget: Budget,
     ) -> Option<Self> {
+        if requester.qp_type != qp_type::RC || requester.max_sge == 0 {
+            return None;
+        }
+        let cq = qp.send_cq.as_ref()?;
         let target = peer.meet(tables, qp, requester.dest_qp).ok()?;
+        let kinds = Kinds {
+            inline: requester.max_inline.min(Sge::SIZE),
+            reads: requester.max_rd_atomic != 0,
+        };
         Some(Self {
             requester,
+            cq,
+            kinds,
             own: Own {
                 tables,
                 qp,
@@ -242,26 +244,42 @@ impl<'a> Flow<'a> {
         })
     }
 
-    /// Carries out work requests until there is no more, one is not plain, or the budget is spent. Returns what is at the head then.
+    /// Carries out work requests until there is no more, one is not plain, or the budget is spent.
     #[inline(always)]
-    fn run(&mut self) -> Head {
+    fn run(&mut self) -> Rest {
         let Self {
             requester,
             own,
             target,
+            cq,
+            kinds,
             budget,
             ..
         } = self;
+        let Requester {
+            queue,
+            buffer,
+            signal_all,
+            ..
+        } = &mut **requester;
         let (tables, qp) = (own.tables, own.qp);
         let before = *budget;
+        let Budget {
+            mut messages,
+            mut bytes,
+        } = before;
         let mut completions = Completions::default();
-        let mut entry = Entry::default();
-        let mut head = requester.head(qp, budget.bytes, &mut entry);
         // What others do to the two takes effect between two runs.
         let mut ready = qp.state() == qp_state::RTS && target.takes_plain();
-        while head == Head::Plain && budget.messages > 0 && ready {
-            let len = entry.len();
-            let wqe = &entry.wqe;
+        let rest = loop {
+            let Some(entry) = queue.read(buffer) else {
+                break Rest::Nothing;
+            };
+            let entry = Entry::new(&entry);
+            if messages == 0 || !ready || !entry.may_be_plain(kinds, bytes) {
+                break Rest::Something;
+            }
+            let (wqe, len) = (&entry.wqe, entry.len());
             let moved = match wqe.opcode {
                 wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
                     own.send(target, &entry, &mut completions, &mut ready)
@@ -269,43 +287,48 @@ impl<'a> Flow<'a> {
                 _ => own.access_remote(target, &entry),
             };
             if moved.is_none() {
-                break;
+                break Rest::Something;
             }
-            let index = requester.queue.index();
-            requester.queue.advance();
-            budget.messages -= 1;
-            budget.bytes -= len;
-            if requester.signal_all || wqe.flags & send_flag::SIGNALED != 0 {
-                if let Some(cq) = &qp.send_cq {
-                    let cqe = Cqe {
-                        wr_id: wqe.wr_id,
-                        byte_len: if entry.is_read() { len as u32 } else { 0 },
-                        qp_num: qp.number,
-                        wqe_index: index,
-                        opcode: completion_opcode(wqe.opcode),
-                        ..Cqe::default()
-                    };
-                    ready &= completions.push(tables, cq, &cqe);
-                }
+            let index = queue.index();
+            queue.advance();
+            messages -= 1;
+            bytes -= len;
+            let signaled = *signal_all || wqe.flags & send_flag::SIGNALED != 0;
+            if signaled {
+                let cqe = Cqe {
+                    wr_id: wqe.wr_id,
+                    byte_len: if entry.is_read() { len as u32 } else { 0 },
+                    qp_num: qp.number,
+                    wqe_index: index,
+                    opcode: completion_opcode(wqe.opcode),
+                    ..Cqe::default()
+                };
+                ready &= completions.push(tables, cq, &cqe);
             }
             if len > SHORT {
                 completions.finish();
+            } else if !signaled && wqe.opcode == wr_opcode::RDMA_WRITE {
+                let most = messages.min((bytes / SHORT) as u32);
+                let (count, moved) = repeat(queue, buffer, &own.memo, &target.memo, most);
+                messages -= count;
+                bytes -= moved;
             }
-            head = requester.head(qp, budget.bytes, &mut entry);
-        }
+        };
         completions.finish();
-        let messages = before.messages - budget.messages;
+        *budget = Budget { messages, bytes };
+        let messages = before.messages - messages;
         if messages != 0 {
+            qp.ahead
+                .set(messages, queue.head(buffer), buffer, target.qp);
             requester.reset_retries();
-            qp.next_send.set(requester.queue.head(&requester.buffer));
             // Whatever woke us is behind us.
             qp.wake.store(false, Ordering::Relaxed);
-            let bytes = before.bytes - budget.bytes;
+            let bytes = before.bytes - bytes;
             let (worker, messages) = (qp.worker.index, u64::from(messages));
             qp.rnic.count_sent(worker, messages, bytes);
             target.rnic.count_received(worker, messages, bytes);
         }
-        head
+        rest
     }
 
     /// Whether so few messages were sent that the next is to be found as soon as it is written. Who writes many at a time is not to be
@@ -317,39 +340,43 @@ impl<'a> Flow<'a> {
 
     /// The same again, after a wait.
     #[inline(always)]
-    fn go_on(&mut self, linger: &mut Linger<'_>) -> Head {
+    fn go_on(&mut self, linger: &mut Linger<'_>) -> Rest {
         // Nobody else waits.
         self.budget = self.whole;
-        let head = self.run();
+        let rest = self.run();
         linger.spend(self.whole.bytes - self.budget.bytes);
-        head
+        rest
     }
 
     /// Waits for work requests of this queue pair, and for those by which the peer answers, and carries them out, as long as nobody else
-    /// has any. Returns what is at the head of this queue then.
+    /// has any.
     #[inline(never)]
-    fn linger(&mut self, linger: &mut Linger<'_>) -> Head {
+    fn linger(&mut self, linger: &mut Linger<'_>) -> Rest {
         let (qp, peer) = (self.own.qp, self.target.qp);
         let tables = self.target.tables;
         let Some(bell) = linger.bell(self.own.tables, qp) else {
-            return Head::None;
+            return Rest::Nothing;
         };
+        let theirs = linger.bell(tables, peer);
+        let bells = [Some(&bell), theirs.as_ref()];
+        if linger.others_ring(bells) {
+            return Rest::Nothing;
+        }
         // It is for us to serve the peer if its worker is ours, and here if it is about to send its next message.
-        let mut theirs = (peer.worker.index == qp.worker.index && peer.state() == qp_state::RTS)
+        let mut requester = (peer.worker.index == qp.worker.index && peer.state() == qp_state::RTS)
             .then(|| peer.try_requester())
             .flatten()
-            .filter(|theirs| theirs.is_idle() && !peer.cq_errored());
-        let mut route = theirs.as_mut().and_then(|theirs| theirs.route.take());
+            .filter(|requester| requester.is_idle() && !peer.cq_errored());
+        let mut route = Route::default();
         let mut answer = None;
-        if let (Some(theirs), Some(route)) = (&mut theirs, &mut route) {
-            route.refresh(&peer.rnic, theirs.dest_gid);
-            answer = linger.bell(tables, peer).and_then(|bell| {
-                let way = route.peer(linger.visit);
-                Some((Flow::new(theirs, tables, peer, &way, self.whole)?, bell))
-            });
+        if let Some(requester) = &mut requester {
+            route = std::mem::take(&mut requester.route);
+            route.refresh(&peer.rnic, requester.dest_gid);
+            let way = route.peer(linger.visit);
+            answer = Flow::new(requester, tables, peer, &way, self.whole).zip(theirs);
         }
-        let mut head = Head::None;
-        while head == Head::None {
+        let mut rest = Rest::Nothing;
+        while rest == Rest::Nothing {
             let own = || self.requester.posted().then_some(Came::Own);
             let came = match &answer {
                 None => linger.wait([&bell], self.is_sparse(), own),
@@ -362,9 +389,9 @@ impl<'a> Flow<'a> {
                 }
             };
             match (came, &mut answer) {
-                (Some(Came::Own), _) => head = self.go_on(linger),
+                (Some(Came::Own), _) => rest = self.go_on(linger),
                 (Some(Came::Answer), Some((answer, _))) => {
-                    if answer.go_on(linger) != Head::None {
+                    if answer.go_on(linger) != Rest::Nothing {
                         break;
                     }
                 }
@@ -372,17 +399,60 @@ impl<'a> Flow<'a> {
             }
         }
         // Rings were taken of what may not have been looked at since.
-        if head == Head::None && self.requester.posted() {
-            head = Head::Other;
+        if rest == Rest::Nothing && self.requester.posted() {
+            rest = Rest::Something;
         }
         if answer.is_some_and(|(answer, _)| answer.requester.posted()) {
             linger.next = Some(peer.clone());
         }
-        if let Some(theirs) = &mut theirs {
-            theirs.route = route;
+        if let Some(requester) = &mut requester {
+            requester.route = route;
         }
-        head
+        rest
     }
+}
+
+/// Carries out the WRITEs at the head of the queue that are like the last one: from and to what was found for that, of a few words,
+/// and not to be completed. Returns how many, at most `most`, and of how many bytes.
+#[inline(never)]
+fn repeat(
+    queue: &mut WorkQueue,
+    buffer: &Pages,
+    from: &Memo<'_>,
+    to: &Memo<'_>,
+    most: u32,
+) -> (u32, u64) {
+    let mut entries = queue.entries(buffer);
+    let (mut count, mut bytes) = (0, 0);
+    while count < most {
+        entries.prefetch(AHEAD);
+        let Some(len) = repeat_one(&entries, from, to) else {
+            break;
+        };
+        entries.advance();
+        count += 1;
+        bytes += len;
+    }
+    queue.position = queue.position.wrapping_add(count);
+    (count, bytes)
+}
+
+/// The same, for one. Returns its length, bytes.
+#[inline(always)]
+fn repeat_one(entries: &Entries<'_>, from: &Memo<'_>, to: &Memo<'_>) -> Option<u64> {
+    let entry = Entry::new(&entries.read()?);
+    let (wqe, sge) = (&entry.wqe, entry.sge());
+    let alike = wqe.opcode == wr_opcode::RDMA_WRITE
+        && wqe.flags & !(PHASE | send_flag::FENCE | send_flag::SOLICITED) == 0
+        && wqe.count == 1
+        && sge.length != 0;
+    if !alike {
+        return None;
+    }
+    let len = u64::from(sge.length);
+    let from = from.recall(sge.lkey, 0, sge.addr, len)?;
+    let to = to.recall(wqe.rkey, access::REMOTE_WRITE, wqe.remote_addr, len)?;
+    copy_few(to, from.into()).then_some(len)
 }
 
 #[inline(always)]
