@@ -44,13 +44,21 @@ pub struct Entries<'a> {
     phase: u8,
 }
 
+/// The word of an entry that has its phase. All else of the entry was written before that.
+///
+/// Whoever took the doorbell's bit before sees what was posted before the bit was set, or was seen to be set: both are sequentially
+/// consistent, and so is this.
+#[inline(always)]
+fn load_head(word: &AtomicU64) -> [u8; 8] {
+    word.load(Ordering::SeqCst).to_ne_bytes()
+}
+
 /// Copies an entry of `N` bytes, if it was posted: if it has this phase.
 #[inline(always)]
 fn read<const N: usize>(words: &[AtomicU64], phase: u8) -> Option<[u8; N]> {
     const { assert!(N % 8 == 0 && N >= 8) };
     let (first, rest) = words.split_first()?;
-    // Acquire: all else of the entry was written before its phase.
-    let head = first.load(Ordering::Acquire).to_ne_bytes();
+    let head = load_head(first);
     let [_, flags, ..] = head;
     if flags & PHASE != phase {
         return None;
@@ -102,11 +110,7 @@ impl WorkQueue {
         if self.entries == 0 {
             return None;
         }
-        // Acquire: all else of the entry was written before its phase.
-        let word = buffer
-            .word(self.at(0))?
-            .load(Ordering::Acquire)
-            .to_ne_bytes();
+        let word = load_head(buffer.word(self.at(0))?);
         let [_, flags, ..] = word;
         (flags & PHASE == self.phase()).then_some(word)
     }

@@ -942,7 +942,7 @@ impl Linger<'_> {
 
     /// Whether other doorbells than `own` ring.
     #[inline(always)]
-    pub(crate) fn others_ring(&self, own: [Option<&OwnBell<'_>>; 2]) -> bool {
+    pub(crate) fn others_ring<const N: usize>(&self, own: [Option<&OwnBell<'_>>; N]) -> bool {
         self.bells.iter().any(|(_, bell)| {
             let ours = |own: &OwnBell<'_>| std::ptr::eq(own.root, bell.root).then_some(own.bit);
             let ours = own.into_iter().flatten().filter_map(ours);
@@ -969,8 +969,8 @@ impl Linger<'_> {
         Some(OwnBell { root, bit, qp })
     }
 
-    /// Waits until `posted` finds something, for as long as nobody else has work. Rings of the doorbells `bells` are taken, as what they
-    /// are about is what `posted` looks for: all the time if `eager`, else when one rang.
+    /// Waits until `posted` finds something, for as long as nobody else has work. It looks all the time if `eager`. Otherwise it looks
+    /// when one of the doorbells `bells` rang, which say that there is something, and takes their rings.
     #[inline(always)]
     pub(crate) fn wait<const N: usize>(
         &mut self,
@@ -985,17 +985,29 @@ impl Linger<'_> {
             if self.visit.awaited() || self.worker.is_wanted(self.generation) {
                 return None;
             }
-            // What was posted before a ring is looked for after that is taken.
             let mut look = eager;
             for bell in bells {
-                look |= bell.hush()?;
+                if eager {
+                    // Its rings stay: who sees one standing need not ring again, and leaves us our cache line.
+                    if bell.rings_for_receives() {
+                        return None;
+                    }
+                } else {
+                    // What was posted before a ring is looked for after that is taken.
+                    look |= bell.hush()?;
+                }
             }
             if look {
                 if let Some(came) = posted() {
                     return Some(came);
                 }
             }
-            if self.bells.iter().any(|(_, bell)| bell.rings()) {
+            let others = if eager {
+                self.others_ring(bells.map(Some))
+            } else {
+                self.bells.iter().any(|(_, bell)| bell.rings())
+            };
+            if others {
                 return None;
             }
         }
@@ -1012,6 +1024,12 @@ pub(crate) struct OwnBell<'a> {
 }
 
 impl OwnBell<'_> {
+    /// Whether it may ring for a receive that somebody waits for.
+    #[inline(always)]
+    fn rings_for_receives(&self) -> bool {
+        self.qp.awaited.load(Ordering::SeqCst) && self.root.load(Ordering::SeqCst) & self.bit != 0
+    }
+
     /// Takes the ring, if it is the only one, and for a send. Returns whether, or none if it is not for a send.
     #[inline(always)]
     fn hush(&self) -> Option<bool> {

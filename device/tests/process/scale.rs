@@ -284,7 +284,7 @@ fn beside(side: &Side, vm: &Arc<Vm>) -> Side {
     }
 }
 
-// D-DB-001: a worker that waits for the next message of a queue pair, or for the answer of its peer, takes rings on its own account.
+// D-DB-001, D-DB-007: a worker that waits for the next message of a queue pair, or for the answer of its peer, takes rings on its own account.
 #[test]
 fn whoever_answers_at_whatever_time_is_heard() {
     const ROUNDS: u64 = 4000;

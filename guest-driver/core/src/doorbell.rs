@@ -3,12 +3,14 @@
 //!
 //! # Ordering
 //!
-//! No wake-up is lost. Posting is, in this order: (P1) store the entry, release; (P2) set the doorbell bit by an atomic OR;
-//! (P3) load the worker's status word. The worker that wants to sleep does: (W1) store SLEEPING; (W2) a full fence, then
-//! look at all root words; and sleeps only if none is set. P2, P3, W1 and W2 are sequentially consistent, so there is one
-//! total order of them that all agree on. Either P2 is before W2: the worker sees the bit and does not sleep, and as it
-//! takes the bit by an exchange that reads what P2 wrote, it sees the entry of P1 too. Or W2 is before P2; then W1 is
-//! before P3, the load sees SLEEPING, and the notification wakes the worker.
+//! No wake-up is lost. Posting is, in this order: (P1) store the entry; (P2) set the doorbell bit by an atomic OR, unless a load
+//! shows it set already; (P3) load the worker's status word. The worker that wants to sleep does: (W1) store SLEEPING; (W2) a full
+//! fence, then look at all root words; and sleeps only if none is set. Taking a bit is an exchange, after which it loads the entry.
+//! All of these are sequentially consistent, so there is one total order of them that all agree on.
+//!
+//! After P2 the bit is set, until the worker takes it by an exchange that is later than P2, hence than P1: it sees the entry. Either
+//! P2 is before W2: the worker sees the bit and does not sleep, or has taken it. Or W2 is before P2; then W1 is before P3, the load
+//! sees SLEEPING, and the notification wakes the worker.
 //!
 //! Slots from [`DIRECT_SLOTS`] up set their bit in a leaf word, then announce it in a summary word and in the root word, unless a
 //! load shows that announced already. The device clears in the other direction: root, summary, leaf. That the load saw
@@ -90,17 +92,14 @@ impl<M: Memory> Doorbell<M> {
         })
     }
 
-    /// Says that there is new work. Returns whether the worker sleeps: then write the index of the doorbell queue to its
+    /// Says that there is new work, which was committed before. Returns whether the worker sleeps: then write the index of the doorbell queue to its
     /// notify address.
     #[inline(always)]
     #[must_use]
     pub fn ring(&self) -> bool {
         match &self.leaf {
-            None => {
-                if let Some(root) = self.blocks.get(self.root_word) {
-                    root.fetch_or(self.root, Ordering::SeqCst);
-                }
-            }
+            // A worker that watches the queue leaves the bit standing: then the cache line stays with it.
+            None => announce(self.blocks.get(self.root_word), self.root),
             Some(leaf) => {
                 if let Some(word) = self.blocks.get(leaf.leaf_word) {
                     word.fetch_or(leaf.leaf, Ordering::SeqCst);
@@ -119,7 +118,7 @@ impl<M: Memory> Doorbell<M> {
     }
 }
 
-/// Sets a bit that is usually set already.
+/// Sets a bit that may well be set already.
 #[inline(always)]
 fn announce(word: Option<&AtomicU64>, mask: u64) {
     if let Some(word) = word {

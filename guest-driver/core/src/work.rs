@@ -136,15 +136,15 @@ impl<'q, M: Memory> Batch<'q, M> {
         self.room = self.room.saturating_sub(1);
     }
 
-    /// Publishes the entries with one store, of this order.
+    /// Publishes the entries with one store.
     #[inline(always)]
-    fn commit(&mut self, order: Ordering) -> bool {
+    fn commit(&mut self) -> bool {
         let Some((at, word0)) = self.first.take() else {
             return false;
         };
         // Before the entry can be seen, so that its completion finds it outstanding.
         self.queue.posted.store(self.position, Ordering::Relaxed);
-        at.store(word0, order);
+        at.store(word0, Ordering::SeqCst);
         true
     }
 }
@@ -514,8 +514,8 @@ impl<M: Memory> SendBatch<'_, M> {
     /// Publishes the work requests. Returns whether there are any: then ring the doorbell.
     #[inline(always)]
     pub fn commit(mut self) -> bool {
-        // Release is enough: ringing the doorbell brings the full barrier.
-        self.batch.commit(Ordering::Release)
+        // Sequentially consistent: see `Doorbell::ring`, which comes next.
+        self.batch.commit()
     }
 }
 
@@ -771,7 +771,7 @@ impl<M: Memory> RecvBatch<'_, M> {
                 posted.store(u64::from(self.batch.position).to_le(), Ordering::Relaxed);
             }
         }
-        if !self.batch.commit(Ordering::SeqCst) {
+        if !self.batch.commit() {
             return false;
         }
         store_load_order();

@@ -90,6 +90,7 @@ fn no_wake_up_is_lost() {
         let awake = at(&blocks, 0).load(SeqCst) != 0;
         if awake {
             assert_ne!(at(&blocks, 0).swap(0, SeqCst), 0);
+            fence(SeqCst);
             assert!(
                 posted(&queue, SQ.offset),
                 "the bit is there and the entry is not"
@@ -113,8 +114,20 @@ fn bit() -> u64 {
 // D-DB-001.
 #[test]
 fn no_ring_is_taken_for_nothing() {
-    loom::model(|| {
+    take_a_ring(0);
+}
+
+/// The same where something else has rung before, so that the poster may find the ring standing.
+// G-DB-001, D-DB-001.
+#[test]
+fn no_ring_that_stands_is_taken_for_nothing() {
+    take_a_ring(bit());
+}
+
+fn take_a_ring(standing: u64) {
+    loom::model(move || {
         let (queue, blocks) = (Words::new(128), Words::new(BLOCK_SIZE));
+        at(&blocks, 0).store(standing, Relaxed);
         let poster = {
             let (queue, blocks) = (queue.clone(), blocks.clone());
             thread::spawn(move || {
@@ -127,6 +140,7 @@ fn no_ring_is_taken_for_nothing() {
         let root = at(&blocks, 0);
         if root.load(Relaxed) == bit() {
             root.fetch_and(!bit(), SeqCst);
+            fence(SeqCst);
         }
         let found = posted(&queue, SQ.offset);
         poster.join().unwrap();
