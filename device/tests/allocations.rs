@@ -7,7 +7,7 @@
 mod common;
 
 use allocation_counter::measure;
-use common::{Bed, Flow, WORKLOADS};
+use common::{Bed, Flow, Workload, WORKLOADS};
 
 /// Messages until every ring went round, and again while allocations are counted.
 const MESSAGES: u32 = 2048;
@@ -30,6 +30,37 @@ fn messages_of_every_kind_allocate_nothing() {
             });
         }
         assert!(rounds >= steps, "{}: {rounds} rounds", workload.name);
+        assert_eq!(allocations, 0, "{}", workload.name);
+    }
+}
+
+/// Nor does it while it waits for the next message of a queue pair.
+#[test]
+fn waiting_for_messages_allocates_nothing() {
+    let mut bed = Bed::new();
+    let one_by_one = |workload: &&Workload| workload.name.ends_with("one by one");
+    for workload in WORKLOADS.iter().filter(one_by_one) {
+        let flow = Flow::new(&bed, *workload);
+        for _ in 0..MESSAGES {
+            flow.step(|| bed.round());
+        }
+        let mut waits = 0;
+        let mut allocations = 0;
+        std::thread::scope(|scope| {
+            let driver = scope.spawn(|| {
+                for _ in 0..MESSAGES {
+                    flow.step(std::thread::yield_now);
+                }
+            });
+            while !driver.is_finished() {
+                allocations += measure(|| waits += u32::from(bed.watch())).count_total;
+            }
+        });
+        // Datagrams and atomic operations do not wait.
+        let plain = ["WRITE", "READ", "SEND"]
+            .iter()
+            .any(|verb| workload.name.starts_with(verb));
+        assert!(waits > 0 || !plain, "{}: no wait", workload.name);
         assert_eq!(allocations, 0, "{}", workload.name);
     }
 }

@@ -96,6 +96,12 @@ impl Bed {
             work.round();
         }
     }
+
+    /// The same, and it waits for a moment for what comes next. Returns whether a queue pair went on after it had waited.
+    #[allow(dead_code)] // not everybody needs it
+    pub fn watch(&mut self) -> bool {
+        self.work.as_mut().is_some_and(Loop::watch)
+    }
 }
 
 impl Drop for Bed {

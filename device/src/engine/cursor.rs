@@ -74,6 +74,10 @@ impl<'a> Cursor<'a> {
             };
             let span = grant.span(first.addr.wrapping_add(self.done), left.min(max))?;
             self.done += span.len() as u64;
+            if self.done < u64::from(first.length) {
+                // While this piece is copied.
+                grant.prefetch(first.addr.wrapping_add(self.done));
+            }
             return Ok(Some(span));
         }
         Ok(None)

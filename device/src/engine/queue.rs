@@ -126,6 +126,9 @@ impl WorkQueue {
     #[inline(always)]
     #[must_use]
     pub fn read<const N: usize>(&self, buffer: &Pages) -> Option<[u8; N]> {
+        if self.entries == 0 {
+            return None;
+        }
         read(buffer.words::<N>(self.at(0))?, self.phase())
     }
 
@@ -248,5 +251,77 @@ impl WorkQueue {
 
     fn at(&self, within: usize) -> u64 {
         self.offset + u64::from(self.index()) * u64::from(self.stride) + within as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{region, GuestMemory};
+
+    const STRIDE: u32 = 64;
+
+    /// A buffer of pages that do not follow each other.
+    fn buffer() -> Pages {
+        let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
+        Pages::resolve(&memory, &[0x3000, 0x1000], 12).unwrap()
+    }
+
+    fn queue(offset: u64, entries: u32) -> WorkQueue {
+        WorkQueue {
+            offset,
+            stride: STRIDE,
+            entries,
+            position: 0,
+        }
+    }
+
+    /// Posts the entry at an index, with an id.
+    fn post(buffer: &Pages, queue: &WorkQueue, index: u64, phase: u8, id: u64) {
+        let at = queue.offset + index * u64::from(STRIDE);
+        buffer.word(at + 8).unwrap().store(id, Ordering::Relaxed);
+        let head = u64::from_ne_bytes([0, phase, 0, 0, 0, 0, 0, 0]);
+        buffer.word(at).unwrap().store(head, Ordering::Relaxed);
+    }
+
+    fn id(entry: [u8; 16]) -> u64 {
+        let (_, id) = entry.split_at(8);
+        u64::from_ne_bytes(id.try_into().unwrap())
+    }
+
+    #[test]
+    fn a_queue_without_entries_has_none() {
+        let (buffer, queue) = (buffer(), queue(0, 0));
+        post(&buffer, &queue, 0, PHASE, 7);
+        assert_eq!(queue.read::<16>(&buffer), None);
+        assert_eq!(queue.ready(&buffer), None);
+    }
+
+    #[test]
+    fn entries_end_with_the_page_and_with_the_lap() {
+        // The last of them is on the second page, by itself.
+        let (buffer, mut queue) = (buffer(), queue(4096 - 7 * 64, 8));
+        for index in 0..8 {
+            post(&buffer, &queue, index, PHASE, index);
+        }
+        let mut found = Vec::new();
+        while let Some(entry) = queue.read::<16>(&buffer) {
+            let mut entries = queue.entries(&buffer);
+            assert_eq!(entries.read(), Some(entry));
+            let mut piece = 0;
+            while let Some(entry) = entries.read::<16>() {
+                found.push(id(entry));
+                entries.prefetch(piece);
+                entries.advance();
+                queue.advance();
+                piece += 1;
+            }
+            assert!([7, 1].contains(&piece), "{piece}");
+            if found.len() == 8 {
+                // The first again, one lap later.
+                post(&buffer, &queue, 0, 0, 8);
+            }
+        }
+        assert_eq!(found, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
     }
 }

@@ -7,7 +7,11 @@ use virtio_rdma_spec::command::PageList;
 
 use super::guest::{Host, Range};
 use super::list::{Form, ListReader, Resolved};
+use super::span::prefetch_lines;
 use super::{Error, GuestMemory, Span};
+
+/// Cache lines of the start of a page that are fetched ahead: by then, the processor fetches what follows by itself.
+const START: usize = 4;
 
 /// Pages that a span looks ahead for, at most.
 const AHEAD: u32 = 16;
@@ -312,6 +316,14 @@ impl Pages {
             len: len.min(max) as usize,
             owner: PhantomData,
         })
+    }
+
+    /// Has the processor fetch the start of the page at `offset`, and find out where that is.
+    #[inline]
+    pub fn prefetch(&self, offset: u64) {
+        if let Some((ptr, _)) = self.at(offset) {
+            prefetch_lines(ptr, START);
+        }
     }
 
     /// The same as [`Self::span`], for as long as `memory` lives; `None` also if the pages were not resolved in it.

@@ -315,7 +315,7 @@ pub const fn lines<T>() -> usize {
 
 /// Has the processor fetch cache lines, wherever they are.
 #[inline(always)]
-fn prefetch_lines(first: *const u8, count: usize) {
+pub(super) fn prefetch_lines(first: *const u8, count: usize) {
     for line in 0..count {
         prefetch_line(first.wrapping_add(line * LINE));
     }

@@ -123,6 +123,21 @@ impl<'a> Grant<'a> {
             To::Discarded => Ok(null::discarded(max)),
         }
     }
+
+    /// Has the processor fetch the start of the page that `addr` is in, which is in the range that the grant is for.
+    #[inline]
+    pub fn prefetch(&self, addr: u64) {
+        let addr = addr.wrapping_add(self.shift);
+        match &self.to {
+            To::Region(mr) => mr.prefetch(addr),
+            To::Fast(lease, _) => {
+                if let Some(mr) = lease.as_ref() {
+                    mr.prefetch(addr);
+                }
+            }
+            To::Zeros | To::Discarded => {}
+        }
+    }
 }
 
 /// A piece of a region that was found by its key, for the next work request, which often names the same. It borrows the table, so

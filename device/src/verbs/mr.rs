@@ -287,7 +287,15 @@ impl Mr {
         .ok_or(KeyError(vendor_err::MEMORY_GONE))
     }
 
-    /// The same, for as long as `memory` lives, which is the VM's.
+    /// Has the processor fetch the start of the page that `addr` is in.
+    #[inline]
+    pub fn prefetch(&self, addr: u64) {
+        if let Backing::Pages(pages) = &self.backing {
+            pages.prefetch(addr.wrapping_sub(self.iova).wrapping_add(self.offset));
+        }
+    }
+
+    /// As [`Self::span`], for as long as `memory` lives, which is the VM's.
     ///
     /// # Errors
     /// If the memory is gone.

@@ -443,6 +443,14 @@ impl Loop {
         work
     }
 
+    /// As [`Self::round`], and it waits for a moment for what may come next, as it does while work comes and goes. Returns whether a queue
+    /// pair went on after it had waited.
+    pub fn watch(&mut self) -> bool {
+        let Look { lingered, .. } = self.look(TURNS, Watch::Eagerly);
+        self.turns(TURNS);
+        lingered
+    }
+
     /// As [`Self::round`], but one turn at most: for who looks at what is between two turns.
     pub fn step(&mut self) {
         self.look(0, Watch::No);

@@ -310,6 +310,52 @@ fn whoever_answers_at_whatever_time_is_heard() {
     });
 }
 
+// D-DB-004.
+#[test]
+fn two_that_answer_each_other_all_the_time_keep_nobody_waiting() {
+    /// Bytes: long enough for the one that was served before to have something new meanwhile.
+    const LENGTH: u32 = 64 << 10;
+    /// What the two may send while another waits for its turn.
+    const FEW: u32 = 64;
+    let two = Two::with(&["--workers", "1", "--poll-us", "5000000"]);
+    let (busy, other) = (two.pair(), two.pair());
+    let write = |from: &Side, to: &Side, length| {
+        let sges = [from.mr.sge(0, length)];
+        from.qp.write(0, &sges, to.mr.iova, to.mr.rkey).unwrap();
+    };
+    let both = [(&busy.a, &busy.b), (&busy.b, &busy.a)];
+    for (from, to) in both {
+        write(from, to, LENGTH);
+    }
+    for _ in 0..50 {
+        // Since the start of this round, and since the other has posted.
+        let (mut sent, mut since) = (0, None);
+        loop {
+            for (from, to) in both {
+                if let Some(cqe) = from.send_cq.poll() {
+                    assert_success(&cqe);
+                    write(from, to, LENGTH);
+                    sent += 1;
+                }
+            }
+            match since {
+                None if sent >= FEW => {
+                    write(&other.a, &other.b, 8);
+                    since = Some(sent);
+                }
+                None => {}
+                Some(before) => {
+                    if let Some(cqe) = other.a.send_cq.poll() {
+                        assert_success(&cqe);
+                        break;
+                    }
+                    assert!(sent - before < FEW, "its turn does not come");
+                }
+            }
+        }
+    }
+}
+
 // D-DB-006.
 #[test]
 fn posting_to_a_polling_worker_notifies_nobody() {
