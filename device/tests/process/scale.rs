@@ -312,11 +312,12 @@ fn whoever_answers_at_whatever_time_is_heard() {
 
 // D-DB-004.
 #[test]
-fn two_that_answer_each_other_all_the_time_keep_nobody_waiting() {
-    /// Bytes: long enough for the one that was served before to have something new meanwhile.
+fn two_that_always_have_work_keep_nobody_waiting() {
+    /// Bytes, and messages of each: there is always something to send.
     const LENGTH: u32 = 64 << 10;
-    /// What the two may send while another waits for its turn.
-    const FEW: u32 = 64;
+    const OUTSTANDING: u32 = 8;
+    /// What the two may send while another waits for its turn: more than a turn that nobody else waits for.
+    const FEW: u32 = 256;
     let two = Two::with(&["--workers", "1", "--poll-us", "5000000"]);
     let (busy, other) = (two.pair(), two.pair());
     let write = |from: &Side, to: &Side, length| {
@@ -325,7 +326,7 @@ fn two_that_answer_each_other_all_the_time_keep_nobody_waiting() {
     };
     let both = [(&busy.a, &busy.b), (&busy.b, &busy.a)];
     for (from, to) in both {
-        write(from, to, LENGTH);
+        (0..OUTSTANDING).for_each(|_| write(from, to, LENGTH));
     }
     for _ in 0..50 {
         // Since the start of this round, and since the other has posted.
