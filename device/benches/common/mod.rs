@@ -51,7 +51,7 @@ impl Bed {
     }
 
     /// The same with a worker that runs by itself, and sleeps whenever there is nothing to do.
-    #[allow(dead_code)] // not everybody needs it
+    #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn asleep() -> Self {
         let settings = AdapterSettings {
             poll_budget: Duration::ZERO,
@@ -98,7 +98,7 @@ impl Bed {
     }
 
     /// The same, and it waits for a moment for what comes next. Returns whether a queue pair went on after it had waited.
-    #[allow(dead_code)] // not everybody needs it
+    #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn watch(&mut self) -> bool {
         self.work.as_mut().is_some_and(Loop::watch)
     }
@@ -285,7 +285,7 @@ impl Flow {
     }
 
     /// Rings for `count` of the queue pairs, whether they have work or not.
-    #[allow(dead_code)] // not everybody needs it
+    #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn ring(&self, count: usize) {
         for qp in &self.from.qps[..count] {
             qp.ring().expect("a doorbell");
