@@ -11,8 +11,8 @@ use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use vhost_device_rdma::engine::queue::WorkQueue;
 use vhost_device_rdma::engine::SLICE;
 use vhost_device_rdma::memory::{
-    copy, copy_last, copy_streaming, end_streaming, Form, GuestMemory, ListReader, Pages,
-    RegionInfo, Source, Span,
+    copy, copy_last, copy_stretch, Form, GuestMemory, ListReader, Pages, RegionInfo, Source, Span,
+    Stretch, Way,
 };
 use vhost_device_rdma::rnic::Limits;
 use vhost_device_rdma::verbs::cq::{Cq, Pushed, Ring, STRIDES};
@@ -278,23 +278,42 @@ fn keys(c: &mut Criterion) {
 fn copies(c: &mut Criterion) {
     const MIB: u64 = 1 << 20;
     type Copy = fn(Span<'_>, Source<'_>);
-    let ways: [(&str, Copy); 3] = [
-        ("copy", copy),
-        ("copy, the last word last", copy_last),
-        ("copy past the caches", |to, from| {
-            copy_streaming(to, from);
-            end_streaming();
-        }),
-    ];
-    let memory = memory(2 * MIB / PAGE);
+    let ways: [(&str, Copy); 2] = [("copy", copy), ("copy, the last word last", copy_last)];
+    let linear = memory(2 * MIB / PAGE);
     for (name, copy) in ways {
         let mut group = c.benchmark_group(name);
         for len in [8, 64, 512, 4096, 65536, MIB] {
-            let from = memory.span(0, len).expect("memory");
-            let to = memory.span(MIB, len).expect("memory");
+            let from = linear.span(0, len).expect("memory");
+            let to = linear.span(MIB, len).expect("memory");
             group.throughput(Throughput::Bytes(len));
             group.bench_function(BenchmarkId::from_parameter(len), |b| {
                 b.iter(|| copy(black_box(to), black_box(from).into()));
+            });
+        }
+        group.finish();
+    }
+    // As far apart as in a VM of some size.
+    const TOTAL: u64 = 32 * 1024;
+    const LONGEST: u64 = 64 * MIB;
+    let scattered = scattered(2 * LONGEST / PAGE, 2 * TOTAL);
+    let spread = memory(2 * TOTAL);
+    let pages = |addresses| Pages::resolve(&spread, addresses, 12).expect("pages");
+    let (from, to) = scattered.split_at(scattered.len() / 2);
+    let (from, to) = (pages(from), pages(to));
+    for (name, way) in [
+        ("copy of scattered pages", Way::Cached),
+        ("copy of scattered pages past the caches", Way::Streaming),
+    ] {
+        let mut group = c.benchmark_group(name);
+        for len in [65536, MIB, LONGEST] {
+            fn stretch(pages: &Pages, len: u64) -> Stretch<'_> {
+                black_box(pages).stretch(0, len).expect("pages")
+            }
+            group.throughput(Throughput::Bytes(len));
+            group.bench_function(BenchmarkId::from_parameter(len), |b| {
+                b.iter(|| {
+                    copy_stretch(&mut stretch(&to, len), &mut stretch(&from, len), way, true)
+                });
             });
         }
         group.finish();

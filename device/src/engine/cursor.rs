@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Walks a scatter/gather list, piece by contiguous piece.
+//! Walks a scatter/gather list, and copies from one to another.
 use virtio_rdma_spec::ring::Sge;
 
-use crate::memory::{copy, copy_last, copy_streaming, end_streaming, fetch_bytes, Source, Span};
+use crate::memory::{copy, copy_last, copy_stretch, end_streaming, fetch_bytes, Stretch, Way};
 use crate::verbs::keys::{Accessor, Grant, KeyError};
 use crate::verbs::tables::Tables;
 
@@ -48,39 +48,36 @@ impl<'a> Cursor<'a> {
         cursor
     }
 
-    /// The next contiguous piece, of at most `max` bytes; `None` at the end.
+    /// As much as can be had at once of what comes next, at most `max` bytes; `None` at the end.
     ///
     /// # Errors
     /// If the key does not give access.
     #[inline]
-    fn next(&mut self, max: u64) -> Result<Option<Span<'a>>, KeyError> {
-        while let Some((first, rest)) = self.sges.split_first() {
-            let left = u64::from(first.length) - self.done;
-            if left == 0 {
-                self.sges = rest;
-                self.done = 0;
-                self.grant = None;
-                continue;
-            }
-            let grant = match &self.grant {
-                Some(grant) => grant,
-                None => {
-                    let length = u64::from(first.length);
-                    let keys = &self.tables.keys;
-                    let grant =
-                        keys.grant(first.lkey, self.accessor, self.access, first.addr, length)?;
-                    self.grant.insert(grant)
-                }
+    fn next(&mut self, max: u64) -> Result<Option<Stretch<'_>>, KeyError> {
+        let entry = loop {
+            let Some((first, rest)) = self.sges.split_first() else {
+                return Ok(None);
             };
-            let span = grant.span(first.addr.wrapping_add(self.done), left.min(max))?;
-            self.done += span.len() as u64;
             if self.done < u64::from(first.length) {
-                // While this piece is copied.
-                grant.prefetch(first.addr.wrapping_add(self.done));
+                break first;
             }
-            return Ok(Some(span));
+            self.sges = rest;
+            self.done = 0;
+            self.grant = None;
+        };
+        let length = u64::from(entry.length);
+        if self.grant.is_none() {
+            let keys = &self.tables.keys;
+            let grant = keys.grant(entry.lkey, self.accessor, self.access, entry.addr, length)?;
+            self.grant = Some(grant);
         }
-        Ok(None)
+        let Some(grant) = &self.grant else {
+            return Ok(None);
+        };
+        let left = length - self.done;
+        let stretch = grant.stretch(entry.addr.wrapping_add(self.done), left.min(max))?;
+        self.done += stretch.len();
+        Ok(Some(stretch))
     }
 }
 
@@ -99,7 +96,7 @@ pub fn check(
         let grant = tables
             .keys
             .grant(sge.lkey, accessor, access, sge.addr, length)?;
-        grant.span(sge.addr, 1)?;
+        grant.stretch(sge.addr, 1)?;
     }
     Ok(())
 }
@@ -121,7 +118,14 @@ pub fn fetch(from: &mut From<'_>, mut into: &mut [u8]) -> Result<(), KeyError> {
     while !into.is_empty() {
         let read = match from {
             From::Guest(cursor) => match cursor.next(into.len() as u64)? {
-                Some(span) => fetch_bytes(into, span),
+                Some(mut stretch) => {
+                    let mut read = 0;
+                    while !stretch.is_empty() {
+                        let into = into.get_mut(read..).unwrap_or_default();
+                        read += fetch_bytes(into, stretch.take(usize::MAX));
+                    }
+                    read
+                }
                 None => return Ok(()),
             },
             From::Bytes(bytes) => {
@@ -172,9 +176,6 @@ impl Part {
     }
 }
 
-/// Bytes at the end of a large message that are copied as small ones are.
-const TAIL: u64 = 64;
-
 /// Copies a part of a message. The last word of the message becomes visible after all else.
 ///
 /// # Errors
@@ -182,52 +183,52 @@ const TAIL: u64 = 64;
 #[inline]
 pub fn transfer(to: &mut Cursor<'_>, from: &mut From<'_>, part: Part) -> Result<(), Fault> {
     if !part.large {
-        return transfer_with(to, from, part.len, part.last, copy);
+        return transfer_by(Way::Cached, to, from, part);
     }
-    let tail = if part.last { TAIL.min(part.len) } else { 0 };
-    let streamed = transfer_with(to, from, part.len - tail, false, copy_streaming);
+    let transferred = transfer_by(Way::Streaming, to, from, part);
     end_streaming();
-    streamed?;
-    transfer_with(to, from, tail, part.last, copy)
+    transferred
 }
 
 #[inline]
-fn transfer_with(
+fn transfer_by(
+    way: Way,
     to: &mut Cursor<'_>,
     from: &mut From<'_>,
-    len: u64,
-    last: bool,
-    copy: impl Fn(Span<'_>, Source<'_>),
+    part: Part,
 ) -> Result<(), Fault> {
-    let mut left = len;
+    let mut left = part.len;
     while left > 0 {
         let Some(mut to) = to.next(left).map_err(Fault::Destination)? else {
             break;
         };
-        // One piece of the destination may need several of the source.
+        // One stretch of the destination may need several of the source.
         while !to.is_empty() {
-            let source: Source<'_> = match from {
-                From::Guest(cursor) => match cursor.next(to.len() as u64).map_err(Fault::Source)? {
-                    Some(span) => span.into(),
-                    None => return Ok(()),
-                },
+            let len = match from {
+                From::Guest(cursor) => {
+                    let Some(mut source) = cursor.next(to.len()).map_err(Fault::Source)? else {
+                        return Ok(());
+                    };
+                    let len = source.len();
+                    copy_stretch(&mut to, &mut source, way, part.last && len == left);
+                    len
+                }
                 From::Bytes(bytes) => {
-                    let (head, rest) = bytes.split_at(bytes.len().min(to.len()));
+                    let piece = to.take(bytes.len());
+                    let (head, rest) = bytes.split_at(piece.len());
                     *bytes = rest;
-                    head.into()
+                    if part.last && head.len() as u64 == left {
+                        copy_last(piece, head.into());
+                    } else {
+                        copy(piece, head.into());
+                    }
+                    head.len() as u64
                 }
             };
-            if source.is_empty() {
+            if len == 0 {
                 return Ok(());
             }
-            let (head, rest) = to.split_at(source.len());
-            left -= source.len() as u64;
-            if last && left == 0 {
-                copy_last(head, source);
-            } else {
-                copy(head, source);
-            }
-            to = rest;
+            left -= len;
         }
     }
     Ok(())

@@ -11,7 +11,7 @@ use crate::engine::cursor::From;
 use crate::engine::message::{Answer, Datagram, Message};
 use crate::engine::queue::PlainReceive;
 use crate::engine::responder::{Responder, Slice};
-use crate::memory::Span;
+use crate::memory::{Span, Stretch};
 use crate::rnic::{Rnic, GSI_QPN};
 use crate::verbs::cq::Cq;
 use crate::verbs::keys::Memo;
@@ -188,6 +188,22 @@ impl<'a> Target<'a> {
         }
         let (keys, pd) = (&self.tables.keys, self.qp.pd);
         keys.piece(&mut self.memo, key, pd, access, addr, len)
+    }
+
+    /// The same, in however many pieces they lie.
+    #[inline]
+    pub(crate) fn stretch(
+        &self,
+        access: u32,
+        key: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<Stretch<'a>> {
+        if !self.responder.grants(access) {
+            return None;
+        }
+        let keys = &self.tables.keys;
+        keys.stretch(key, self.qp.pd, access, addr, len)
     }
 
     /// Takes a receive work request for a message of `len` bytes, if it is plain, and tells where it completes.

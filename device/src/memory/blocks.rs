@@ -116,12 +116,6 @@ impl Blocks {
             })
     }
 
-    /// Whether they were resolved in this very memory.
-    #[must_use]
-    pub fn resolved_in(&self, memory: &GuestMemory) -> bool {
-        matches!(&self.place, Place::Mapped(own, _) if own.same(memory))
-    }
-
     /// Number of blocks.
     #[must_use]
     pub fn count(&self) -> u64 {
@@ -185,13 +179,6 @@ impl Blocks {
         let (span, _) = rest.split_at(usize::try_from(max).unwrap_or(usize::MAX));
         Some(span)
     }
-
-    /// The same as [`Self::span`], for as long as `memory` lives; `None` also if the blocks were not resolved in it.
-    #[must_use]
-    pub fn span_in<'m>(&self, memory: &'m GuestMemory, offset: u64, max: u64) -> Option<Span<'m>> {
-        let span = self.span(offset, max)?;
-        self.resolved_in(memory).then(|| span.in_memory(memory))
-    }
 }
 
 #[cfg(test)]
@@ -224,11 +211,9 @@ mod tests {
             (lost.count(), lost.len(), piece(&lost, 0)),
             (4, 0x2023, None)
         );
-        assert!(!lost.resolved_in(&memory));
         let partly = GuestMemory::new(vec![region(0, 2)]).unwrap();
         assert_eq!(piece(&blocks.rebase(Some(&partly)), 0), None);
         let found = lost.rebase(Some(&memory));
-        assert!(found.resolved_in(&memory));
         assert_eq!(piece(&found, 0x20), Some((0x20, 2)));
         assert_eq!(found.span(0x2000, 0x1000).unwrap().len(), 0x23);
     }

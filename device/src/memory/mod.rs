@@ -8,21 +8,25 @@
 //! Guest memory changes under us at any time. Nothing here gives out a plain reference to it.
 
 pub mod atomic;
+#[cfg(target_arch = "x86_64")]
+mod avx;
 mod blocks;
 mod guest;
 mod list;
 pub mod null;
 mod pages;
 mod span;
+mod stretch;
 
 pub use blocks::Blocks;
 pub use guest::{Error, GuestMemory, RegionInfo};
 pub use list::{Form, ListReader, Resolved};
 pub use pages::Pages;
 pub use span::{
-    copy, copy_few, copy_last, copy_streaming, end_streaming, fetch_bytes, lines, prefetch_from,
-    prefetch_write, Hint, Source, Span,
+    copy, copy_few, copy_last, fetch_bytes, lines, prefetch_from, prefetch_write, Hint, Source,
+    Span,
 };
+pub use stretch::{copy_stretch, end_streaming, Stretch, Way};
 
 #[cfg(test)]
 pub(crate) use guest::tests::region;

@@ -7,14 +7,7 @@ use virtio_rdma_spec::command::PageList;
 
 use super::guest::{Host, Range};
 use super::list::{Form, ListReader, Resolved};
-use super::span::prefetch_lines;
-use super::{Error, GuestMemory, Span};
-
-/// Cache lines of the start of a page that are fetched ahead: by then, the processor fetches what follows by itself.
-const START: usize = 4;
-
-/// Pages that a span looks ahead for, at most.
-const AHEAD: u32 = 16;
+use super::{Error, GuestMemory, Span, Stretch};
 
 /// Where pages are known to be.
 #[derive(Debug)]
@@ -290,47 +283,21 @@ impl Pages {
         Some((host.0.wrapping_add(within as usize), contiguous))
     }
 
-    /// The bytes at `ptr`, which is at `offset` and of which `len` are contiguous, that are contiguous with the pages that follow.
-    fn look_ahead(&self, offset: u64, ptr: *mut u8, mut len: u64, max: u64) -> u64 {
-        for _ in 0..AHEAD {
-            match self.at(offset + len) {
-                Some((next, more)) if len < max && next == ptr.wrapping_add(len as usize) => {
-                    len += more;
-                }
-                _ => break,
-            }
-        }
-        len
-    }
-
-    /// A contiguous piece that starts at `offset`, of at most `max` bytes; `None` beyond the end.
+    /// The `len` bytes at `offset`; `None` if there are not as many.
     #[inline]
     #[must_use]
-    pub fn span(&self, offset: u64, max: u64) -> Option<Span<'_>> {
-        let (ptr, mut len) = self.at(offset)?;
-        if len < max {
-            len = self.look_ahead(offset, ptr, len, max);
-        }
-        Some(Span {
+    pub fn stretch(&self, offset: u64, len: u64) -> Option<Stretch<'_>> {
+        let (ptr, contiguous) = self.at(offset)?;
+        let first = Span {
             ptr,
-            len: len.min(max) as usize,
+            len: contiguous.min(len) as usize,
             owner: PhantomData,
-        })
-    }
-
-    /// Has the processor fetch the start of the page at `offset`, and find out where that is.
-    #[inline]
-    pub fn prefetch(&self, offset: u64) {
-        if let Some((ptr, _)) = self.at(offset) {
-            prefetch_lines(ptr, START);
+        };
+        if len <= contiguous {
+            return Some(first.into());
         }
-    }
-
-    /// The same as [`Self::span`], for as long as `memory` lives; `None` also if the pages were not resolved in it.
-    #[must_use]
-    pub fn span_in<'m>(&self, memory: &'m GuestMemory, offset: u64, max: u64) -> Option<Span<'m>> {
-        let span = self.span(offset, max)?;
-        self.resolved_in(memory).then(|| span.in_memory(memory))
+        let more = self.list.get((offset >> self.unit) as usize + 1..)?;
+        Stretch::new(first, more, 1 << self.unit, len - contiguous)
     }
 
     /// The piece that `offset` is in, and at which offset it starts; `None` beyond the end.
@@ -416,9 +383,8 @@ impl Pages {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{copy, copy_last, fetch_bytes, region};
+    use super::super::region;
     use super::*;
-    use proptest::prelude::*;
     use std::sync::atomic::Ordering;
 
     fn list(addr: u64, count: u32, levels: u8) -> PageList {
@@ -505,7 +471,7 @@ mod tests {
         let run: Vec<u64> = (0..8).map(|page| page << 12).collect();
         let linear = Pages::resolve(&memory, &run, 12).unwrap();
         assert_eq!((linear.footprint(), *linear.guest() == *run), (0, true));
-        assert_eq!(linear.span(100, u64::MAX).unwrap().len(), 8 * 4096 - 100);
+        assert!(linear.stretch(100, 8 * 4096 - 100).is_some());
         let mut broken = run.clone();
         broken[7] = 0x100_0000;
         let scattered = Pages::resolve(&memory, &broken, 12).unwrap();
@@ -514,18 +480,21 @@ mod tests {
     }
 
     #[test]
-    fn spans_reach_as_far_as_pages_follow_each_other() {
-        let memory = GuestMemory::new(vec![region(0, 40)]).unwrap();
-        let order: Vec<u64> = [30, 31, 32, 7].into_iter().chain(0..30).collect();
-        let guest: Vec<u64> = order.iter().map(|page| page << 12).collect();
-        let pages = Pages::resolve(&memory, &guest, 12).unwrap();
-        for (page, follow) in [(0, 3), (1, 2), (2, 1), (3, 1), (4, 1 + u64::from(AHEAD))] {
-            let len = |max| pages.span(page << 12 | 8, max).unwrap().len() as u64;
-            assert_eq!(len(u64::MAX), (follow << 12) - 8);
-            assert_eq!((len(64), len(4088)), (64, 4088));
-            assert_eq!(len(5000), 5000.min((follow << 12) - 8));
+    fn a_stretch_has_all_that_is_asked_for_or_nothing() {
+        let memory = GuestMemory::new(vec![region(0, 5)]).unwrap();
+        let len = |pages: &Pages, offset, len| pages.stretch(offset, len).map(|all| all.len());
+        for guest in [[0x1000, 0x2000, 0x3000], [0x3000, 0, 0x4000]] {
+            let pages = Pages::resolve(&memory, &guest, 12).unwrap();
+            for (offset, all) in [(0, 0x3000), (8, 0x2ff8), (0x1000, 0x2000), (0x2fff, 1)] {
+                assert_eq!(len(&pages, offset, all), Some(all));
+                assert_eq!(len(&pages, offset, 1), Some(1));
+            }
+            assert_eq!(len(&pages, 0x3000, 1), None);
         }
-        assert_eq!(pages.span(33 << 12, u64::MAX).unwrap().len(), 4096);
+        let pages = Pages::resolve(&memory, &[0x3000, 0, 0x4000], 12).unwrap();
+        for (offset, more) in [(0, 0x3001), (0x1008, 0x1ff9), (0x2000, u64::MAX)] {
+            assert_eq!(len(&pages, offset, more), None);
+        }
     }
 
     #[test]
@@ -534,7 +503,7 @@ mod tests {
         let pages = Pages::resolve(&memory, &[0x3000, 0x1000], 12).unwrap();
         assert!(pages.word(8).is_some() && !pages.lost());
         let lost = pages.rebase(None);
-        assert!(lost.lost() && lost.word(8).is_none() && lost.span(0, 1).is_none());
+        assert!(lost.lost() && lost.word(8).is_none() && lost.stretch(0, 1).is_none());
         assert_eq!(lost.len(), pages.len());
         let found = lost.rebase(Some(&memory));
         assert!(!found.lost() && found.resolved_in(&memory));
@@ -554,31 +523,6 @@ mod tests {
         assert!(pages.half_word(2).is_none() && pages.half_word(4096).is_none());
     }
 
-    fn fill(pages: &Pages, at: u64, bytes: &[u8]) {
-        let mut from = bytes;
-        let mut at = at;
-        while !from.is_empty() {
-            let span = pages.span(at, from.len() as u64).unwrap();
-            let (head, rest) = from.split_at(span.len());
-            copy(span, head.into());
-            at += span.len() as u64;
-            from = rest;
-        }
-    }
-
-    fn read(pages: &Pages, at: u64, len: usize) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        while bytes.len() < len {
-            let span = pages
-                .span(at + bytes.len() as u64, (len - bytes.len()) as u64)
-                .unwrap();
-            let mut part = vec![0; span.len()];
-            fetch_bytes(&mut part, span);
-            bytes.extend(part);
-        }
-        bytes
-    }
-
     #[test]
     fn pieces_are_pages_or_all() {
         let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
@@ -594,62 +538,6 @@ mod tests {
         );
         for pages in [whole, scattered] {
             assert!(pages.piece(0x2000).is_none() && pages.piece(u64::MAX).is_none());
-        }
-    }
-
-    proptest! {
-        /// Past the caches or through them, overlapping or not: the same bytes.
-        #[test]
-        fn streaming_copies_as_any_copy(from in 0u64..5000, to in 0u64..5000, len in 0u64..3000) {
-            let data: Vec<u8> = (0..8192u32).map(|i| (i * 7 + i / 256) as u8).collect();
-            let run = |copy: fn(Span<'_>, super::super::Source<'_>)| {
-                let memory = GuestMemory::new(vec![region(0, 2)]).unwrap();
-                let pages = Pages::resolve(&memory, &[0, 4096], 12).unwrap();
-                fill(&pages, 0, &data);
-                copy(pages.span(to, len).unwrap(), pages.span(from, len).unwrap().into());
-                super::super::end_streaming();
-                read(&pages, 0, data.len())
-            };
-            prop_assert_eq!(run(super::super::copy_streaming), run(copy));
-        }
-
-        /// A copy within itself, of words or of any bytes, is as if all was read first.
-        #[test]
-        fn short_copies_may_overlap(
-            from in 0usize..100, to in 0usize..100, len in 0usize..100, unit in prop_oneof![Just(1usize), Just(8)],
-        ) {
-            let memory = GuestMemory::new(vec![region(0, 1)]).unwrap();
-            let pages = Pages::resolve(&memory, &[0], 12).unwrap();
-            let [from, to, len] = [from, to, len].map(|n| n / unit * unit);
-            let data: Vec<u8> = (0..256).map(|i| i as u8).collect();
-            fill(&pages, 0, &data);
-            let span = |at, len| pages.span(at as u64, len as u64).unwrap().split_at(len).0;
-            copy_last(span(to, len), span(from, len).into());
-            let mut expected = data.clone();
-            expected.copy_within(from..from + len, to);
-            prop_assert_eq!(read(&pages, 0, data.len()), expected);
-        }
-
-        /// Whatever the order of the pages, bytes are where the list says; a copy changes nothing else.
-        #[test]
-        fn copies_through_scattered_pages(
-            order in Just([0u64, 1, 2, 3, 4, 5, 6, 7]).prop_shuffle(),
-            from in 0usize..3000, to in 0usize..9, len in 0usize..400,
-            seed in any::<u8>(),
-        ) {
-            let memory = GuestMemory::new(vec![region(0, 8)]).unwrap();
-            let order: Vec<u64> = order.iter().map(|p| p << 12).collect();
-            let pages = Pages::resolve(&memory, &order, 12).unwrap();
-            let data: Vec<u8> = (0..8 * 4096u32).map(|i| (i * 7 + i / 256) as u8 ^ seed).collect();
-            fill(&pages, 0, &data);
-            prop_assert_eq!(&read(&pages, 0, data.len()), &data);
-            let target = 4 * 4096 + to;
-            let source = pages.span(from as u64, len as u64).unwrap();
-            let copied = source.len().min(len);
-            copy_last(pages.span(target as u64, len as u64).unwrap(), source.into());
-            let mut expected = data.clone();
-            expected.copy_within(from..from + copied, target);
-            prop_assert_eq!(read(&pages, 0, data.len()), expected);
         }
     }
 }

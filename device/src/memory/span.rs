@@ -3,8 +3,6 @@
 use std::marker::PhantomData;
 use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, AtomicUsize, Ordering};
 
-use super::GuestMemory;
-
 /// A contiguous piece of guest memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Span<'a> {
@@ -36,15 +34,6 @@ impl<'a> Span<'a> {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
-    }
-
-    /// The same piece, for as long as the memory lives: it must be in that.
-    pub(super) fn in_memory(self, _: &GuestMemory) -> Span<'_> {
-        Span {
-            ptr: self.ptr,
-            len: self.len,
-            owner: PhantomData,
-        }
     }
 
     /// The first `len` bytes, and the rest.
@@ -99,6 +88,12 @@ impl Source<'_> {
     #[inline(always)]
     pub fn prefetch(&self) {
         prefetch_line(self.ptr);
+    }
+
+    /// Its first byte.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn ptr(&self) -> *const u8 {
+        self.ptr
     }
 
     /// Length, bytes.
@@ -265,42 +260,6 @@ unsafe fn copy_words(to: *mut u8, from: *const u8, len: usize) {
     }
 }
 
-/// Copies the common length of `from` to `to` past the caches, for what is so large that it would only evict what is in
-/// them. The bytes become visible in any order, perhaps after what is stored later: see [`end_streaming`].
-pub fn copy_streaming(to: Span<'_>, from: Source<'_>) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let len = to.len.min(from.len);
-        let apart = (to.ptr as usize).abs_diff(from.ptr as usize) >= len;
-        // A line of the destination is written as a whole, or it costs more than it saves.
-        let head = (to.ptr as usize).wrapping_neg() % LINE;
-        let blocks = len.saturating_sub(head) / LINE;
-        if apart && blocks > 0 {
-            let (to_head, to_rest) = to.split_at(head);
-            let (from_head, from_rest) = from.split_at(head);
-            copy(to_head, from_head);
-            // SAFETY: both are valid for `blocks * LINE` bytes (invariants of `Span` and `Source`) and do not overlap, and the
-            // destination is aligned to `LINE`. Others may write at the same time, as in `copy`.
-            unsafe { stream_lines(to_rest.ptr, from_rest.ptr, blocks) };
-            copy(
-                to_rest.split_at(blocks * LINE).1,
-                from_rest.split_at(blocks * LINE).1,
-            );
-            return;
-        }
-    }
-    copy(to, from);
-}
-
-/// Makes what [`copy_streaming`] wrote visible before whatever is stored from now on.
-pub fn end_streaming() {
-    // SAFETY: this instruction is part of every processor of this architecture.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        std::arch::x86_64::_mm_sfence();
-    }
-}
-
 /// Has the processor fetch what is needed soon: from the beginning of `object`, so many cache lines.
 #[inline(always)]
 pub fn prefetch_from<T>(object: &T, lines: usize) {
@@ -315,7 +274,7 @@ pub const fn lines<T>() -> usize {
 
 /// Has the processor fetch cache lines, wherever they are.
 #[inline(always)]
-pub(super) fn prefetch_lines(first: *const u8, count: usize) {
+fn prefetch_lines(first: *const u8, count: usize) {
     for line in 0..count {
         prefetch_line(first.wrapping_add(line * LINE));
     }
@@ -323,7 +282,7 @@ pub(super) fn prefetch_lines(first: *const u8, count: usize) {
 
 /// Has the processor fetch a cache line, wherever it is.
 #[inline(always)]
-fn prefetch_line(line: *const u8) {
+pub(super) fn prefetch_line(line: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
@@ -367,29 +326,6 @@ impl Hint {
 
 /// Size of a cache line, bytes.
 const LINE: usize = 64;
-
-/// Copies `lines` cache lines with stores that do not allocate in the caches.
-///
-/// # Safety
-/// `from` and `to` are valid for `lines * LINE` bytes and do not overlap; `to` is aligned to `LINE`.
-#[cfg(target_arch = "x86_64")]
-unsafe fn stream_lines(to: *mut u8, from: *const u8, lines: usize) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-    for line in 0..lines {
-        let (to, from) = (
-            to.wrapping_add(line * LINE).cast::<__m128i>(),
-            from.wrapping_add(line * LINE).cast::<__m128i>(),
-        );
-        // SAFETY: four parts of a line that is valid and aligned, as the caller promises; SSE2 is part of every processor of
-        // this architecture.
-        unsafe {
-            let parts = [0, 1, 2, 3].map(|part| _mm_loadu_si128(from.wrapping_add(part)));
-            for (part, value) in parts.into_iter().enumerate() {
-                _mm_stream_si128(to.wrapping_add(part), value);
-            }
-        }
-    }
-}
 
 /// Reads up to `into.len()` bytes of `from`; returns how many.
 pub fn fetch_bytes(into: &mut [u8], from: Span<'_>) -> usize {

@@ -14,7 +14,7 @@ use super::mr::{check_range, Mr};
 use super::mw::{Binding, Mw, State};
 use super::slab::Slab;
 use super::Error;
-use crate::memory::{null, GuestMemory, Span};
+use crate::memory::{null, GuestMemory, Span, Stretch};
 use crate::rnic::Limits;
 
 /// Why a key does not give access; a `vendor_err` of the specification.
@@ -87,8 +87,8 @@ pub struct Removed {
 #[derive(Debug)]
 enum To<'a> {
     Region(&'a Mr),
-    /// A fast region that is registered, in this memory.
-    Fast(Lease<'a>, Option<&'a GuestMemory>),
+    /// A fast region that is registered.
+    Fast(Lease<'a>),
     /// Nothing: it is read.
     Zeros,
     /// Nothing: it is written.
@@ -106,37 +106,31 @@ pub struct Grant<'a> {
 }
 
 impl<'a> Grant<'a> {
-    /// The longest contiguous piece at `addr`, of at most `max` bytes, of the range that the grant is for.
+    /// As much from `addr` on as can be had at once, of at most `max` bytes, which are in the range that the grant is for.
     ///
     /// # Errors
     /// If the memory is gone.
     #[inline]
-    pub fn span(&self, addr: u64, max: u64) -> Result<Span<'a>, KeyError> {
+    pub fn stretch(&self, addr: u64, max: u64) -> Result<Stretch<'_>, KeyError> {
+        let addr = addr.wrapping_add(self.shift);
         match &self.to {
-            To::Region(mr) => mr.span(addr.wrapping_add(self.shift), max),
-            To::Fast(lease, memory) => {
-                let gone = KeyError(vendor_err::MEMORY_GONE);
-                let mr = lease.as_ref().ok_or(gone)?;
-                mr.span_in(memory.ok_or(gone)?, addr.wrapping_add(self.shift), max)
+            To::Region(mr) => mr.stretch(addr, max),
+            To::Fast(lease) => {
+                let mr = lease.as_ref().ok_or(KeyError(vendor_err::MEMORY_GONE))?;
+                mr.stretch(addr, max)
             }
-            To::Zeros => Ok(null::zeros(max)),
-            To::Discarded => Ok(null::discarded(max)),
+            To::Zeros => Ok(null::zeros(max).into()),
+            To::Discarded => Ok(null::discarded(max).into()),
         }
     }
 
-    /// Has the processor fetch the start of the page that `addr` is in, which is in the range that the grant is for.
-    #[inline]
-    pub fn prefetch(&self, addr: u64) {
-        let addr = addr.wrapping_add(self.shift);
-        match &self.to {
-            To::Region(mr) => mr.prefetch(addr),
-            To::Fast(lease, _) => {
-                if let Some(mr) = lease.as_ref() {
-                    mr.prefetch(addr);
-                }
-            }
-            To::Zeros | To::Discarded => {}
-        }
+    /// The same, as far as it is in one piece.
+    ///
+    /// # Errors
+    /// If the memory is gone.
+    pub fn span(&self, addr: u64, max: u64) -> Result<Span<'_>, KeyError> {
+        let mut stretch = self.stretch(addr, max)?;
+        Ok(stretch.take(usize::MAX))
     }
 }
 
@@ -195,8 +189,6 @@ fn remember<'a>(
 #[derive(Debug)]
 pub struct Keys {
     slab: Slab<Key>,
-    /// The VM's memory.
-    memory: Option<GuestMemory>,
     /// Number of windows.
     mws: u32,
     /// Queue pairs with the indices of the windows of type 2 that they bound.
@@ -211,7 +203,6 @@ impl Keys {
     pub fn new(limits: &Limits) -> Self {
         Self {
             slab: Slab::new(1, limits.mrs.saturating_add(limits.mws)),
-            memory: None,
             mws: 0,
             bound: Mutex::default(),
             max_mrs: limits.mrs,
@@ -362,7 +353,6 @@ impl Keys {
 
     /// Finds the memory of all regions anew after a change of the memory table.
     pub fn rebase(&mut self, memory: Option<&GuestMemory>) {
-        self.memory = memory.cloned();
         for key in self.slab.iter_mut() {
             match key {
                 Key::Region(mr) => mr.rebase(memory),
@@ -422,6 +412,25 @@ impl Keys {
         mr.whole(key, pd, access, addr, len)
     }
 
+    /// The same, in however many pieces they lie.
+    #[inline]
+    #[must_use]
+    pub fn stretch(
+        &self,
+        key: u32,
+        pd: u32,
+        access: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<Stretch<'_>> {
+        let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
+            return None;
+        };
+        mr.check(key, pd, access, addr, len).ok()?;
+        let stretch = mr.stretch(addr, len).ok()?;
+        (stretch.len() == len).then_some(stretch)
+    }
+
     #[cold]
     #[inline(never)]
     fn grant_other(
@@ -441,7 +450,7 @@ impl Keys {
                 let mr = lease.as_ref().ok_or(UNKNOWN)?;
                 mr.check(key, accessor.pd, access, addr, len)?;
                 Ok(Grant {
-                    to: To::Fast(lease, self.memory.as_ref()),
+                    to: To::Fast(lease),
                     shift: 0,
                     _window: None,
                 })
@@ -503,9 +512,7 @@ impl Keys {
         let to = match self.slab.get(binding.region) {
             Some(Key::Region(mr)) => To::Region(mr),
             // It is registered as long as a window is bound to it.
-            Some(Key::Fast(region)) => {
-                To::Fast(region.lease().ok_or(UNKNOWN)?, self.memory.as_ref())
-            }
+            Some(Key::Fast(region)) => To::Fast(region.lease().ok_or(UNKNOWN)?),
             _ => return Err(UNKNOWN),
         };
         Ok(Grant {

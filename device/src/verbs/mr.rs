@@ -9,7 +9,7 @@ use virtio_rdma_spec::verbs::{access, vendor_err};
 use super::footprint::Share;
 use super::keys::KeyError;
 use super::Error;
-use crate::memory::{Blocks, GuestMemory, Pages, Resolved, Span};
+use crate::memory::{Blocks, GuestMemory, Pages, Resolved, Span, Stretch};
 use crate::rnic::Rnic;
 
 /// Longest region, bytes.
@@ -269,47 +269,21 @@ impl Mr {
         self.backing.rebase(memory);
     }
 
-    /// The longest contiguous piece at `addr`, of at most `max` bytes. The range has been checked.
+    /// As much from `addr` on as can be had at once, of at most `max` bytes, which are within the region as has been checked.
     ///
     /// # Errors
     /// If the memory is gone.
     #[inline]
-    pub fn span(&self, addr: u64, max: u64) -> Result<Span<'_>, KeyError> {
+    pub fn stretch(&self, addr: u64, max: u64) -> Result<Stretch<'_>, KeyError> {
         let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
         // The range is within the region, and the region within its pages: they are lost, if anything.
         match &self.backing {
-            Backing::Pages(pages) => pages.span(offset, max),
-            Backing::Blocks(blocks) => blocks.span(offset, max),
+            Backing::Pages(pages) => pages.stretch(offset, max),
+            Backing::Blocks(blocks) => blocks.span(offset, max).map(Stretch::from),
             Backing::Physical(memory) => {
-                memory.as_ref().and_then(|memory| memory.span(offset, max))
+                let memory = memory.as_ref();
+                memory.and_then(|memory| memory.span(offset, max).map(Stretch::from))
             }
-        }
-        .ok_or(KeyError(vendor_err::MEMORY_GONE))
-    }
-
-    /// Has the processor fetch the start of the page that `addr` is in.
-    #[inline]
-    pub fn prefetch(&self, addr: u64) {
-        if let Backing::Pages(pages) = &self.backing {
-            pages.prefetch(addr.wrapping_sub(self.iova).wrapping_add(self.offset));
-        }
-    }
-
-    /// As [`Self::span`], for as long as `memory` lives, which is the VM's.
-    ///
-    /// # Errors
-    /// If the memory is gone.
-    pub fn span_in<'m>(
-        &self,
-        memory: &'m GuestMemory,
-        addr: u64,
-        max: u64,
-    ) -> Result<Span<'m>, KeyError> {
-        let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
-        match &self.backing {
-            Backing::Pages(pages) => pages.span_in(memory, offset, max),
-            Backing::Blocks(blocks) => blocks.span_in(memory, offset, max),
-            Backing::Physical(_) => memory.span(offset, max),
         }
         .ok_or(KeyError(vendor_err::MEMORY_GONE))
     }
@@ -385,7 +359,7 @@ mod tests {
             Err(KeyError(vendor_err::KEY_RANGE))
         );
         assert_eq!(
-            mr.span(0x1000, 1).err(),
+            mr.stretch(0x1000, 1).err(),
             Some(KeyError(vendor_err::MEMORY_GONE))
         );
     }
@@ -424,9 +398,9 @@ mod tests {
                 Err(KeyError(vendor_err::KEY_RANGE))
             );
         }
-        assert_eq!(mr.span(0x4008, 0x1000).unwrap().len(), 0xff8);
+        assert_eq!(mr.stretch(0x4008, 0x1000).unwrap().len(), 0xff8);
         mr.rebase(None);
-        assert!(mr.check(0x105, 3, 0, 0x10, 1).is_err() && mr.span(0x10, 1).is_err());
+        assert!(mr.check(0x105, 3, 0, 0x10, 1).is_err() && mr.stretch(0x10, 1).is_err());
     }
 
     proptest! {

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{access, qp_state, vendor_err, wc_status, wr_opcode};
-use vhost_device_rdma_bare::{Cq, Pd, QpOptions, RECV_FLAG};
+use vhost_device_rdma_bare::{Cq, Mr, Pd, QpOptions, RECV_FLAG};
 
 use crate::common::{
     assert_event, assert_no_event, assert_reaches, assert_status, assert_success, assert_works,
-    caps, overflown, Pair, Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
+    caps, overflown, pattern, Pair, Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
 };
 
 fn write(remote_addr: u64, rkey: u32) -> SendWqe {
@@ -205,6 +205,42 @@ fn a_deregistered_key_is_gone() {
         .write(1, &[pair.a.mr.sge(0, 8)], iova, rkey)
         .unwrap();
     assert_status(&pair.a.sent(), wc_status::REM_ACCESS_ERR);
+}
+
+// D-ERR-001, D-MR-002.
+#[test]
+fn a_message_of_many_pages_that_may_not_go_all_the_way_moves_nothing() {
+    const LEN: u64 = 40_000;
+    type At = fn(&Mr) -> (u64, u32);
+    let good: At = |mr| (mr.length / 2 + 1, mr.lkey);
+    let beyond: At = |mr| (mr.length - LEN + 1, mr.lkey);
+    let stale: At = |mr| (0, mr.lkey ^ 1);
+    let two = Two::new();
+    for (ours, theirs, status) in [
+        (beyond, good, wc_status::LOC_PROT_ERR),
+        (stale, good, wc_status::LOC_PROT_ERR),
+        (good, beyond, wc_status::REM_ACCESS_ERR),
+        (good, stale, wc_status::REM_ACCESS_ERR),
+    ] {
+        for with in [write, read] {
+            let pair = two.pair();
+            let (a, b) = (&pair.a, &pair.b);
+            let data = [a, b].map(|side| pattern(side.mr.iova, side.mr.length as usize));
+            a.mr.write(0, &data[0]);
+            b.mr.write(0, &data[1]);
+            let ((offset, lkey), (remote, rkey)) = (ours(&a.mr), theirs(&b.mr));
+            let sge = Sge {
+                lkey,
+                ..a.mr.sge(offset, LEN as u32)
+            };
+            a.qp.post_send(&with(b.mr.iova + remote, rkey), &[sge])
+                .unwrap();
+            assert_status(&a.sent(), status);
+            for (side, data) in [a, b].into_iter().zip(&data) {
+                assert!(side.mr.read(0, data.len()) == *data);
+            }
+        }
+    }
 }
 
 // D-ERR-001, D-EXT-001.

@@ -170,6 +170,11 @@ fn atomic_operations_change_the_word_and_bring_what_it_was() {
     let parts = [a.mr.sge(8, 3), a.mr.sge(11, 5)];
     a.qp.post_send(&add, &parts).unwrap();
     assert_eq!(f.brought(wc_opcode::FETCH_ADD), 7);
+    // Or into two pages.
+    a.qp.post_send(&add, &[a.mr.sge(PAGE as u64 - 3, 8)])
+        .unwrap();
+    assert_success(&a.sent());
+    assert_eq!(a.mr.read(PAGE - 3, 8), 12u64.to_le_bytes());
 
     f.target.write(24, &0xff_00ffu64.to_le_bytes());
     let masked = SendWqe {
@@ -214,6 +219,12 @@ fn atomic_write_stores_a_word_from_memory_or_inline() {
     a.qp.post_inline(&wqe, &9u64.to_le_bytes()).unwrap();
     assert_success(&a.sent());
     assert_eq!((f.word(8), f.word(0), f.word(16)), (9, 0, 0));
+    // It may lie in two pages.
+    a.mr.write(PAGE - 3, &0x8877_6655_4433_2211u64.to_le_bytes());
+    a.qp.post_send(&wqe, &[a.mr.sge(PAGE as u64 - 3, 8)])
+        .unwrap();
+    assert_success(&a.sent());
+    assert_eq!(f.word(8), 0x8877_6655_4433_2211);
 }
 
 #[test]

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The direct way: runs of plain work requests, carried out without what only others need.
 //!
-//! A work request is plain if it is a WRITE, a READ or a SEND of one scatter/gather entry or as much inline data, everything about it is as it should be, and its bytes lie in one piece at both ends. Whatever is not plain
-//! is left where it is, untouched, for the general way, which alone knows errors, waiting and slices: so there is nothing that
-//! only this way decides.
+//! A work request is plain if it is a WRITE, a READ or a SEND of one scatter/gather entry or as much inline data, everything
+//! about it is as it should be, and its bytes are in regions that commands registered: in one piece at both ends if it is a
+//! SEND or inline. Whatever is not plain is left where it is, untouched, for the general way, which alone knows errors,
+//! waiting and slices: so there is nothing that only this way decides.
 //!
 //! The locks that a message needs are taken once for a run, and whether an event is wanted is looked up once at its end.
 use std::sync::atomic::Ordering;
@@ -20,7 +21,7 @@ use crate::engine::operation::completion_opcode;
 use crate::engine::queue::{Entries, WorkQueue};
 use crate::engine::settle;
 use crate::fabric::local::{Peer, Route, Target};
-use crate::memory::{copy_few, copy_last, Pages, Source, Span};
+use crate::memory::{copy_few, copy_last, copy_stretch, Pages, Source, Span, Way};
 use crate::verbs::cq::{Batch, Cq, Pushed};
 use crate::verbs::keys::Memo;
 use crate::verbs::qp::Qp;
@@ -498,6 +499,13 @@ impl<'a> Own<'a> {
     /// A WRITE or READ, if it is plain.
     #[inline(always)]
     fn access_remote(&mut self, target: &mut Target<'_>, entry: &Entry) -> Option<()> {
+        self.access_piece(target, entry)
+            .or_else(|| self.access_pieces(target, entry))
+    }
+
+    /// The same, if its bytes lie in one piece at both ends.
+    #[inline(always)]
+    fn access_piece(&mut self, target: &mut Target<'_>, entry: &Entry) -> Option<()> {
         let wqe = &entry.wqe;
         let (key, addr, len) = (wqe.rkey, wqe.remote_addr, entry.len());
         if entry.is_read() {
@@ -510,6 +518,30 @@ impl<'a> Own<'a> {
             let theirs = target.piece(access::REMOTE_WRITE, key, addr, len)?;
             copy_last(theirs, source);
         }
+        Some(())
+    }
+
+    /// The same, if they are at hand without that.
+    #[inline(never)]
+    fn access_pieces(&self, target: &Target<'_>, entry: &Entry) -> Option<()> {
+        if entry.inline() {
+            return None;
+        }
+        let (wqe, sge, len) = (&entry.wqe, entry.sge(), entry.len());
+        let (our_access, their_access) = if entry.is_read() {
+            (access::LOCAL_WRITE, access::REMOTE_READ)
+        } else {
+            (0, access::REMOTE_WRITE)
+        };
+        let keys = &self.tables.keys;
+        let mut ours = keys.stretch(sge.lkey, self.qp.pd, our_access, sge.addr, len)?;
+        let mut theirs = target.stretch(their_access, wqe.rkey, wqe.remote_addr, len)?;
+        let (to, from) = if entry.is_read() {
+            (&mut ours, &mut theirs)
+        } else {
+            (&mut theirs, &mut ours)
+        };
+        copy_stretch(to, from, Way::Cached, true);
         Some(())
     }
 
