@@ -384,3 +384,41 @@ fn a_vm_connects_and_disconnects_many_times() {
         drop((context, pd));
     }
 }
+
+/// Resident memory of the device process, KiB, without that of the guests.
+fn resident(two: &Two) -> u64 {
+    let path = format!("/proc/{}/status", two.process.id());
+    let text = std::fs::read_to_string(path).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let size = line.and_then(|line| line.split_ascii_whitespace().next());
+    size.unwrap().parse().unwrap()
+}
+
+#[test]
+fn killed_vms_leave_no_memory_behind() {
+    // Until then, the allocator finds its size.
+    const FIRST: usize = 50;
+    const ROUNDS: usize = 100;
+    // Less than the smallest VM takes, by far.
+    const LEAST_KIB: u64 = 2;
+    let mut two = Two::new();
+    let mut sizes = Vec::new();
+    for _ in 0..FIRST + ROUNDS {
+        let pairs = [two.pair(), two.pair()];
+        for Pair { a, b } in &pairs {
+            b.qp.write(1, &[b.mr.sge(0, 100_000)], a.mr.iova, a.mr.rkey)
+                .unwrap();
+            assert_success(&b.sent());
+        }
+        two.b.kill();
+        wait_until_gone(&two);
+        drop(pairs);
+        two.b = vm(two.process.socket(1));
+        sizes.push(resident(&two));
+    }
+    let (first, last) = (sizes[FIRST], sizes[FIRST + ROUNDS - 1]);
+    assert!(
+        last < first + LEAST_KIB * ROUNDS as u64,
+        "KiB over time: {sizes:?}"
+    );
+}
