@@ -39,6 +39,28 @@ const LANES: [(&str, Option<&str>); 2] = [
     ("rdma-core-56", Some("the tests on our device")),
 ];
 
+/// Unit, property and documentation tests of the workspace.
+const TESTS: &[&str] = &["test", "--workspace", "--no-fail-fast"];
+
+/// The protocols between threads, model-checked.
+const MODELS: &[&str] = &[
+    "test",
+    "--release",
+    "--no-fail-fast",
+    "-p",
+    "virtio-rdma-driver-core",
+    "-p",
+    "vhost-device-rdma-sync",
+    "--test",
+    "loom",
+];
+
+/// With it everything is compiled otherwise, so it has a directory of its own.
+const MODELS_ENVIRONMENT: [(&str, &str); 2] = [
+    ("RUSTFLAGS", "--cfg loom"),
+    ("CARGO_TARGET_DIR", "target/models"),
+];
+
 /// Runs all checks, however many fail.
 pub fn run() -> Result<bool> {
     let start = Instant::now();
@@ -67,7 +89,12 @@ pub fn run() -> Result<bool> {
         ],
         "-D warnings",
     ));
-    count.add(cargo_test().unwrap_or_else(|error| failed("cargo test", &error)));
+    for (name, words, environment) in [
+        ("cargo test", TESTS, &[][..]),
+        ("model checks", MODELS, &MODELS_ENVIRONMENT[..]),
+    ] {
+        count.add(tests(name, words, environment).unwrap_or_else(|error| failed(name, &error)));
+    }
     count.add(match instructions::run(false, None) {
         Ok(good) => Count::of(good),
         Err(error) => failed("instructions", &error),
@@ -100,16 +127,17 @@ fn check(name: &str, words: &[&str], rustdoc_flags: &str) -> Count {
     }
 }
 
-/// Unit, property and documentation tests of the workspace, counted by what the harness says.
-fn cargo_test() -> Result<Count> {
-    shell::say("cargo test --workspace --no-fail-fast ...");
+/// Tests, counted by what the harness says.
+fn tests(name: &str, words: &[&str], environment: &[(&str, &str)]) -> Result<Count> {
+    shell::say(format_args!("cargo {} ...", words.join(" ")));
     let start = Instant::now();
     let mut child = shell::cargo()
-        .args(["test", "--workspace", "--no-fail-fast"])
+        .args(words)
+        .envs(environment.iter().copied())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
-        .context("cannot run cargo test")?;
+        .context("cannot run cargo")?;
     let mut count = Count::default();
     let output = child.stdout.take().context("no output")?;
     for line in BufReader::new(output).lines() {
@@ -126,11 +154,11 @@ fn cargo_test() -> Result<Count> {
     let status = child.wait()?;
     if !status.success() && count.failed == 0 {
         // It did not compile, or a test took its process down.
-        println!("cargo test: {status}");
+        println!("{name}: {status}");
         count.failed = 1;
     }
     shell::say(format_args!(
-        "cargo test: {} passed, {} failed in {}",
+        "{name}: {} passed, {} failed in {}",
         count.passed,
         count.failed,
         shell::human(start.elapsed())
