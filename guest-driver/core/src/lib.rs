@@ -3,10 +3,10 @@
 //! parsing, doorbells, control commands, and the private interface between module and provider.
 //!
 //! Memory shared with the device is seen as words of [`sync::AtomicU64`] ([`Memory`]); whoever maps it makes that view of it,
-//! and everything here is safe code on it. Posting a work request is [`SendQueue::post`] and then [`Doorbell::ring`];
+//! and everything here, but for a hint to the processor, is safe code on it. Posting a work request is [`SendQueue::post`] and then [`Doorbell::ring`];
 //! its completion comes from [`CompletionQueue::poll`], and frees the entry by [`SendQueue::complete`].
 #![no_std]
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod abi;
 pub mod buffer;
@@ -14,6 +14,7 @@ pub mod command;
 mod completion;
 mod doorbell;
 pub mod pages;
+mod prefetch;
 mod ring;
 pub mod sync;
 mod work;

@@ -15,6 +15,7 @@ use virtio_rdma_spec::ring::{
 use virtio_rdma_spec::verbs::send_flag;
 
 use crate::buffer::RingLayout;
+use crate::prefetch::prefetch_write;
 use crate::ring::{word, BadLayout, Memory, PostError, Ring};
 use crate::sync::{store_load_order, AtomicU32, AtomicU64, Ordering};
 
@@ -99,6 +100,9 @@ impl<M: Memory> WorkQueue<M> {
     }
 }
 
+/// How many entries ahead they are fetched for writing.
+const AHEAD: u32 = 12;
+
 /// Entries that are written, of which the first is not published yet; so the device sees none of them.
 #[derive(Debug)]
 struct Batch<'q, M: Memory> {
@@ -115,6 +119,12 @@ impl<'q, M: Memory> Batch<'q, M> {
     fn entry(&self) -> Result<&'q [AtomicU64], PostError> {
         if self.room == 0 {
             return Err(PostError::Full);
+        }
+        // Who posts many would have to wait for the cache line of each entry, which the device has from the last lap. Those who post one
+        // and wait for its completion need no more.
+        let many = self.first.is_some() || self.room < self.queue.ring.entries();
+        if many && self.room > AHEAD {
+            prefetch_write(self.queue.ring.entry(self.position.wrapping_add(AHEAD)));
         }
         Ok(self.queue.ring.entry(self.position))
     }
