@@ -296,13 +296,20 @@ pub(super) fn prefetch_line(line: *const u8) {
 /// Has the processor fetch a word that is to be changed soon, so that the change need not take it from others a second time.
 #[inline(always)]
 pub fn prefetch_write(word: &AtomicU64) {
+    prefetch_line_to_write(word.as_ptr().cast_const().cast());
+}
+
+/// Has the processor fetch a cache line that is to be written soon, wherever it is.
+#[inline(always)]
+pub(super) fn prefetch_line_to_write(line: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: this changes nothing but caches; processors that do not know the instruction do nothing for it.
+    // SAFETY: this changes nothing but caches, whatever the address; processors that do not know the instruction do nothing
+    // for it.
     unsafe {
-        std::arch::asm!("prefetchw [{}]", in(reg) word, options(nostack, preserves_flags));
+        std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags));
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = word;
+    let _ = line;
 }
 
 /// Where something is that will be needed.

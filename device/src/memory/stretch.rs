@@ -189,7 +189,7 @@ fn copy_piece(to: Span<'_>, from: Source<'_>, next: (Span<'_>, Span<'_>), way: W
             copy(to_head, from_head);
             let lines = (len - head) / LINE;
             let ahead = next.0.len.min(next.1.len).min(PAGE) / LINE;
-            let next = (next.0.ptr.cast_const(), next.1.ptr.cast_const());
+            let next = (next.0.ptr, next.1.ptr);
             // SAFETY: both are valid for `lines * LINE` bytes (invariants of `Span` and `Source`) and do not overlap, and the
             // destination is aligned to `LINE`. Others may write at the same time, as in `copy`.
             unsafe {

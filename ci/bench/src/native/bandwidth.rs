@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Bytes per second of messages of all sizes, beside memcpy of as many bytes between the very same two buffers.
 //!
-//! The buffers are the memory of two VMs, which this process has mapped as the device has: memcpy runs on the driver's core while the
-//! worker sleeps. *Contiguous* buffers are one run of guest-physical pages; *scattered* ones have no two pages in a row, as the worst of guest processes.
+//! The buffers are the memory of two VMs, which this process has mapped as the device has: memcpy runs on the worker's core while the
+//! worker sleeps, so that the same core copies both times. *Contiguous* buffers are one run of guest-physical pages; *scattered* ones have no two pages in a row, as the worst of guest processes.
 use anyhow::Result;
 use std::time::Instant;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
 use vhost_device_rdma_bare::Placement;
 
 use super::bed::{self, Pair};
-use super::{cache, figure, peers, Settings};
+use super::{cache, figure, peers, pin, settle, Settings};
 use crate::figure::{Better, Figure, Target};
 
 const SECTION: &str = "bandwidth";
@@ -42,7 +42,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
             for (size, [copies, writes, reads]) in sizes.iter().zip(&mut runs) {
                 let (copied, written, read) = cache::steady(settings.cores, || {
                     Ok((
-                        copy(&pair, *size, settings),
+                        copy(&pair, *size, settings)?,
                         transfer(&pair, wr_opcode::RDMA_WRITE, *size, settings)?,
                         transfer(&pair, wr_opcode::RDMA_READ, *size, settings)?,
                     ))
@@ -77,8 +77,17 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// GB/s of memcpy.
-fn copy(pair: &Pair, size: u32, settings: &Settings) -> f64 {
+/// GB/s of memcpy on the core of the worker.
+fn copy(pair: &Pair, size: u32, settings: &Settings) -> Result<f64> {
+    pin(&[settings.cores.worker])?;
+    settle();
+    let rate = copy_here(pair, size, settings);
+    pin(&[settings.cores.driver])?;
+    Ok(rate)
+}
+
+/// GB/s of memcpy where this thread is.
+fn copy_here(pair: &Pair, size: u32, settings: &Settings) -> f64 {
     let (from, to) = (pair.a.mr.view(), pair.b.mr.view());
     let size = size as usize;
     let batch = (1 << 20) / size + 1;
