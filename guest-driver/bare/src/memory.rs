@@ -94,9 +94,11 @@ impl Pages {
 }
 
 impl Region {
-    /// New, zeroed memory of `size` bytes at `guest_addr`.
-    pub(crate) fn new(guest_addr: u64, size: usize) -> Result<Arc<Self>, Error> {
-        let file = File::from(memfd_create("bare-vm", MemfdFlags::CLOEXEC)?);
+    /// New, zeroed memory of `size` bytes at `guest_addr`, of huge pages of the host if `huge_pages`.
+    pub(crate) fn new(guest_addr: u64, size: usize, huge_pages: bool) -> Result<Arc<Self>, Error> {
+        let mut flags = MemfdFlags::CLOEXEC;
+        flags.set(MemfdFlags::HUGETLB, huge_pages);
+        let file = File::from(memfd_create("bare-vm", flags)?);
         file.set_len(size as u64)?;
         let mapping = Arc::new(Mapping::new(&file, 0, size)?);
         Ok(Arc::new(Self {

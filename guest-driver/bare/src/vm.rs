@@ -42,6 +42,8 @@ pub struct VmOptions {
     pub memory: usize,
     /// How the buffers of queues and doorbells, and those that are registered, lie in it.
     pub placement: Placement,
+    /// Its first region consists of huge pages of the host, of which there must be enough. Buffers must be contiguous then.
+    pub huge_pages: bool,
     /// Use RING_EVENT_IDX.
     pub event_index: bool,
     /// Size of the control queue.
@@ -65,6 +67,7 @@ impl Default for VmOptions {
         Self {
             memory: 64 << 20,
             placement: Placement::Scattered,
+            huge_pages: false,
             event_index: true,
             control_size: 64,
             event_size: 64,
@@ -219,7 +222,7 @@ impl Vm {
             return Err(Error::BadLayout);
         }
 
-        let region = Region::new(FIRST_REGION, options.memory)?;
+        let region = Region::new(FIRST_REGION, options.memory, options.huge_pages)?;
         let event_index = options.event_index;
         let control = Control {
             queue: Virtqueue::new(&region, options.control_size, event_index)?,
@@ -487,7 +490,7 @@ impl Vm {
     pub fn add_memory(&self, size: usize) -> Result<usize, Error> {
         let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
         let number = regions.len();
-        let region = Region::new(FIRST_REGION + REGION_DISTANCE * number as u64, size)?;
+        let region = Region::new(FIRST_REGION + REGION_DISTANCE * number as u64, size, false)?;
         self.frontend.clone().add_mem_region(&region.info())?;
         regions.push(region);
         Ok(number)

@@ -26,9 +26,14 @@ pub const ALL: u32 =
 
 /// Starts a device for so many VMs, with its one worker on its core and anything more of a configuration file.
 pub fn device(cores: Cores, vms: u8, configuration: &str) -> Result<DeviceProcess> {
-    let path = std::env::temp_dir().join(format!("virtio-rdma-bench-{}.toml", std::process::id()));
     let text = format!("workers = 1\ncpus = [{}]\n{configuration}", cores.worker);
-    fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    device_with(cores, vms, &text)
+}
+
+/// Starts a device for so many VMs with such a configuration file.
+pub fn device_with(cores: Cores, vms: u8, configuration: &str) -> Result<DeviceProcess> {
+    let path = std::env::temp_dir().join(format!("virtio-rdma-bench-{}.toml", std::process::id()));
+    fs::write(&path, configuration).with_context(|| format!("cannot write {}", path.display()))?;
     // Its other threads answer commands, and stay off the core of the worker as long as there is work for that: so they
     // may run on both. Threads inherit what we are pinned to.
     pin(&[cores.driver, cores.worker])?;
@@ -52,9 +57,21 @@ pub fn vm_with(
     memory: usize,
     placement: Placement,
 ) -> Result<Arc<Vm>> {
+    vm_on(process, number, memory, placement, false)
+}
+
+/// A VM with so much memory, which consists of huge pages of the host or not.
+pub fn vm_on(
+    process: &DeviceProcess,
+    number: usize,
+    memory: usize,
+    placement: Placement,
+    huge_pages: bool,
+) -> Result<Arc<Vm>> {
     let options = VmOptions {
         memory,
         placement,
+        huge_pages,
         features: 1 << feature::ATOMIC,
         ..VmOptions::default()
     };

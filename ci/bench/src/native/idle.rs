@@ -16,15 +16,16 @@ const VMS: u8 = 16;
 
 /// What the threads of a process have used.
 #[derive(Clone, Copy, Debug, Default)]
-struct Usage {
+pub struct Usage {
     /// Time on a CPU, nanoseconds.
-    time: u64,
+    pub time: u64,
     /// How often they began to run.
-    wakeups: u64,
+    pub wakeups: u64,
 }
 
 impl Usage {
-    fn of(process: u32) -> Result<Self> {
+    /// Up to now.
+    pub fn of(process: u32) -> Result<Self> {
         let mut all = Self::default();
         for task in fs::read_dir(format!("/proc/{process}/task"))? {
             let task = task?.path();

@@ -30,10 +30,11 @@ const SIZES: [u64; 6] = [4 << 10, 256 << 10, 4 << 20, 64 << 20, 1 << 30, 4 << 30
 const TARGETS: usize = 1 << 16;
 
 /// Numbers that look random, always the same: xorshift.
-struct Random(u64);
+pub struct Random(pub u64);
 
 impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
+    /// One below `limit`.
+    pub fn below(&mut self, limit: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -164,7 +165,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
 }
 
 /// Nanoseconds for a WRITE of 8 bytes in lists, to these keys and addresses in turn.
-fn cost(pair: &Pair, targets: &[(u32, u64)], time: Duration) -> Result<f64> {
+pub fn cost(pair: &Pair, targets: &[(u32, u64)], time: Duration) -> Result<f64> {
     let mut polling = pair.a.send_cq.polling();
     let sge = pair.a.mr.sge(0, 8);
     let mut targets = targets.iter().cycle();

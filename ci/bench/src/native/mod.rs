@@ -24,6 +24,7 @@ mod qps;
 mod rate;
 mod registration;
 mod setup;
+mod tuning;
 mod vms;
 
 /// The two cores that are used.
@@ -103,7 +104,7 @@ impl Settings {
 type Experiment = fn(&Settings) -> Result<Vec<Figure>>;
 
 /// All experiments, by the names of their sections.
-pub const EXPERIMENTS: [(&str, Experiment); 9] = [
+pub const EXPERIMENTS: [(&str, Experiment); 10] = [
     ("latency", latency::run),
     ("message rate", rate::run),
     ("active queue pairs", qps::run),
@@ -112,6 +113,7 @@ pub const EXPERIMENTS: [(&str, Experiment); 9] = [
     ("key lookup", lookup::run),
     ("set-up", setup::run),
     ("VMs", vms::run),
+    ("tuning", tuning::run),
     ("idle", idle::run),
 ];
 

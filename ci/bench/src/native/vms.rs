@@ -3,6 +3,8 @@
 //!
 //! The latency is that of the first pair while the others are attached and silent. The rate is that of all pairs together, which get a
 //! list of 32 WRITEs of 64 bytes each in turn, of which the last is signalled, with 512 outstanding in all.
+use std::time::Duration;
+
 use anyhow::Result;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
 use vhost_device_rdma_bare::{DeviceProcess, Polling};
@@ -35,7 +37,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
             let both = beds.iter().map(|(pairs, _)| {
                 Ok((
                     latency(&pairs[0], settings.rounds())?,
-                    rate(pairs, settings)?,
+                    rate(pairs, 64, LIST, bed::DEPTH, settings.time())?,
                 ))
             });
             both.collect::<Result<Vec<_>>>()
@@ -87,6 +89,7 @@ struct Queues<'a> {
     pairs: &'a [Pair],
     polling: Vec<Polling<'a>>,
     next: usize,
+    list: u64,
     /// Work requests found complete while waiting for room.
     early: u64,
 }
@@ -95,30 +98,34 @@ impl Queues<'_> {
     fn poll(&mut self) -> Result<u64> {
         self.next = (self.next + 1) % self.pairs.len();
         let qp = &self.pairs[self.next].a_qp;
-        Ok(bed::poll_lists(&self.polling[self.next], |_| Some(qp))? * LIST)
+        Ok(bed::poll_lists(&self.polling[self.next], |_| Some(qp))? * self.list)
     }
 }
 
-fn rate(pairs: &[Pair], settings: &Settings) -> Result<f64> {
+/// Millions of WRITEs of `size` bytes per second in lists of `list` of which the last is signalled, each to the next pair, with
+/// `depth` outstanding in all.
+pub fn rate(pairs: &[Pair], size: u32, list: u64, depth: u64, time: Duration) -> Result<f64> {
     let mut queues = Queues {
         pairs,
         polling: pairs.iter().map(|pair| pair.a.send_cq.polling()).collect(),
         next: 0,
+        list,
         early: 0,
     };
     let mut next = 0;
-    bed::measure_rate(
+    bed::measure_rate_of(
         &mut queues,
-        LIST,
-        settings.time(),
+        list,
+        depth,
+        time,
         |queues| {
             let pair = &pairs[next];
             next = (next + 1) % pairs.len();
-            while u64::from(pair.a_qp.send_queue().room()) < LIST {
+            while u64::from(pair.a_qp.send_queue().room()) < list {
                 queues.early += queues.poll()?;
             }
-            let (wqe, sge) = (pair.wqe(wr_opcode::RDMA_WRITE), pair.a.mr.sge(0, 64));
-            bed::post_list(&pair.a_qp, LIST, || (wqe, sge))
+            let (wqe, sge) = (pair.wqe(wr_opcode::RDMA_WRITE), pair.a.mr.sge(0, size));
+            bed::post_list(&pair.a_qp, list, || (wqe, sge))
         },
         |queues| Ok(queues.poll()? + std::mem::take(&mut queues.early)),
     )
