@@ -42,12 +42,7 @@ impl Bed {
 }
 
 /// Pauses between a completion and the next post, µs.
-const PAUSES: [u64; 4] = [0, 20, 100, 1_000];
-
-/// How long to send for, with each pause.
-fn period(settings: &Settings) -> Duration {
-    settings.time() * 2
-}
+const PAUSES: [u64; 3] = [0, 20, 100];
 
 /// How long 8 bytes take, and what the device uses of a CPU meanwhile, by what is set and the pause between two.
 fn polling(settings: &Settings) -> Result<Vec<Figure>> {
@@ -101,7 +96,7 @@ fn spaced(bed: &Bed, pause: u64, settings: &Settings) -> Result<(Vec<f64>, f64)>
     let polling = pair.a.send_cq.polling();
     let wqe = bed::signaled(pair.wqe(wr_opcode::RDMA_WRITE));
     let pause = Duration::from_micros(pause);
-    let time = period(settings);
+    let time = settings.time();
     let mut times = Vec::new();
     let (begin, before) = (Instant::now(), Usage::of(bed.process.id())?);
     let mut last = begin;
