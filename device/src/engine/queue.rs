@@ -10,6 +10,9 @@ use crate::memory::{prefetch_from, Pages, Span};
 use crate::verbs::keys::{Keys, Memo};
 use crate::verbs::Error;
 
+/// Offset of the id in an entry of a send queue.
+const SEND_ID_OFFSET: usize = 8;
+
 /// A work queue: where it is in its buffer, and how far it was consumed.
 #[derive(Debug, Clone, Copy)]
 pub struct WorkQueue {
@@ -72,6 +75,19 @@ fn read<const N: usize>(words: &[AtomicU64], phase: u8) -> Option<[u8; N]> {
     Some(bytes)
 }
 
+/// Stores the id of an entry of a send queue again, as it was read there, which may be done until the entry is completed
+/// (D-RING-006).
+///
+/// With that its cache line is ours alone. A line that two cores have read is taken back by the one that wrote it at the pace of one
+/// after the other, at least on Zen 4; one that the other core wrote is fetched while others are. So the driver, which writes the
+/// line one lap later, writes lists two to nine times as fast.
+#[inline(always)]
+fn take_over(id: Option<&AtomicU64>, wr_id: u64) {
+    if let Some(id) = id {
+        id.store(wr_id.to_le(), Ordering::Relaxed);
+    }
+}
+
 impl Entries<'_> {
     /// Copies the first `N` bytes of the first entry, a multiple of 8, if it was posted and they are at hand.
     #[inline(always)]
@@ -79,6 +95,12 @@ impl Entries<'_> {
     pub fn read<const N: usize>(&self) -> Option<[u8; N]> {
         let (words, _) = self.words.split_at_checked(N / 8)?;
         read(words, self.phase)
+    }
+
+    /// Makes the cache line of the first entry ours, whose id this is. What it says stays (D-RING-006).
+    #[inline(always)]
+    pub fn take_over(&self, wr_id: u64) {
+        take_over(self.words.get(SEND_ID_OFFSET / 8), wr_id);
     }
 
     /// Goes to the next entry.
@@ -100,7 +122,14 @@ impl WorkQueue {
     /// Index of the current entry.
     #[must_use]
     pub fn index(&self) -> u16 {
-        (self.position & self.entries.wrapping_sub(1)) as u16
+        self.index_after(0)
+    }
+
+    /// Index of the entry that comes `ahead` entries after the current one.
+    #[inline]
+    #[must_use]
+    pub fn index_after(&self, ahead: u32) -> u16 {
+        (self.position.wrapping_add(ahead) & self.entries.wrapping_sub(1)) as u16
     }
 
     /// The first 8 bytes of the current entry, if it was posted.
@@ -143,6 +172,12 @@ impl WorkQueue {
             stride: self.stride as usize / 8,
             phase: self.phase(),
         }
+    }
+
+    /// The same for the current entry of a send queue.
+    #[inline(always)]
+    pub fn take_over(&self, buffer: &Pages, wr_id: u64) {
+        take_over(buffer.word(self.at(SEND_ID_OFFSET)), wr_id);
     }
 
     /// The phase of the current entry once it is posted.
@@ -312,6 +347,9 @@ mod tests {
             while let Some(entry) = entries.read::<16>() {
                 found.push(id(entry));
                 entries.prefetch(piece);
+                entries.take_over(id(entry));
+                queue.take_over(&buffer, id(entry));
+                assert_eq!(entries.read(), Some(entry));
                 entries.advance();
                 queue.advance();
                 piece += 1;

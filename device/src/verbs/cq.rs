@@ -251,7 +251,7 @@ impl Cq {
     }
 
     /// Writes a completion, and that is all.
-    #[inline]
+    #[inline(always)]
     fn write(&self, producer: &mut Producer, cqe: &Cqe, source: &Source) -> Pushed {
         if self.errored.load(Ordering::Relaxed) {
             return Pushed::Dropped;
@@ -375,7 +375,7 @@ pub(crate) struct Batch<'a> {
 
 impl Batch<'_> {
     /// Writes a completion.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn push(&mut self, cqe: &Cqe) -> Pushed {
         let pushed = self.cq.write(&mut self.producer, cqe, &Source::default());
         self.written += u32::from(pushed == Pushed::Quiet);
@@ -434,6 +434,7 @@ impl Producer {
     }
 
     /// Whether there was room; `None` if the memory is gone.
+    #[inline(always)]
     fn write(&mut self, cqe: &Cqe, source: &Source) -> Option<bool> {
         let ring = &self.ring;
         if self.position.wrapping_sub(self.consumer) >= ring.entries {
@@ -446,14 +447,7 @@ impl Producer {
         }
         let at = ring.at(self.position);
         if ring.stride as usize > Cqe::SIZE {
-            let extension = CqeExtension {
-                timestamp: clock(),
-                smac: source.mac,
-                vlan: source.vlan,
-                ..CqeExtension::default()
-            };
-            let after = at + Cqe::SIZE as u64;
-            store(ring, after, &extension.to_bytes())?;
+            extend(ring, at + Cqe::SIZE as u64, source)?;
         }
         let phase = ring.phase(self.position);
         // The phase is in the last word.
@@ -463,8 +457,20 @@ impl Producer {
     }
 }
 
+/// Writes the second half of an entry, which starts at `at`.
+#[inline(never)]
+fn extend(ring: &Ring, at: u64, source: &Source) -> Option<()> {
+    let extension = CqeExtension {
+        timestamp: clock(),
+        smac: source.mac,
+        vlan: source.vlan,
+        ..CqeExtension::default()
+    };
+    store(ring, at, &extension.to_bytes())
+}
+
 /// Stores the half of an entry that starts at `at`, its last word after all else.
-#[inline]
+#[inline(always)]
 fn store(ring: &Ring, at: u64, bytes: &[u8; Cqe::SIZE]) -> Option<()> {
     const WORDS: usize = Cqe::SIZE / 8;
     let words = ring.buffer.words::<{ Cqe::SIZE }>(at)?;

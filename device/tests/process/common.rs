@@ -9,8 +9,8 @@ use vhost_device_rdma_bare::core::buffer::QpCaps;
 use vhost_device_rdma_bare::spec::command::status;
 use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::spec::event::event_type;
-use vhost_device_rdma_bare::spec::ring::{Cqe, Sge};
-use vhost_device_rdma_bare::spec::verbs::{access, qp_state, wc_status};
+use vhost_device_rdma_bare::spec::ring::{Cqe, SendWqe, Sge};
+use vhost_device_rdma_bare::spec::verbs::{access, qp_state, send_flag, wc_status, wr_opcode};
 use vhost_device_rdma_bare::{
     Connection, Context, Cq, DeviceProcess, Error, Mr, Pd, ProcessOptions, Qp, QpOptions, Uses, Vm,
     VmOptions,
@@ -289,6 +289,11 @@ pub fn assert_works(pair: &Pair) {
 
 /// A pair whose first side has written more often than its completion queue has entries.
 pub fn overflown(two: &Two) -> Pair {
+    overflown_by_lists(two, 1)
+}
+
+/// The same, by lists of so many work requests.
+pub fn overflown_by_lists(two: &Two, list: u64) -> Pair {
     let options = SideOptions {
         qp: QpOptions {
             caps: caps(64, 1, 0),
@@ -299,9 +304,21 @@ pub fn overflown(two: &Two) -> Pair {
     };
     let pair = two.pair_with(&options, |_| ());
     let (a, b) = (&pair.a, &pair.b);
-    for i in 0..32 {
-        a.qp.write(i, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
-            .unwrap();
+    for first in (0..32).step_by(list as usize) {
+        let mut batch = a.qp.send_queue().batch();
+        for wr_id in first..first + list {
+            let wqe = SendWqe {
+                opcode: wr_opcode::RDMA_WRITE,
+                flags: send_flag::SIGNALED,
+                wr_id,
+                remote_addr: b.mr.iova,
+                rkey: b.mr.rkey,
+                ..SendWqe::default()
+            };
+            batch.push(&wqe, [a.mr.sge(0, 8)]).unwrap();
+        }
+        batch.commit();
+        a.qp.ring().unwrap();
     }
     pair
 }

@@ -266,6 +266,54 @@ fn a_ring_is_used_many_times_over() {
     }
 }
 
+// D-CPL-001, D-CPL-003, D-RING-006.
+#[test]
+fn completions_of_lists_come_in_order_each_with_its_index() {
+    const DEPTH: u64 = 64;
+    let two = Two::new();
+    let options = SideOptions {
+        qp: vhost_device_rdma_bare::QpOptions {
+            caps: caps(DEPTH as u32, 1, 0),
+            signal_all: false,
+            ..Default::default()
+        },
+        ..SideOptions::default()
+    };
+    let pair = two.pair_with(&options, |_| ());
+    let (a, b) = (&pair.a, &pair.b);
+    // Each list has another length, and some completions together that others do not have.
+    let mut posted = 0u64;
+    for list in 1..=DEPTH {
+        let signaled = |i: u64| i + 1 == list || !(i + list).is_multiple_of(3);
+        let mut batch = a.qp.send_queue().batch();
+        for i in 0..list {
+            a.mr.write(8 * i as usize, &(posted + i).to_le_bytes());
+            let wqe = SendWqe {
+                opcode: wr_opcode::RDMA_WRITE,
+                flags: if signaled(i) { send_flag::SIGNALED } else { 0 },
+                wr_id: posted + i,
+                remote_addr: b.mr.iova + 8 * i,
+                rkey: b.mr.rkey,
+                ..SendWqe::default()
+            };
+            batch.push(&wqe, [a.mr.sge(8 * i, 8)]).unwrap();
+        }
+        batch.commit();
+        a.qp.ring().unwrap();
+        for i in (0..list).filter(|i| signaled(*i)) {
+            let cqe = a.sent();
+            assert_success(&cqe);
+            assert_eq!(cqe.wr_id, posted + i);
+            assert_eq!(u64::from(cqe.wqe_index), (posted + i) % DEPTH);
+        }
+        for i in 0..list {
+            assert_eq!(b.mr.read(8 * i as usize, 8), (posted + i).to_le_bytes());
+        }
+        assert_eq!(a.send_cq.poll(), None);
+        posted += list;
+    }
+}
+
 // D-CPL-001.
 #[test]
 fn unsignaled_sends_complete_nothing_and_are_freed_by_the_next() {

@@ -9,7 +9,7 @@ use vhost_device_rdma_bare::{Cq, Mr, Pd, QpOptions, RECV_FLAG};
 
 use crate::common::{
     assert_event, assert_no_event, assert_reaches, assert_status, assert_success, assert_works,
-    caps, overflown, pattern, Pair, Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
+    caps, overflown_by_lists, pattern, Pair, Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
 };
 
 fn write(remote_addr: u64, rkey: u32) -> SendWqe {
@@ -857,8 +857,14 @@ fn unsignaled_sends_are_told_of_when_they_fail() {
 // D-ERR-003, D-OVF-001, D-OVF-002.
 #[test]
 fn a_completion_queue_that_overflows_is_in_error_with_its_queue_pairs() {
+    for list in [1, 32] {
+        overflow_is_an_error(list);
+    }
+}
+
+fn overflow_is_an_error(list: u64) {
     let two = Two::new();
-    let pair = overflown(&two);
+    let pair = overflown_by_lists(&two, list);
     let a = &pair.a;
     assert_event(&two.a, event_type::CQ_ERR, a.send_cq.number());
     assert_reaches(&a.qp, qp_state::ERR);

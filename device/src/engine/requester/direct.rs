@@ -10,6 +10,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
+use arrayvec::ArrayVec;
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, MIN_SEND_STRIDE, PHASE, SEND_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
@@ -36,6 +37,13 @@ const SHORT: u64 = 1024;
 
 /// Entries of a run that are fetched ahead.
 const AHEAD: usize = 4;
+
+/// Messages after which a run is taken to be long enough for that: who is that close behind the driver would only take away the
+/// entries that it is about to write.
+const SURE: u32 = 8;
+
+/// Completions that are written together, at most: a driver that waits for them takes the cache line away each time.
+const COMPLETIONS: usize = 8;
 
 /// Most messages at a time of who sends but few.
 const SPARSE: u32 = 4;
@@ -146,11 +154,25 @@ impl<'a> Completions<'a> {
         }
         let (batch, ..) = self.open.get_or_insert_with(|| (cq.batch(), cq, tables));
         let pushed = batch.push(cqe);
-        if pushed != Pushed::Quiet {
-            self.finish();
-            settle(tables, cq, pushed);
+        pushed == Pushed::Quiet || self.follow(tables, cq, pushed)
+    }
+
+    /// Does what follows from the last completion, of which more came. Returns false.
+    #[inline(never)]
+    #[must_use]
+    fn follow(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>, pushed: Pushed) -> bool {
+        self.finish();
+        settle(tables, cq, pushed);
+        false
+    }
+
+    /// Those of this queue, if it is locked.
+    #[inline(always)]
+    fn of(&mut self, cq: &Arc<Cq>) -> Option<&mut Batch<'a>> {
+        match &mut self.open {
+            Some((batch, open, _)) if Arc::ptr_eq(open, cq) => Some(batch),
+            _ => None,
         }
-        pushed == Pushed::Quiet
     }
 
     /// Unlocks, and raises the event that is wanted.
@@ -291,6 +313,7 @@ impl<'a> Flow<'a> {
                 break Rest::Something;
             }
             let index = queue.index();
+            queue.take_over(buffer, wqe.wr_id);
             queue.advance();
             messages -= 1;
             bytes -= len;
@@ -308,11 +331,21 @@ impl<'a> Flow<'a> {
             }
             if len > SHORT {
                 completions.finish();
-            } else if !signaled && wqe.opcode == wr_opcode::RDMA_WRITE {
+            } else if wqe.opcode == wr_opcode::RDMA_WRITE {
                 let most = messages.min((bytes / SHORT) as u32);
-                let (count, moved) = repeat(queue, buffer, &own.memo, &target.memo, most);
-                messages -= count;
-                bytes -= moved;
+                let alike = Alike {
+                    from: &own.memo,
+                    to: &target.memo,
+                    qp_num: qp.number,
+                    signal_all: *signal_all,
+                    completions: completions.of(cq),
+                };
+                let repeated = alike.repeat(queue, buffer, most);
+                messages -= repeated.messages;
+                bytes -= repeated.bytes;
+                if repeated.pushed != Pushed::Quiet {
+                    ready &= completions.follow(tables, cq, repeated.pushed);
+                }
             }
         };
         completions.finish();
@@ -413,47 +446,101 @@ impl<'a> Flow<'a> {
     }
 }
 
-/// Carries out the WRITEs at the head of the queue that are like the last one: from and to what was found for that, of a few words,
-/// and not to be completed. Returns how many, at most `most`, and of how many bytes.
-#[inline(never)]
-fn repeat(
-    queue: &mut WorkQueue,
-    buffer: &Pages,
-    from: &Memo<'_>,
-    to: &Memo<'_>,
-    most: u32,
-) -> (u32, u64) {
-    let mut entries = queue.entries(buffer);
-    let (mut count, mut bytes) = (0, 0);
-    while count < most {
-        entries.prefetch(AHEAD);
-        let Some(len) = repeat_one(&entries, from, to) else {
-            break;
-        };
-        entries.advance();
-        count += 1;
-        bytes += len;
-    }
-    queue.position = queue.position.wrapping_add(count);
-    (count, bytes)
+/// WRITEs that are like the last one: from and to what was found for that, and of a few words.
+struct Alike<'a, 'b> {
+    from: &'b Memo<'a>,
+    to: &'b Memo<'a>,
+    qp_num: u32,
+    signal_all: bool,
+    /// Where they complete. None: those that are to be completed are not alike.
+    completions: Option<&'b mut Batch<'a>>,
 }
 
-/// The same, for one. Returns its length, bytes.
-#[inline(always)]
-fn repeat_one(entries: &Entries<'_>, from: &Memo<'_>, to: &Memo<'_>) -> Option<u64> {
-    let entry = Entry::new(&entries.read()?);
-    let (wqe, sge) = (&entry.wqe, entry.sge());
-    let alike = wqe.opcode == wr_opcode::RDMA_WRITE
-        && wqe.flags & !(PHASE | send_flag::FENCE | send_flag::SOLICITED) == 0
-        && wqe.count == 1
-        && sge.length != 0;
-    if !alike {
-        return None;
+/// What was carried out of them.
+struct Repeated {
+    messages: u32,
+    bytes: u64,
+    /// What came of the completions.
+    pushed: Pushed,
+}
+
+impl Alike<'_, '_> {
+    /// Carries out those at the head of the queue, at most `most`.
+    #[inline(never)]
+    fn repeat(mut self, queue: &mut WorkQueue, buffer: &Pages, most: u32) -> Repeated {
+        let mut entries = queue.entries(buffer);
+        let (mut messages, mut bytes) = (0, 0);
+        let mut done = ArrayVec::new();
+        let mut pushed = Pushed::Quiet;
+        while messages < most && pushed == Pushed::Quiet {
+            if messages >= SURE {
+                entries.prefetch(AHEAD);
+            }
+            let Some((wr_id, len, signaled)) = self.one(&entries) else {
+                break;
+            };
+            entries.take_over(wr_id);
+            if signaled {
+                done.push((wr_id, queue.index_after(messages)));
+                if done.is_full() {
+                    pushed = self.complete(&mut done);
+                }
+            }
+            entries.advance();
+            messages += 1;
+            bytes += len;
+        }
+        if !done.is_empty() {
+            pushed = self.complete(&mut done);
+        }
+        queue.position = queue.position.wrapping_add(messages);
+        Repeated {
+            messages,
+            bytes,
+            pushed,
+        }
     }
-    let len = u64::from(sge.length);
-    let from = from.recall(sge.lkey, 0, sge.addr, len)?;
-    let to = to.recall(wqe.rkey, access::REMOTE_WRITE, wqe.remote_addr, len)?;
-    copy_few(to, from.into()).then_some(len)
+
+    /// Carries out one. Returns its id, its length in bytes, and whether it is to be completed.
+    #[inline(always)]
+    fn one(&self, entries: &Entries<'_>) -> Option<(u64, u64, bool)> {
+        const FLAGS: u8 = PHASE | send_flag::FENCE | send_flag::SOLICITED | send_flag::SIGNALED;
+        let entry = Entry::new(&entries.read()?);
+        let (wqe, sge) = (&entry.wqe, entry.sge());
+        let signaled = self.signal_all || wqe.flags & send_flag::SIGNALED != 0;
+        let alike = wqe.opcode == wr_opcode::RDMA_WRITE
+            && wqe.flags & !FLAGS == 0
+            && wqe.count == 1
+            && sge.length != 0
+            && (!signaled || self.completions.is_some());
+        if !alike {
+            return None;
+        }
+        let len = u64::from(sge.length);
+        let from = self.from.recall(sge.lkey, 0, sge.addr, len)?;
+        let access = access::REMOTE_WRITE;
+        let to = self.to.recall(wqe.rkey, access, wqe.remote_addr, len)?;
+        copy_few(to, from.into()).then_some((wqe.wr_id, len, signaled))
+    }
+
+    /// Writes the completions of these ids and indices, until more comes of one than that.
+    #[inline(always)]
+    fn complete(&mut self, done: &mut ArrayVec<(u64, u16), COMPLETIONS>) -> Pushed {
+        for (wr_id, wqe_index) in done.drain(..) {
+            let cqe = Cqe {
+                wr_id,
+                qp_num: self.qp_num,
+                wqe_index,
+                opcode: wc_opcode::RDMA_WRITE,
+                ..Cqe::default()
+            };
+            let pushed = self.completions.as_mut().map(|batch| batch.push(&cqe));
+            if let Some(pushed) = pushed.filter(|pushed| *pushed != Pushed::Quiet) {
+                return pushed;
+            }
+        }
+        Pushed::Quiet
+    }
 }
 
 #[inline(always)]
