@@ -40,6 +40,11 @@ const STOPPED_RETRY: u64 = 5_000_000;
 /// How long to wait between attempts where no time-out is set, nanoseconds.
 const ENDLESS_RETRY: u64 = 100_000_000;
 
+/// How long to let receives gather where a sender that waits for them finds few each time, nanoseconds: at least, and at most
+/// (specification: "RNR").
+const LEAST_GATHER: u32 = 4_000;
+const MOST_GATHER: u32 = 128_000;
+
 /// A Q_Key with this bit stands for the sender's own.
 const CONTROLLED_QKEY: u32 = 1 << 31;
 
@@ -95,6 +100,12 @@ pub struct Requester {
     retry_cnt: u8,
     rnr_retry: u8,
     max_rd_atomic: u8,
+    /// This turn is the first after it waited.
+    resumed: bool,
+    /// What it waited for came; it waits for more, now.
+    gathering: bool,
+    /// How long it does that, nanoseconds.
+    gather: u32,
     active: Option<Active>,
     /// What the active one asks for beyond moving data.
     operation: Operation,
@@ -146,6 +157,9 @@ impl Requester {
             retry_cnt: 0,
             rnr_retry: 0,
             max_rd_atomic: 0,
+            resumed: false,
+            gathering: false,
+            gather: 0,
             dest_qp: 0,
             dest_gid: Gid::default(),
             qkey: 0,
@@ -163,6 +177,8 @@ impl Requester {
         self.qkey = attr.qkey;
         self.route = Route::default();
         self.parked = None;
+        self.gathering = false;
+        self.gather = 0;
         self.reset_retries();
     }
 
@@ -223,11 +239,21 @@ impl Requester {
         slice: u64,
         linger: &mut Linger<'_>,
     ) -> Turn {
+        self.resumed = false;
         if let Some(until) = self.parked {
-            if !qp.wake.swap(false, Ordering::SeqCst) && now < until {
-                return Turn::Park(until);
+            if now < until {
+                if !qp.wake.swap(false, Ordering::SeqCst) {
+                    return Turn::Park(until);
+                }
+                if self.gather != 0 && !self.gathering {
+                    self.gathering = true;
+                    return self.park(now, u64::from(self.gather).min(until - now));
+                }
             }
+            qp.wake.store(false, Ordering::SeqCst);
             self.parked = None;
+            self.gathering = false;
+            self.resumed = true;
         }
         if self.queue.entries == 0 {
             return Turn::Idle;
@@ -355,6 +381,8 @@ impl Requester {
             }
             Answer::NotReady(timer) => {
                 qp.rnic.count_rnr(qp.worker.index);
+                // This one was not sent.
+                self.starve(BURST.saturating_sub(budget.messages + 1));
                 if self.rnr_retry != 7 {
                     if self.rnr_retries >= self.rnr_retry {
                         self.fail(
@@ -473,6 +501,17 @@ impl Requester {
                 active.done,
             ))
         }
+    }
+
+    /// There is no receive, after so many messages of this turn. Each that is posted while the sender waits makes the guest ring and a
+    /// worker wake up, which costs much more than a message: where they come one by one, several are left to gather.
+    fn starve(&mut self, sent: u32) {
+        self.gather = match sent {
+            0..=15 if self.resumed => (2 * self.gather).clamp(LEAST_GATHER, MOST_GATHER),
+            16..=31 if self.resumed => self.gather,
+            _ if self.gather > LEAST_GATHER => self.gather / 2,
+            _ => 0,
+        };
     }
 
     fn park(&mut self, now: u64, wait: u64) -> Turn {

@@ -266,6 +266,39 @@ fn a_ring_is_used_many_times_over() {
     }
 }
 
+// D-RNR-002.
+#[test]
+fn receives_that_are_posted_one_by_one_get_all_that_waits_for_them() {
+    const SENDS: u64 = 200;
+    let two = Two::new();
+    let options = SideOptions {
+        qp: vhost_device_rdma_bare::QpOptions {
+            caps: caps(SENDS as u32, 1, 0),
+            ..Default::default()
+        },
+        cqe: 256,
+        ..SideOptions::default()
+    };
+    let pair = two.pair_with(&options, |_| ());
+    let (a, b) = (&pair.a, &pair.b);
+    for i in 0..SENDS {
+        a.mr.write(8 * i as usize, &i.to_le_bytes());
+        a.qp.send(i, &[a.mr.sge(8 * i, 8)]).unwrap();
+    }
+    for i in 0..SENDS {
+        b.qp.post_recv(i, &[b.mr.sge(0, 8)]).unwrap();
+        let cqe = b.received();
+        assert_success(&cqe);
+        assert_eq!(cqe.wr_id, i);
+        assert_eq!(b.mr.read(0, 8), i.to_le_bytes());
+    }
+    for i in 0..SENDS {
+        let cqe = a.sent();
+        assert_success(&cqe);
+        assert_eq!(cqe.wr_id, i);
+    }
+}
+
 // D-CPL-001, D-CPL-003, D-RING-006.
 #[test]
 fn completions_of_lists_come_in_order_each_with_its_index() {
