@@ -80,7 +80,7 @@ fn read<const N: usize>(words: &[AtomicU64], phase: u8) -> Option<[u8; N]> {
 ///
 /// With that its cache line is ours alone. A line that two cores have read is taken back by the one that wrote it at the pace of one
 /// after the other, at least on Zen 4; one that the other core wrote is fetched while others are. So the driver, which writes the
-/// line one lap later, writes lists two to nine times as fast.
+/// line one lap later, writes lists two to six times as fast.
 #[inline(always)]
 fn take_over(id: Option<&AtomicU64>, wr_id: u64) {
     if let Some(id) = id {

@@ -21,7 +21,8 @@ const LISTED: usize = 16;
 
 /// The order in which the lines of a page are copied: the step from one to the next, odd, and how many lines ahead the processor
 /// fetches. Where a core takes lines that follow each other for a stream and fetches on beyond the end of the page, that is in vain
-/// where the next page lies elsewhere; so these are copied all over the page. Later cores (with AVX-512: Zen 4) do it best in order.
+/// where the next page lies elsewhere; so these are copied all over the page. Zen 4 does it best in order. AVX-512
+/// stands for that: which of the two is better was measured on Zen 4, and on one other machine whose processor is not known.
 const ALL_OVER: (usize, usize) = (27, 12);
 const IN_ORDER: (usize, usize) = (1, 32);
 
