@@ -19,14 +19,39 @@ use virtio_rdma_spec::ring::Cqe;
 use crate::verbs::cq::{Cq, Pushed, Source};
 use crate::verbs::tables::Tables;
 
-/// Payload moved for one queue pair before the next gets its turn, bytes.
-pub const SLICE: u64 = 64 * 1024;
-/// The same where no other queue pair waits for its turn: it is looked for others, and for the time, only so often.
-pub const LONE_SLICE: u64 = 1 << 20;
+/// What a queue pair may do in a turn, before the next gets its own.
+#[derive(Debug, Clone, Copy)]
+pub struct Budget {
+    /// Messages.
+    pub messages: u32,
+    /// Payload, bytes.
+    pub bytes: u64,
+}
+
+impl Budget {
+    /// What was done since it was `whole`.
+    #[inline(always)]
+    #[must_use]
+    pub fn spent(self, whole: Self) -> Self {
+        Self {
+            messages: whole.messages - self.messages,
+            bytes: whole.bytes - self.bytes,
+        }
+    }
+}
+
+/// That of a queue pair while others may wait.
+pub const SHARE: Budget = Budget {
+    messages: 32,
+    bytes: 64 * 1024,
+};
+/// That of a queue pair while no other waits: it is looked for others, and for the time, only so often.
+pub const LONE_SHARE: Budget = Budget {
+    messages: 128,
+    bytes: 1 << 20,
+};
 /// Messages of this length and more are copied past the caches: they would evict all that is in them, and gain nothing.
 pub const LARGE: u64 = 8 << 20;
-/// Messages moved for one queue pair before the next gets its turn.
-pub const BURST: u32 = 32;
 
 /// Writes a completion to a queue of the VM of `tables`, with all that follows from it.
 pub(crate) fn complete(tables: &Tables, cq: &Arc<Cq>, cqe: &Cqe, solicited: bool) {

@@ -18,14 +18,14 @@ use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, send_flag, vendor_err, wc_status, wr_opcode, MASK_24,
 };
 
-use self::direct::{Budget, Rest};
+use self::direct::Rest;
 use self::register::Registration;
 use super::cursor::{check, Cursor, From};
 use super::message::{Answer, Datagram, Message};
 use super::operation::{completion_opcode, Kind, Operation};
 use super::queue::WorkQueue;
 use super::responder::{Payload, Slice};
-use super::{complete, raise, BURST, SLICE};
+use super::{complete, raise, Budget, SHARE};
 use crate::fabric::local::{Fanout, Peer, Route};
 use crate::memory::Pages;
 use crate::rnic::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
@@ -229,14 +229,14 @@ impl Requester {
         self.rnr_retries = 0;
     }
 
-    /// One turn of at most `slice` bytes at time `now`, nanoseconds. With nothing more to do it may `linger`.
+    /// One turn of at most `share` at time `now`, nanoseconds. With nothing more to do it may `linger`.
     pub(crate) fn turn(
         &mut self,
         visit: &Visit<'_>,
         tables: &Tables,
         qp: &Arc<Qp>,
         now: u64,
-        slice: u64,
+        share: Budget,
         linger: &mut Linger<'_>,
     ) -> Turn {
         self.resumed = false;
@@ -275,10 +275,7 @@ impl Requester {
         let mut route = std::mem::take(&mut self.route);
         route.refresh(&qp.rnic, self.dest_gid);
         let peer = route.peer(visit);
-        let mut budget = Budget {
-            messages: BURST,
-            bytes: slice,
-        };
+        let mut budget = share;
         let turn = loop {
             // This is all that most turns are.
             if self.active.is_none()
@@ -289,25 +286,30 @@ impl Requester {
             if budget.messages == 0 || budget.bytes == 0 {
                 break Turn::Again;
             }
+            let sent = budget.spent(share).messages;
             budget.messages -= 1;
-            if let Err(turn) = self.general(tables, qp, now, &mut budget, &peer) {
+            if let Err(turn) = self.general(tables, qp, now, sent, &mut budget, &peer) {
                 break turn;
             }
         };
         self.route = route;
-        if turn == Turn::Again && slice - budget.bytes > SLICE {
+        let done = budget.spent(share);
+        let long = done.messages > SHARE.messages || done.bytes > SHARE.bytes;
+        if turn == Turn::Again && long {
             return Turn::Long;
         }
         turn
     }
 
-    /// The general way, for one work request or a slice of it. Fails with what the turn led to if that ends it.
+    /// The general way, for one work request or a slice of it, after `sent` of this turn. Fails with what the turn led to if that ends
+    /// it.
     #[inline(never)]
     fn general(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
         now: u64,
+        sent: u32,
         budget: &mut Budget,
         peer: &Peer<'_>,
     ) -> Result<(), Turn> {
@@ -381,8 +383,7 @@ impl Requester {
             }
             Answer::NotReady(timer) => {
                 qp.rnic.count_rnr(qp.worker.index);
-                // This one was not sent.
-                self.starve(BURST.saturating_sub(budget.messages + 1));
+                self.starve(sent);
                 if self.rnr_retry != 7 {
                     if self.rnr_retries >= self.rnr_retry {
                         self.fail(
@@ -437,8 +438,8 @@ impl Requester {
     /// A turn of a queue pair that sends datagrams: each goes its own way, whole, and is done with. One to a group counts as
     /// often as there are queue pairs in it.
     fn datagrams(&mut self, visit: &Visit<'_>, tables: &Tables, qp: &Arc<Qp>) -> Turn {
-        let mut budget = SLICE;
-        for _ in 0..BURST {
+        let mut budget = SHARE.bytes;
+        for _ in 0..SHARE.messages {
             let active = match self.next_active(tables, qp) {
                 Ok(active) => active,
                 Err(turn) => return turn,

@@ -37,7 +37,7 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::engine::requester::Turn;
-use crate::engine::{notify, LONE_SLICE, SLICE};
+use crate::engine::{notify, Budget, LONE_SHARE, SHARE};
 use crate::memory::{prefetch_write, Pages};
 use crate::rnic::{announce, Rnic};
 use crate::verbs::cq::Cq;
@@ -52,10 +52,13 @@ const TURNS: usize = 32;
 const WATCHED: usize = 64;
 /// How often a look that finds nothing looks at the doorbells again, before it looks at the clock and at all else.
 const LOOKS: u32 = 100;
-/// How often a lone queue pair may go on after a wait before the clock and all else is looked at, with up to [`LINGER_BYTES`] each
-/// time, or less often with more.
+/// How often a lone queue pair may go on after a wait before the clock and all else is looked at, with up to [`LINGER`] each time, or
+/// less often with more.
 const LINGERS: u32 = 256;
-const LINGER_BYTES: u64 = 4096;
+const LINGER: Budget = Budget {
+    messages: 32,
+    bytes: 4096,
+};
 /// Work requests flushed in one turn.
 const FLUSH: u32 = 64;
 /// Epoll data of the notifications from guests.
@@ -659,12 +662,12 @@ impl Loop {
             };
             // Before the turn: what is scheduled during it needs another.
             qp.scheduled.store(false, Ordering::SeqCst);
-            let slice = match self.queue.front() {
+            let share = match self.queue.front() {
                 Some(next) => {
                     next.prefetch();
-                    SLICE
+                    SHARE
                 }
-                None => LONE_SLICE,
+                None => LONE_SHARE,
             };
             visit.pause();
             let mut turns = Turns {
@@ -677,7 +680,7 @@ impl Loop {
             match qp.rnic.visit(&visit) {
                 Some(tables) => {
                     let mut no = turns.no_linger();
-                    if turns.give(tables, &qp, slice, &mut no) {
+                    if turns.give(tables, &qp, share, &mut no) {
                         break;
                     }
                 }
@@ -914,7 +917,7 @@ impl<'a> Scan<'a> {
         };
         then.qp.ahead.prefetch();
         let mut no = self.turns.no_linger();
-        self.turns.give(tables, qp, SLICE, &mut no);
+        self.turns.give(tables, qp, SHARE, &mut no);
     }
 }
 
@@ -959,10 +962,12 @@ impl Linger<'_> {
         })
     }
 
-    /// What came made `bytes` bytes to be moved.
+    /// Accounts for what came and was carried out.
     #[inline(always)]
-    pub(crate) fn spend(&mut self, bytes: u64) {
-        let times = 1 + u32::try_from(bytes / LINGER_BYTES).unwrap_or(u32::MAX - 1);
+    pub(crate) fn spend(&mut self, done: Budget) {
+        let messages = done.messages / LINGER.messages;
+        let times = 1 + u64::from(messages) + done.bytes / LINGER.bytes;
+        let times = u32::try_from(times).unwrap_or(u32::MAX);
         self.left = self.left.saturating_sub(times);
     }
 
@@ -1083,20 +1088,26 @@ impl<'a> Turns<'a> {
         let Served { tables, qp } = last;
         if !self.queue.is_empty() {
             let mut no = self.no_linger();
-            self.give(tables, qp, SLICE, &mut no);
+            self.give(tables, qp, SHARE, &mut no);
             return;
         }
-        self.give(tables, qp, LONE_SLICE, linger);
+        self.give(tables, qp, LONE_SHARE, linger);
         // Not at once: two that answer each other would keep all others waiting.
         if let Some(qp) = linger.next.take() {
             self.again(&qp);
         }
     }
 
-    /// Gives a queue pair of the VM of `tables` a turn of at most `slice` bytes. Returns whether others should be looked for now.
-    fn give(&mut self, tables: &Tables, qp: &Arc<Qp>, slice: u64, linger: &mut Linger<'_>) -> bool {
+    /// Gives a queue pair of the VM of `tables` a turn of at most `share`. Returns whether others should be looked for now.
+    fn give(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        share: Budget,
+        linger: &mut Linger<'_>,
+    ) -> bool {
         count(&self.worker.stats.turns);
-        match run(self.visit, tables, qp, self.time, slice, linger) {
+        match run(self.visit, tables, qp, self.time, share, linger) {
             Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
                 let until = *lock(&qp.timer);
                 self.timers.remove(&(until, Arc::as_ptr(qp) as usize));
@@ -1131,7 +1142,7 @@ fn run(
     tables: &Tables,
     qp: &Arc<Qp>,
     now: u64,
-    slice: u64,
+    share: Budget,
     linger: &mut Linger<'_>,
 ) -> Turn {
     // The start of a stopped VM schedules all its queue pairs.
@@ -1146,7 +1157,7 @@ fn run(
             if qp.awaited.load(Ordering::SeqCst) {
                 qp.responder().receives_posted(qp);
             }
-            qp.requester().turn(visit, tables, qp, now, slice, linger)
+            qp.requester().turn(visit, tables, qp, now, share, linger)
         }
         qp_state::SQE => {
             if qp.requester().flush(tables, qp, FLUSH) {

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, Result};
+use arrayvec::ArrayVec;
 
 use super::bed::{measure_rate, DEPTH};
 use super::{pin, settle, Cores};
@@ -17,6 +18,8 @@ use super::{pin, settle, Cores};
 const ENTRIES: usize = DEPTH as usize;
 /// Most entries that may be read before their completions are written.
 pub const MAX_BATCH: usize = 32;
+/// Places that payload is copied from and to, in turn.
+pub const PLACES: u64 = 8;
 /// The phase, in the first word of an entry and the last of a completion.
 const PHASE: u64 = 1;
 /// In the first word of an entry: write a completion.
@@ -75,8 +78,7 @@ impl Shared {
             while self.doorbell.0.load(Ordering::Relaxed) == 0 {}
             self.doorbell.0.swap(0, Ordering::SeqCst);
             loop {
-                let mut done = [[0; 3]; MAX_BATCH];
-                let mut signaled = 0;
+                let mut done = ArrayVec::<_, MAX_BATCH>::new();
                 let start = position;
                 let mut stop = false;
                 while position - start < batch {
@@ -93,13 +95,12 @@ impl Shared {
                         to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
                     }
                     if flags & SIGNALED != 0 {
-                        done[signaled] = [id, length, key];
-                        signaled += 1;
+                        done.push([id, length, key]);
                     }
                     stop |= flags & STOP != 0;
                     position += 1;
                 }
-                for words in &done[..signaled] {
+                for words in &done {
                     let completion = &self.completions[completed % ENTRIES].0;
                     for (word, value) in completion.iter().zip(words) {
                         word.store(*value, Ordering::Relaxed);
@@ -129,7 +130,7 @@ impl Driver<'_> {
     #[inline(always)]
     fn write(&mut self, length: u64, flags: u64) {
         let entry = &self.shared.entries[self.position % ENTRIES].0;
-        let place = (self.position % 8) as u64;
+        let place = self.position as u64 % PLACES;
         let words = [self.position as u64, place, 7, 0, 0, place, length];
         for (word, value) in entry[1..].iter().zip(words) {
             word.store(value, Ordering::Relaxed);

@@ -12,7 +12,7 @@ const SECTION: &str = "message rate";
 /// Size of a message.
 const SIZE: u32 = 64;
 
-/// Millions per second in lists of so many.
+/// Millions per second in lists of so many, from and to as many places in turn as in the model.
 pub fn rate(
     pair: &Pair,
     opcode: u8,
@@ -21,12 +21,19 @@ pub fn rate(
     time: std::time::Duration,
 ) -> Result<f64> {
     let mut polling = pair.a.send_cq.polling();
-    let (wqe, sge) = (pair.wqe(opcode), pair.a.mr.sge(0, size));
+    let (first, mut place) = (pair.wqe(opcode), 0);
+    let mut next = || {
+        place = (place + 1) % model::PLACES;
+        let offset = place * u64::from(size);
+        let mut wqe = first;
+        wqe.remote_addr += offset;
+        (wqe, pair.a.mr.sge(offset, size))
+    };
     bed::measure_rate(
         &mut polling,
         list,
         time,
-        |_| bed::post_list(&pair.a_qp, list, || (wqe, sge)),
+        |_| bed::post_list(&pair.a_qp, list, &mut next),
         |polling| Ok(bed::poll_lists(polling, |_| Some(&pair.a_qp))? * list),
     )
 }

@@ -20,7 +20,7 @@ use virtio_rdma_spec::verbs::{
 use super::Requester;
 use crate::engine::operation::completion_opcode;
 use crate::engine::queue::{Entries, WorkQueue};
-use crate::engine::settle;
+use crate::engine::{settle, Budget};
 use crate::fabric::local::{Peer, Route, Target};
 use crate::memory::{copy_few, copy_last, copy_stretch, Pages, Source, Span, Way};
 use crate::verbs::cq::{Batch, Cq, Pushed};
@@ -51,15 +51,6 @@ const SPARSE: u32 = 4;
 /// Flags of a plain work request.
 const FLAGS: u8 =
     PHASE | send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
-
-/// What a turn may still do.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Budget {
-    /// Work requests.
-    pub messages: u32,
-    /// Bytes.
-    pub bytes: u64,
-}
 
 /// What the direct way leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -369,7 +360,7 @@ impl<'a> Flow<'a> {
     /// disturbed meanwhile.
     #[inline(always)]
     fn is_sparse(&self) -> bool {
-        self.whole.messages - self.budget.messages <= SPARSE
+        self.budget.spent(self.whole).messages <= SPARSE
     }
 
     /// The same again, after a wait.
@@ -378,7 +369,7 @@ impl<'a> Flow<'a> {
         // Nobody else waits.
         self.budget = self.whole;
         let rest = self.run();
-        linger.spend(self.whole.bytes - self.budget.bytes);
+        linger.spend(self.budget.spent(self.whole));
         rest
     }
 

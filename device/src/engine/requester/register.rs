@@ -7,8 +7,8 @@ use std::sync::atomic::AtomicU32;
 use virtio_rdma_spec::ring::FastReg;
 use virtio_rdma_spec::verbs::{access, vendor_err, wc_status};
 
-use super::direct::Budget;
 use super::Requester;
+use crate::engine::Budget;
 use crate::memory::{self, Form, GuestMemory, ListReader};
 use crate::verbs::footprint::Share;
 use crate::verbs::keys::KeyError;
