@@ -22,7 +22,7 @@ const SIZE: u32 = 64;
 /// Work requests of a list.
 const LIST: u32 = 32;
 /// Entries of the queues of a queue pair.
-const ENTRIES: u32 = 64;
+const ENTRIES: u32 = 128;
 /// Queue pairs where there are many.
 const MANY: u32 = 1000;
 /// Rounds that a step may take.
@@ -156,10 +156,11 @@ const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Worklo
 }
 
 /// All of them.
-pub const WORKLOADS: [Workload; 14] = [
+pub const WORKLOADS: [Workload; 15] = [
     workload("a look that finds nothing", Verb::Look, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
     workload("WRITE, lists of 32", Verb::Write, LIST, 1),
+    workload("WRITE, lists of 128", Verb::Write, ENTRIES, 1),
     workload("WRITE, 1,000 queue pairs", Verb::Write, 1, MANY),
     workload("SEND, one by one", Verb::Send, 1, 1),
     workload("SEND, lists of 32", Verb::Send, LIST, 1),
