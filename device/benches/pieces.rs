@@ -9,7 +9,7 @@ use std::sync::Weak;
 use common::{Bed, Flow, WORKLOADS};
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use vhost_device_rdma::engine::queue::WorkQueue;
-use vhost_device_rdma::engine::SLICE;
+use vhost_device_rdma::engine::SHARE;
 use vhost_device_rdma::memory::{
     copy, copy_last, copy_stretch, Form, GuestMemory, ListReader, Pages, RegionInfo, Source, Span,
     Stretch, Way,
@@ -113,7 +113,7 @@ fn page_lists_by_turns(c: &mut Criterion) {
     let memory = memory(2 * pages + 4096);
     let addresses = scattered(pages, pages);
     let list = write_list(&memory, pages * PAGE, &addresses);
-    let most = (SLICE / Form::Pages.entry_size()) as usize;
+    let most = (SHARE.bytes / Form::Pages.entry_size()) as usize;
     let reader = || ListReader::new(&memory, black_box(&list), Form::Pages).expect("a list");
     let mut group = c.benchmark_group("page list by turns");
     group.sample_size(20);
