@@ -596,6 +596,12 @@ impl Rnic {
         }
     }
 
+    /// Messages that a worker has sent, modulo 2^64.
+    pub(crate) fn sent(&self, worker: u16) -> u64 {
+        self.counters(worker)
+            .map_or(0, |counters| counters.tx_messages.load(Ordering::Relaxed))
+    }
+
     pub(crate) fn count_received(&self, worker: u16, messages: u64, bytes: u64) {
         if let Some(counters) = self.counters(worker) {
             add(&counters.rx_messages, messages);

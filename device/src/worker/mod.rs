@@ -4,7 +4,7 @@
 //! A worker loops: take what others scheduled, scan the doorbell memory of every VM, look at the timers, and give each queue pair
 //! with work a bounded turn: at once where its bit is found if nobody else waits for a turn, else in the order of a queue. Without
 //! work it goes on looking for a while, then sleeps until a doorbell queue is notified, another thread schedules something, or a
-//! timer ends.
+//! timer ends. Where guests wait for its CPU and would notify it all the time, it takes a nap instead (`patience`).
 //!
 //! Who sends one message at a time is answered soonest: while nobody else has work, the queue pair that had the last turn keeps it
 //! for a moment, and the worker watches its send queue, and that of its peer, beside the doorbells (`Linger`).
@@ -43,7 +43,7 @@ use crate::rnic::{announce, Rnic};
 use crate::verbs::cq::Cq;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::{Context, Rung, Tables};
-use patience::Patience;
+use patience::{Patience, Rest};
 use vhost_device_rdma_sync::{lock, Visit, Visitor};
 
 /// Queue pairs of the queue that get a turn before the doorbells are scanned again, and those that get one at once while they are.
@@ -85,6 +85,7 @@ struct Inbox {
 struct Stats {
     turns: AtomicU64,
     sleeps: AtomicU64,
+    naps: AtomicU64,
     kicks: AtomicU64,
     doorbells: AtomicU64,
 }
@@ -297,6 +298,7 @@ impl Worker {
             "asleep": self.asleep.load(Ordering::Relaxed),
             "turns": self.stats.turns.load(Ordering::Relaxed),
             "sleeps": self.stats.sleeps.load(Ordering::Relaxed),
+            "naps": self.stats.naps.load(Ordering::Relaxed),
             "kicks": self.stats.kicks.load(Ordering::Relaxed),
             "doorbells": self.stats.doorbells.load(Ordering::Relaxed),
         })
@@ -417,7 +419,10 @@ impl Loop {
             if idle < self.patience.budget(now) {
                 looked = Some(now);
             } else {
-                self.sleep(now);
+                match self.patience.rest(now) {
+                    Rest::Sleep => self.sleep(now),
+                    Rest::Nap(nap) => self.nap(now, nap),
+                }
                 idle_since = None;
             }
         }
@@ -701,6 +706,25 @@ impl Loop {
         }
     }
 
+    /// Waits for a notification, another thread, the time `until`, or the first timer.
+    fn wait(&mut self, now: u64, until: Option<u64>) {
+        let timeout = match self.next_timer().into_iter().chain(until).min() {
+            Some(at) => self.set_timer(at.saturating_sub(now)),
+            None => -1,
+        };
+        let mut events = [EpollEvent::default(); 16];
+        match self.worker.epoll.wait(timeout, &mut events) {
+            Ok(n) => {
+                if events.iter().take(n).any(|event| event.data() == KICK) {
+                    count(&self.worker.stats.kicks);
+                }
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
+        }
+        self.time = self.now();
+    }
+
     /// Sleeps, unless there is something to do after all.
     fn sleep(&mut self, now: u64) {
         count(&self.worker.stats.sleeps);
@@ -708,25 +732,32 @@ impl Loop {
         self.worker.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if told && !self.anything() {
-            let timeout = match self.next_timer() {
-                Some(at) => self.set_timer(at.saturating_sub(now)),
-                None => -1,
-            };
-            let mut events = [EpollEvent::default(); 16];
-            match self.worker.epoll.wait(timeout, &mut events) {
-                Ok(n) => {
-                    if events.iter().take(n).any(|event| event.data() == KICK) {
-                        count(&self.worker.stats.kicks);
-                    }
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
-            }
-            self.time = self.now();
+            self.wait(now, None);
             self.patience.slept(now, self.time);
         }
         self.worker.asleep.store(false, Ordering::SeqCst);
         self.announce(worker_status::POLLING);
+    }
+
+    /// Does nothing for `nap` nanoseconds, or until a timer or another thread needs us, and then carries out what there is. Guests take
+    /// it for polling, and do not notify.
+    fn nap(&mut self, now: u64, nap: u64) {
+        count(&self.worker.stats.naps);
+        self.worker.asleep.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if !self.worker.is_wanted(self.generation) {
+            self.wait(now, Some(now.saturating_add(nap)));
+        }
+        self.worker.asleep.store(false, Ordering::SeqCst);
+        let before = self.messages();
+        self.round();
+        self.patience.napped(self.messages().wrapping_sub(before));
+    }
+
+    /// Messages that we have sent, modulo 2^64.
+    fn messages(&self) -> u64 {
+        let sent = |rnic: &Arc<Rnic>| rnic.sent(self.worker.index);
+        self.rnics.iter().map(sent).fold(0, u64::wrapping_add)
     }
 
     /// Whether there is anything to do: the look after SLEEPING was announced.

@@ -5,6 +5,11 @@
 //! there are fewer CPUs than threads that want one it is worse: whoever would bring the work may be waiting for this very CPU. A
 //! worker cannot see that; it sees that looking fails, and that work comes as soon as it sleeps.
 //!
+//! There, who posts one work request after the other would notify a worker that sleeps of nearly each, at a much higher price than
+//! that of a message. So instead of a sleep, which a notification ends, the worker may take a nap: nobody notifies it, and what is
+//! posted meanwhile is carried out together when it ends. Who waits for each answer would wait for the end of the nap, so the worker
+//! tries from time to time, and goes on only while it finds several messages each time.
+//!
 //! There is no clock and no I/O here. All times are nanoseconds.
 use std::time::Duration;
 
@@ -28,6 +33,25 @@ const SOON: u64 = 8;
 /// The least time to look, unless the longest is less: a peer that has its CPU and answers at once needs no more.
 const LEAST: u64 = 3_000;
 
+/// How long a nap is.
+const NAP: u64 = 50_000;
+
+/// So many messages after a nap were worth it.
+const STREAM: u64 = 4;
+
+/// A nap is tried after so many short sleeps at first, then after twice as many each time that it was not worth it, up to the most.
+const FIRST_TRY: u32 = 16;
+const LAST_TRY: u32 = 1024;
+
+/// What a worker does that has looked for work for as long as it should.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rest {
+    /// Sleeps until it is notified.
+    Sleep,
+    /// Does nothing for so long, and needs no notification.
+    Nap(u64),
+}
+
 /// What a worker has learnt of waiting.
 #[derive(Debug)]
 pub struct Patience {
@@ -39,6 +63,11 @@ pub struct Patience {
     failures: u32,
     /// Others need our CPU, until this time.
     contended_until: u64,
+    /// Short sleeps since the last nap, and how many of them are enough for another.
+    sleeps: u32,
+    enough: u32,
+    /// The last nap was worth it.
+    streams: bool,
 }
 
 impl Patience {
@@ -50,16 +79,39 @@ impl Patience {
             budget: most,
             failures: 0,
             contended_until: 0,
+            sleeps: 0,
+            enough: FIRST_TRY,
+            streams: false,
         }
     }
 
     /// How long to look from the end of the work to sleep.
     pub fn budget(&self, now: u64) -> u64 {
-        if now < self.contended_until {
+        if self.is_contended(now) {
             self.budget.min(LEAST)
         } else {
             self.budget
         }
+    }
+
+    /// What to do after looking in vain.
+    pub fn rest(&mut self, now: u64) -> Rest {
+        let again = self.streams || self.sleeps >= self.enough;
+        if !again || !self.is_contended(now) {
+            return Rest::Sleep;
+        }
+        self.sleeps = 0;
+        Rest::Nap(NAP)
+    }
+
+    /// After a nap there were so many messages to carry out.
+    pub fn napped(&mut self, messages: u64) {
+        self.streams = messages >= STREAM;
+        self.enough = if self.streams {
+            FIRST_TRY
+        } else {
+            (2 * self.enough).min(LAST_TRY)
+        };
     }
 
     /// Two looks in a row, the second `now`.
@@ -81,6 +133,7 @@ impl Patience {
             self.budget = (self.budget / 2).max(least);
             return;
         }
+        self.sleeps = self.sleeps.saturating_add(1);
         if self.budget(since) == self.most {
             self.failures += WORTH;
             if self.failures > FAILURES * WORTH {
@@ -89,6 +142,10 @@ impl Patience {
         }
         // Work comes often: look for it longer next time.
         self.budget = self.budget.saturating_mul(2).clamp(least, self.most);
+    }
+
+    fn is_contended(&self, now: u64) -> bool {
+        now < self.contended_until
     }
 
     fn contended(&mut self, now: u64) {
@@ -178,6 +235,53 @@ mod tests {
         for n in 0..100 {
             patience.slept(n, n + 1);
             assert_eq!(patience.budget(n), 0);
+            assert_eq!(patience.rest(n), Rest::Sleep);
+        }
+    }
+
+    /// Sleeps and naps for a second with a message every `pause`, or, if `waits`, `pause` after the last was carried out, while
+    /// others need the CPU. Returns the number of sleeps and naps.
+    fn second(patience: &mut Patience, pause: u64, waits: bool) -> (u32, u32) {
+        let (mut sleeps, mut naps) = (0, 0);
+        let mut now = 1_000_000_000;
+        while now < 2_000_000_000 {
+            patience.contended(now);
+            match patience.rest(now) {
+                Rest::Sleep => {
+                    sleeps += 1;
+                    patience.slept(now, now + pause);
+                    now += pause;
+                }
+                Rest::Nap(nap) => {
+                    naps += 1;
+                    patience.napped(if waits { 1 } else { nap / pause });
+                    now += nap;
+                }
+            }
+        }
+        (sleeps, naps)
+    }
+
+    #[test]
+    fn who_posts_on_and_on_is_not_made_to_notify_us() {
+        let mut patience = patience();
+        let (sleeps, naps) = second(&mut patience, 5_000, false);
+        assert_eq!(sleeps, FIRST_TRY);
+        assert!(naps > 19_000, "{naps}");
+        // Once we have the CPU for ourselves we no longer do that.
+        assert_eq!(patience.rest(patience.contended_until), Rest::Sleep);
+    }
+
+    #[test]
+    fn who_waits_for_each_answer_seldom_waits_for_a_nap() {
+        for (pause, waits) in [(5_000, true), (NAP / STREAM + 1, false)] {
+            let mut patience = patience();
+            let (sleeps, naps) = second(&mut patience, pause, waits);
+            assert!(sleeps > 70_000, "{sleeps}");
+            assert!(naps < 7 + sleeps / LAST_TRY, "{naps} of {sleeps}");
+            // And naps are tried at once again where they are worth it.
+            patience.napped(STREAM);
+            assert_eq!(patience.enough, FIRST_TRY);
         }
     }
 }
