@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
+use vhost_device_rdma::engine::LONE_SHARE;
 use vhost_device_rdma::rnic::{Adapter, AdapterSettings, RnicSettings};
 use vhost_device_rdma::vhost_user::Server;
 use vhost_device_rdma::worker::Loop;
@@ -21,6 +22,8 @@ use vhost_device_rdma_bare::{
 const SIZE: u32 = 64;
 /// Work requests of a list.
 const LIST: u32 = 32;
+/// Work requests of a list that is all of the turn of a queue pair that is alone.
+const LONE_LIST: u32 = LONE_SHARE.messages;
 /// Entries of the queues of a queue pair.
 const ENTRIES: u32 = 128;
 /// Queue pairs where there are many.
@@ -160,7 +163,7 @@ pub const WORKLOADS: [Workload; 15] = [
     workload("a look that finds nothing", Verb::Look, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
     workload("WRITE, lists of 32", Verb::Write, LIST, 1),
-    workload("WRITE, lists of 128", Verb::Write, ENTRIES, 1),
+    workload("WRITE, lists of 96", Verb::Write, LONE_LIST, 1),
     workload("WRITE, 1,000 queue pairs", Verb::Write, 1, MANY),
     workload("SEND, one by one", Verb::Send, 1, 1),
     workload("SEND, lists of 32", Verb::Send, LIST, 1),

@@ -47,7 +47,7 @@ pub const SHARE: Budget = Budget {
 };
 /// That of a queue pair while no other waits: it is looked for others, and for the time, only so often.
 pub const LONE_SHARE: Budget = Budget {
-    messages: 128,
+    messages: 96,
     bytes: 1 << 20,
 };
 /// Messages of this length and more are copied past the caches: they would evict all that is in them, and gain nothing.

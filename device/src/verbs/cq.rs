@@ -9,7 +9,7 @@ use virtio_rdma_spec::ring::{self, Cqe, CqeExtension};
 use virtio_rdma_spec::verbs::vendor_err;
 
 use super::Error;
-use crate::memory::{GuestMemory, Pages};
+use crate::memory::{prefetch_write, GuestMemory, Pages};
 use crate::rnic::Rnic;
 
 /// Stride of entries without and with [`CqeExtension`], bytes.
@@ -374,6 +374,15 @@ pub(crate) struct Batch<'a> {
 }
 
 impl Batch<'_> {
+    /// Has the processor fetch the place of the next completion, for writing.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self) {
+        let ring = &self.producer.ring;
+        if let Some(word) = ring.buffer.word(ring.at(self.producer.position)) {
+            prefetch_write(word);
+        }
+    }
+
     /// Writes a completion.
     #[inline(always)]
     pub(crate) fn push(&mut self, cqe: &Cqe) -> Pushed {

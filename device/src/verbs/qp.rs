@@ -105,6 +105,12 @@ impl Ahead {
         self.entries.store(entries, Ordering::Relaxed);
     }
 
+    /// Entries of the last turn.
+    #[inline(always)]
+    pub(crate) fn entries(&self) -> u32 {
+        self.entries.load(Ordering::Relaxed)
+    }
+
     /// Has the processor fetch the entry.
     #[inline(always)]
     pub(crate) fn prefetch_entry(&self) {
@@ -114,7 +120,7 @@ impl Ahead {
     /// Has the processor fetch all of it.
     #[inline(always)]
     pub(crate) fn prefetch(&self) {
-        let entries = self.entries.load(Ordering::Relaxed) as usize;
+        let entries = self.entries() as usize;
         self.entry.prefetch(entries.min(ENTRIES_AHEAD));
         self.buffer.prefetch(lines::<Pages>());
         self.peer.prefetch(PEER_LINES);

@@ -23,6 +23,7 @@ use virtio_rdma_spec::doorbell::{
     bit, worker_status, Bit, BLOCK_SIZE, DIRECT_SLOTS, ROOT_OFFSET, STATUS_STRIDE,
 };
 
+use crate::prefetch::prefetch_write;
 use crate::ring::{BadLayout, Memory};
 use crate::sync::{store_load_order, AtomicU64, Ordering};
 
@@ -101,6 +102,10 @@ impl<M: Memory> Doorbell<M> {
             // A worker that watches the queue leaves the bit standing: then the cache line stays with it.
             None => announce(self.blocks.get(self.root_word), self.root),
             Some(leaf) => {
+                // Where so many ring, bits seldom stand: the worker took these words from us, and each would be waited for in turn.
+                for word in [leaf.summary_word, self.root_word] {
+                    prefetch_write(self.blocks.get(word..=word).unwrap_or_default());
+                }
                 if let Some(word) = self.blocks.get(leaf.leaf_word) {
                     word.fetch_or(leaf.leaf, Ordering::SeqCst);
                 }

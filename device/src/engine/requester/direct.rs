@@ -136,6 +136,14 @@ struct Completions<'a> {
 }
 
 impl<'a> Completions<'a> {
+    /// Locks a queue of the VM of `tables`, to which completions are about to be pushed.
+    #[inline(always)]
+    fn expect(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>) {
+        let batch = cq.batch();
+        batch.prefetch();
+        self.open = Some((batch, cq, tables));
+    }
+
     /// Pushes a completion to a queue of the VM of `tables`. Returns false if more than that has come of it.
     #[inline(always)]
     #[must_use]
@@ -283,6 +291,11 @@ impl<'a> Flow<'a> {
             mut bytes,
         } = before;
         let mut completions = Completions::default();
+        // Who posts lists has completions at their ends. To lock the queue only then would be to wait for all that was stored meanwhile,
+        // and then again for the completion.
+        if qp.ahead.entries() >= SURE {
+            completions.expect(tables, cq);
+        }
         // What others do to the two takes effect between two runs.
         let mut ready = qp.state() == qp_state::RTS && target.takes_plain();
         let rest = loop {
