@@ -291,11 +291,7 @@ impl<'a> Flow<'a> {
             mut bytes,
         } = before;
         let mut completions = Completions::default();
-        // Who posts lists has completions at their ends. To lock the queue only then would be to wait for all that was stored meanwhile,
-        // and then again for the completion.
-        if qp.ahead.entries() >= SURE {
-            completions.expect(tables, cq);
-        }
+        let mut list = qp.ahead.entries() >= SURE;
         // What others do to the two takes effect between two runs.
         let mut ready = qp.state() == qp_state::RTS && target.takes_plain();
         let rest = loop {
@@ -307,6 +303,11 @@ impl<'a> Flow<'a> {
                 break Rest::Something;
             }
             let (wqe, len) = (&entry.wqe, entry.len());
+            // Who posts lists has completions at their ends. To lock the queue only then would be to wait for all that was stored
+            // meanwhile, and then again for the completion.
+            if std::mem::take(&mut list) && len <= SHORT && wqe.opcode == wr_opcode::RDMA_WRITE {
+                completions.expect(tables, cq);
+            }
             let moved = match wqe.opcode {
                 wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
                     own.send(target, &entry, &mut completions, &mut ready)
