@@ -138,7 +138,7 @@ struct Completions<'a> {
 impl<'a> Completions<'a> {
     /// Locks a queue of the VM of `tables`, to which completions are about to be pushed.
     #[inline(always)]
-    fn expect(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>) {
+    fn lock(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>) {
         let batch = cq.batch();
         batch.prefetch();
         self.open = Some((batch, cq, tables));
@@ -306,7 +306,7 @@ impl<'a> Flow<'a> {
             // Who posts lists has completions at their ends. To lock the queue only then would be to wait for all that was stored
             // meanwhile, and then again for the completion.
             if std::mem::take(&mut list) && len <= SHORT && wqe.opcode == wr_opcode::RDMA_WRITE {
-                completions.expect(tables, cq);
+                completions.lock(tables, cq);
             }
             let moved = match wqe.opcode {
                 wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
