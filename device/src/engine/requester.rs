@@ -18,6 +18,7 @@ use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, send_flag, vendor_err, wc_status, wr_opcode, MASK_24,
 };
 
+pub(crate) use self::direct::Found;
 use self::direct::Rest;
 use self::register::Registration;
 use super::cursor::{check, Cursor, From};
@@ -229,15 +230,16 @@ impl Requester {
         self.rnr_retries = 0;
     }
 
-    /// One turn of at most `share` at time `now`, nanoseconds. With nothing more to do it may `linger`.
-    pub(crate) fn turn(
+    /// One turn of at most `share` at time `now`, nanoseconds. With nothing more to do it may `linger`. Others before it `found` what it
+    /// may need.
+    pub(crate) fn turn<'a>(
         &mut self,
-        visit: &Visit<'_>,
-        tables: &Tables,
-        qp: &Arc<Qp>,
+        tables: &'a Tables,
+        qp: &'a Arc<Qp>,
         now: u64,
         share: Budget,
         linger: &mut Linger<'_>,
+        found: &mut Found<'a>,
     ) -> Turn {
         self.resumed = false;
         if let Some(until) = self.parked {
@@ -270,16 +272,36 @@ impl Requester {
             return Turn::Again;
         }
         if matches!(self.qp_type, qp_type::UD | qp_type::GSI) {
-            return self.datagrams(visit, tables, qp);
+            return self.datagrams(found.visit, tables, qp);
         }
         let mut route = std::mem::take(&mut self.route);
         route.refresh(&qp.rnic, self.dest_gid);
-        let peer = route.peer(visit);
+        let turn = if found.follow(&route) {
+            self.carry_out(tables, qp, now, share, linger, found)
+        } else {
+            let mut found = Found::with(found.visit, route.peer(found.visit));
+            self.carry_out(tables, qp, now, share, linger, &mut found)
+        };
+        self.route = route;
+        turn
+    }
+
+    /// A turn that ends at the peer that was found.
+    #[inline(always)]
+    fn carry_out<'a>(
+        &mut self,
+        tables: &'a Tables,
+        qp: &'a Arc<Qp>,
+        now: u64,
+        share: Budget,
+        linger: &mut Linger<'_>,
+        found: &mut Found<'a>,
+    ) -> Turn {
         let mut budget = share;
         let turn = loop {
             // This is all that most turns are.
             if self.active.is_none()
-                && self.direct(tables, qp, &peer, &mut budget, linger) == Rest::Nothing
+                && self.direct(tables, qp, &mut budget, linger, found) == Rest::Nothing
             {
                 break Turn::Idle;
             }
@@ -288,11 +310,10 @@ impl Requester {
             }
             let sent = budget.spent(share).messages;
             budget.messages -= 1;
-            if let Err(turn) = self.general(tables, qp, now, sent, &mut budget, &peer) {
+            if let Err(turn) = self.general(tables, qp, now, sent, &mut budget, &found.peer) {
                 break turn;
             }
         };
-        self.route = route;
         let done = budget.spent(share);
         let long = done.messages > SHARE.messages || done.bytes > SHARE.bytes;
         if turn == Turn::Again && long {

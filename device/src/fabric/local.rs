@@ -136,19 +136,19 @@ impl Route {
     /// The peer that it leads to.
     #[inline]
     pub(crate) fn peer<'a>(&'a self, visit: &'a Visit<'_>) -> Peer<'a> {
-        let Some((_, _, Some(peer))) = &self.known else {
-            return Peer::Nobody;
-        };
-        match peer.visit(visit) {
-            None => Peer::Busy,
-            Some(tables) if tables.running => Peer::Here(peer, tables),
-            Some(_) => Peer::Stopped,
-        }
+        self.rnic()
+            .map_or(Peer::Nobody, |rnic| Peer::of(rnic, visit))
+    }
+
+    /// The RNIC that it leads to.
+    #[inline(always)]
+    pub(crate) fn rnic(&self) -> Option<&Arc<Rnic>> {
+        self.known.as_ref()?.2.as_ref()
     }
 }
 
 /// The peer's VM, for one visit.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) enum Peer<'a> {
     /// Its tables.
     Here(&'a Arc<Rnic>, &'a Tables),
@@ -166,8 +166,6 @@ pub(crate) struct Target<'a> {
     pub tables: &'a Tables,
     pub qp: &'a Arc<Qp>,
     responder: MutexGuard<'a, Responder>,
-    /// What was found for the last message. While we have the responder, what was granted still is.
-    pub memo: Memo<'a>,
 }
 
 impl<'a> Target<'a> {
@@ -177,17 +175,31 @@ impl<'a> Target<'a> {
         listens(self.qp) && self.responder.established(self.qp)
     }
 
-    /// The `len` bytes at `addr` that the sender may access by `key` as `access` says, if they lie in one piece of a region.
+    /// The `len` bytes at `addr` that the sender may access by `key` as `access` says, if they lie in one piece of a region. What is in
+    /// `memo` was granted: while we have the responder, it still is.
     #[inline(always)]
-    pub(crate) fn piece(&mut self, access: u32, key: u32, addr: u64, len: u64) -> Option<Span<'a>> {
-        if let Some(piece) = self.memo.recall(key, access, addr, len) {
+    pub(crate) fn piece(
+        &self,
+        memo: &mut Memo<'a>,
+        access: u32,
+        key: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<Span<'a>> {
+        if let Some(piece) = memo.recall(key, access, addr, len) {
             return Some(piece);
         }
-        if !self.responder.grants(access) {
+        if !self.grants(access) {
             return None;
         }
         let (keys, pd) = (&self.tables.keys, self.qp.pd);
-        keys.piece(&mut self.memo, key, pd, access, addr, len)
+        keys.piece(memo, key, pd, access, addr, len)
+    }
+
+    /// Whether the sender may access memory as `access` says, REMOTE_WRITE or REMOTE_READ.
+    #[inline(always)]
+    pub(crate) fn grants(&self, access: u32) -> bool {
+        self.responder.grants(access)
     }
 
     /// The same, in however many pieces they lie.
@@ -199,7 +211,7 @@ impl<'a> Target<'a> {
         addr: u64,
         len: u64,
     ) -> Option<Stretch<'a>> {
-        if !self.responder.grants(access) {
+        if !self.grants(access) {
             return None;
         }
         let keys = &self.tables.keys;
@@ -208,15 +220,29 @@ impl<'a> Target<'a> {
 
     /// Takes a receive work request for a message of `len` bytes, if it is plain, and tells where it completes.
     #[inline]
-    pub(crate) fn take_plain(&mut self, len: u64) -> Option<(PlainReceive<'a>, &'a Arc<Cq>)> {
+    pub(crate) fn take_plain(
+        &mut self,
+        memo: &mut Memo<'a>,
+        len: u64,
+    ) -> Option<(PlainReceive<'a>, &'a Arc<Cq>)> {
         let cq = self.qp.recv_cq.as_ref().filter(|cq| !cq.errored())?;
         let (keys, pd) = (&self.tables.keys, self.qp.pd);
-        let receive = self.responder.take_plain(keys, &mut self.memo, pd, len)?;
+        let receive = self.responder.take_plain(keys, memo, pd, len)?;
         Some((receive, cq))
     }
 }
 
 impl<'a> Peer<'a> {
+    /// The VM of an RNIC.
+    #[inline]
+    pub(crate) fn of(rnic: &'a Arc<Rnic>, visit: &'a Visit<'_>) -> Self {
+        match rnic.visit(visit) {
+            None => Self::Busy,
+            Some(tables) if tables.running => Self::Here(rnic, tables),
+            Some(_) => Self::Stopped,
+        }
+    }
+
     /// Finds and locks the responder of queue pair `dest_qp`, which must be connected to `sender`.
     ///
     /// # Errors
@@ -249,7 +275,6 @@ impl<'a> Peer<'a> {
             tables,
             qp,
             responder,
-            memo: Memo::default(),
         })
     }
 

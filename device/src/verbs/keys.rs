@@ -147,6 +147,20 @@ pub struct Memo<'a> {
 }
 
 impl<'a> Memo<'a> {
+    /// What it was found for.
+    #[inline(always)]
+    #[must_use]
+    pub fn access(&self) -> u32 {
+        self.access
+    }
+
+    /// Whether nothing is remembered.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.span.is_empty()
+    }
+
     /// What [`Keys::piece`] would find, if that was found before.
     #[inline(always)]
     #[must_use]

@@ -36,7 +36,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use vmm_sys_util::timerfd::TimerFd;
 
-use crate::engine::requester::Turn;
+use crate::engine::requester::{Found, Turn};
 use crate::engine::{notify, Budget, LONE_SHARE, SHARE};
 use crate::memory::{prefetch_write, Pages};
 use crate::rnic::{announce, Rnic};
@@ -577,6 +577,7 @@ impl Loop {
             served: 0,
             next: None,
             then: None,
+            found: Found::new(&visit, &self.rnics),
         };
         let mut bells = ArrayVec::<_, WATCHED>::new();
         let mut all = true;
@@ -632,7 +633,7 @@ impl Loop {
                 left,
                 next: None,
             };
-            scan.turns.last(last, &mut linger);
+            scan.turns.last(last, &mut linger, &mut scan.found);
             lingered = linger.left != left;
         }
         Look {
@@ -685,7 +686,8 @@ impl Loop {
             match qp.rnic.visit(&visit) {
                 Some(tables) => {
                     let mut no = turns.no_linger();
-                    if turns.give(tables, &qp, share, &mut no) {
+                    let mut found = Found::new(&visit, &self.rnics);
+                    if turns.give(tables, &qp, share, &mut no, &mut found) {
                         break;
                     }
                 }
@@ -920,6 +922,8 @@ struct Scan<'a> {
     /// names.
     next: Option<Served<'a>>,
     then: Option<Served<'a>>,
+    /// What those that were served found.
+    found: Found<'a>,
 }
 
 impl<'a> Scan<'a> {
@@ -948,7 +952,8 @@ impl<'a> Scan<'a> {
         };
         then.qp.ahead.prefetch();
         let mut no = self.turns.no_linger();
-        self.turns.give(tables, qp, SHARE, &mut no);
+        let found = &mut self.found;
+        self.turns.give(tables, qp, SHARE, &mut no, found);
     }
 }
 
@@ -1115,14 +1120,14 @@ impl<'a> Turns<'a> {
 
     /// Gives the last one that a scan found its turn. If nobody else waits, it may `linger`.
     #[inline(never)]
-    fn last(&mut self, last: Served<'a>, linger: &mut Linger<'_>) {
+    fn last(&mut self, last: Served<'a>, linger: &mut Linger<'_>, found: &mut Found<'a>) {
         let Served { tables, qp } = last;
         if !self.queue.is_empty() {
             let mut no = self.no_linger();
-            self.give(tables, qp, SHARE, &mut no);
+            self.give(tables, qp, SHARE, &mut no, found);
             return;
         }
-        self.give(tables, qp, LONE_SHARE, linger);
+        self.give(tables, qp, LONE_SHARE, linger, found);
         // Not at once: two that answer each other would keep all others waiting.
         if let Some(qp) = linger.next.take() {
             self.again(&qp);
@@ -1130,15 +1135,19 @@ impl<'a> Turns<'a> {
     }
 
     /// Gives a queue pair of the VM of `tables` a turn of at most `share`. Returns whether others should be looked for now.
-    fn give(
+    fn give<'b>(
         &mut self,
-        tables: &Tables,
-        qp: &Arc<Qp>,
+        tables: &'b Tables,
+        qp: &'b Arc<Qp>,
         share: Budget,
         linger: &mut Linger<'_>,
-    ) -> bool {
+        found: &mut Found<'b>,
+    ) -> bool
+    where
+        'a: 'b,
+    {
         count(&self.worker.stats.turns);
-        match run(self.visit, tables, qp, self.time, share, linger) {
+        match run(tables, qp, self.time, share, linger, found) {
             Turn::Idle if qp.dead.load(Ordering::SeqCst) => {
                 let until = *lock(&qp.timer);
                 self.timers.remove(&(until, Arc::as_ptr(qp) as usize));
@@ -1168,13 +1177,13 @@ impl<'a> Turns<'a> {
 }
 
 /// A turn of a queue pair of the VM of `tables`.
-fn run(
-    visit: &Visit<'_>,
-    tables: &Tables,
-    qp: &Arc<Qp>,
+fn run<'a>(
+    tables: &'a Tables,
+    qp: &'a Arc<Qp>,
     now: u64,
     share: Budget,
     linger: &mut Linger<'_>,
+    found: &mut Found<'a>,
 ) -> Turn {
     // The start of a stopped VM schedules all its queue pairs.
     if !tables.running || qp.dead.load(Ordering::SeqCst) {
@@ -1188,7 +1197,7 @@ fn run(
             if qp.awaited.load(Ordering::SeqCst) {
                 qp.responder().receives_posted(qp);
             }
-            qp.requester().turn(visit, tables, qp, now, share, linger)
+            qp.requester().turn(tables, qp, now, share, linger, found)
         }
         qp_state::SQE => {
             if qp.requester().flush(tables, qp, FLUSH) {

@@ -4,8 +4,10 @@ use std::time::{Duration, Instant};
 
 use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
-use vhost_device_rdma_bare::spec::verbs::{access, qp_state, vendor_err, wc_status, wr_opcode};
-use vhost_device_rdma_bare::{Cq, Mr, Pd, QpOptions, RECV_FLAG};
+use vhost_device_rdma_bare::spec::verbs::{
+    access, qp_state, send_flag, vendor_err, wc_status, wr_opcode,
+};
+use vhost_device_rdma_bare::{Connection, Context, Cq, Mr, Pd, Qp, QpOptions, RECV_FLAG};
 
 use crate::common::{
     assert_event, assert_no_event, assert_reaches, assert_status, assert_success, assert_works,
@@ -495,6 +497,112 @@ fn queue_pairs_grant_what_their_access_flags_say() {
             wc_status::REM_INV_REQ_ERR,
             vendor_err::QP_ACCESS,
             event,
+        );
+    }
+}
+
+// D-ERR-001, D-MR-002, D-MOD-001, D-SEC-004.
+#[test]
+fn what_one_queue_pair_may_do_the_next_may_not() {
+    let two = Two::new();
+    let (a, b) = (&two.a, &two.b);
+    let context = [a, b].map(|vm| Context::new(vm).unwrap());
+    let pds = [a, b].map(|vm| [0, 1].map(|_| Pd::new(vm).unwrap()));
+    let cqs = [a, b].map(|vm| Cq::new(vm, 1024, 0).unwrap());
+    let size = 4096;
+    let mrs =
+        [0, 1].map(|vm: usize| [0, 1].map(|pd: usize| pds[vm][pd].register(size, ALL).unwrap()));
+    let options = QpOptions {
+        caps: caps(64, 1, 0),
+        ..QpOptions::default()
+    };
+    let qp = |vm: usize, pd: usize| {
+        Qp::new(&context[vm], &pds[vm][pd], &cqs[vm], &cqs[vm], &options).unwrap()
+    };
+    let both = access::REMOTE_WRITE | access::REMOTE_READ;
+    // Protection domains of the two, what the second grants, and what becomes of WRITEs between regions of the first of each.
+    let cases = [
+        (0, 0, both, wc_status::SUCCESS, vendor_err::NONE),
+        (
+            0,
+            0,
+            access::REMOTE_READ,
+            wc_status::REM_INV_REQ_ERR,
+            vendor_err::QP_ACCESS,
+        ),
+        (0, 0, both, wc_status::SUCCESS, vendor_err::NONE),
+        (0, 1, both, wc_status::REM_ACCESS_ERR, vendor_err::KEY_PD),
+        (0, 0, both, wc_status::SUCCESS, vendor_err::NONE),
+        (1, 0, both, wc_status::LOC_PROT_ERR, vendor_err::KEY_PD),
+        (0, 0, both, wc_status::SUCCESS, vendor_err::NONE),
+    ];
+    let qps = cases.map(|(ours, theirs, grants, ..)| {
+        let (from, to) = (qp(0, ours), qp(1, theirs));
+        from.connect(&Connection::to(&to)).unwrap();
+        let back = Connection {
+            access: grants,
+            ..Connection::to(&from)
+        };
+        to.connect(&back).unwrap();
+        (from, to)
+    });
+    let post = |n: usize, wqe: &SendWqe, from: &Mr| {
+        let mut batch = qps[n].0.send_queue().batch();
+        for wr_id in 0..16 {
+            let wqe = SendWqe {
+                wr_id,
+                flags: send_flag::SIGNALED,
+                ..*wqe
+            };
+            batch.push(&wqe, [from.sge(64 * n as u64, 64)]).unwrap();
+        }
+        batch.commit();
+    };
+    // The worker sleeps until the first rings, and by the time that it looks all have.
+    let ring_all = || {
+        std::thread::sleep(NOTHING);
+        for (from, _) in &qps {
+            from.ring().unwrap();
+        }
+    };
+    // All of them have sent lists before.
+    for (n, (ours, theirs, ..)) in cases.iter().enumerate() {
+        let to = &mrs[1][*theirs];
+        post(n, &read(to.iova, to.rkey), &mrs[0][*ours]);
+    }
+    ring_all();
+    for _ in 0..16 * cases.len() {
+        assert_success(&cqs[0].wait(TIMEOUT).unwrap());
+    }
+    for n in 0..cases.len() {
+        let at = 64 * n as u64;
+        mrs[0][0].write(at as usize, &[n as u8 + 1; 64]);
+        let to = &mrs[1][0];
+        post(n, &write(to.iova + at, to.rkey), &mrs[0][0]);
+    }
+    ring_all();
+    let mut outcomes = cases.map(|_| Vec::new());
+    for _ in 0..16 * cases.len() {
+        let cqe = cqs[0].wait(TIMEOUT).unwrap();
+        let n = qps.iter().position(|(qp, _)| qp.number() == cqe.qp_num);
+        outcomes[n.unwrap()].push((cqe.wr_id, cqe.status, cqe.vendor_err));
+    }
+    for (n, (case, outcomes)) in cases.iter().zip(&outcomes).enumerate() {
+        let (.., status, reason) = *case;
+        let success = status == wc_status::SUCCESS;
+        for (wr_id, outcome) in outcomes.iter().enumerate() {
+            let expected = match wr_id {
+                0 => (0, status, reason),
+                _ if success => (wr_id as u64, status, reason),
+                _ => (wr_id as u64, wc_status::WR_FLUSH_ERR, outcome.2),
+            };
+            assert_eq!(*outcome, expected, "of queue pair {n}");
+        }
+        let arrived = if success { n as u8 + 1 } else { 0 };
+        assert_eq!(
+            mrs[1][0].read(64 * n, 64),
+            [arrived; 64],
+            "of queue pair {n}"
         );
     }
 }

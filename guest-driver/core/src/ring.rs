@@ -122,6 +122,19 @@ impl<M: Memory> Ring<M> {
         self.memory.get(start..end).unwrap_or(&[])
     }
 
+    /// The entries from a position on, `count` of them at most, as far as they follow each other in memory.
+    #[inline(always)]
+    pub(crate) fn run(&self, position: u32, count: u32) -> &[AtomicU64] {
+        let index = self.index(position);
+        let count = count.min(self.entries().wrapping_sub(index));
+        // As for one entry: the end of the ring is within the memory.
+        let start = self
+            .base
+            .wrapping_add((index as usize).wrapping_shl(self.shift));
+        let end = start.wrapping_add((count as usize).wrapping_shl(self.shift));
+        self.memory.get(start..end).unwrap_or(&[])
+    }
+
     /// Whether the phase bit of the entry at a position is set.
     #[inline(always)]
     pub(crate) fn phase(&self, position: u32) -> bool {

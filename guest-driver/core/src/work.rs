@@ -120,11 +120,15 @@ impl<'q, M: Memory> Batch<'q, M> {
         if self.room == 0 {
             return Err(PostError::Full);
         }
-        // Who posts many would have to wait for the cache line of each entry, which the device has from the last lap. Those who post one
-        // and wait for its completion need no more.
-        let many = self.first.is_some() || self.room < self.queue.ring.entries();
-        if many && self.room > AHEAD {
-            prefetch_write(self.queue.ring.entry(self.position.wrapping_add(AHEAD)));
+        // Who posts many would have to wait for the cache line of each entry, which the device has from the last lap, or nobody has any
+        // more. Those who post one and wait for its completion need no more.
+        let ring = &self.queue.ring;
+        let used = ring.entries().wrapping_sub(self.room);
+        if used == 1 && self.first.is_some() {
+            // The second of a list, in a queue that was empty: all that would be fetched by now.
+            prefetch_write(ring.run(self.position, AHEAD.wrapping_add(1)));
+        } else if used != 0 && self.room > AHEAD {
+            prefetch_write(ring.entry(self.position.wrapping_add(AHEAD)));
         }
         Ok(self.queue.ring.entry(self.position))
     }

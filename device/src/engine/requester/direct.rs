@@ -23,11 +23,13 @@ use crate::engine::queue::{Entries, WorkQueue};
 use crate::engine::{settle, Budget};
 use crate::fabric::local::{Peer, Route, Target};
 use crate::memory::{copy_few, copy_last, copy_stretch, Pages, Source, Span, Way};
+use crate::rnic::Rnic;
 use crate::verbs::cq::{Batch, Cq, Pushed};
 use crate::verbs::keys::Memo;
 use crate::verbs::qp::Qp;
 use crate::verbs::tables::Tables;
 use crate::worker::{Came, Linger};
+use vhost_device_rdma_sync::Visit;
 
 /// Size of an entry with one scatter/gather entry, bytes.
 const ENTRY: usize = SEND_DATA_OFFSET + Sge::SIZE;
@@ -188,13 +190,13 @@ impl Requester {
     /// Carries out the plain work requests at the head of the queue. None may be in progress. When there is no more, it stays for as
     /// long as `linger` says.
     #[inline(never)]
-    pub(super) fn direct(
+    pub(super) fn direct<'a>(
         &mut self,
-        tables: &Tables,
-        qp: &Arc<Qp>,
-        peer: &Peer<'_>,
+        tables: &'a Tables,
+        qp: &'a Arc<Qp>,
         budget: &mut Budget,
         linger: &mut Linger<'_>,
+        found: &mut Found<'a>,
     ) -> Rest {
         if qp.state() != qp_state::RTS {
             return Rest::Something;
@@ -202,7 +204,7 @@ impl Requester {
         if !self.posted() {
             return Rest::Nothing;
         }
-        let Some(mut flow) = Flow::new(self, tables, qp, peer, *budget) else {
+        let Some(mut flow) = Flow::new(self, tables, qp, *budget, found) else {
             return Rest::Something;
         };
         let mut rest = flow.run();
@@ -220,11 +222,99 @@ impl Requester {
     }
 }
 
+/// What was found for the queue pairs that had their turn in one look around. The next one is often of the same VM and protection domain,
+/// and names the same memory, and so does who it sends to.
+#[derive(Debug)]
+pub(crate) struct Found<'a> {
+    pub(super) visit: &'a Visit<'a>,
+    /// The RNICs that peers may be of.
+    rnics: &'a [Arc<Rnic>],
+    /// The last peer.
+    pub(super) peer: Peer<'a>,
+    ours: Known<'a>,
+    theirs: Known<'a>,
+}
+
+/// The last piece of memory that was found for a protection domain.
+#[derive(Debug, Default)]
+struct Known<'a> {
+    /// The tables of its VM, and its number.
+    domain: Option<(&'a Tables, u32)>,
+    memo: Memo<'a>,
+}
+
+impl<'a> Known<'a> {
+    /// Forgets what another protection domain than this one used.
+    #[inline(always)]
+    fn keep_for(&mut self, tables: &'a Tables, pd: u32) {
+        if !matches!(self.domain, Some((known, known_pd)) if std::ptr::eq(known, tables) && known_pd == pd)
+        {
+            self.domain = Some((tables, pd));
+            self.memo = Memo::default();
+        }
+    }
+}
+
+impl<'a> Found<'a> {
+    /// For a look around at these RNICs.
+    pub(crate) fn new(visit: &'a Visit<'a>, rnics: &'a [Arc<Rnic>]) -> Self {
+        Self {
+            rnics,
+            ..Self::with(visit, Peer::Nobody)
+        }
+    }
+
+    /// For one turn.
+    pub(super) fn with(visit: &'a Visit<'a>, peer: Peer<'a>) -> Self {
+        Self {
+            visit,
+            rnics: &[],
+            peer,
+            ours: Known::default(),
+            theirs: Known::default(),
+        }
+    }
+
+    /// Makes the peer that a route leads to ours, if it is one of the RNICs.
+    #[inline(always)]
+    pub(super) fn follow(&mut self, route: &Route) -> bool {
+        match (route.rnic(), self.peer) {
+            (Some(rnic), Peer::Here(known, _)) if Arc::ptr_eq(known, rnic) => true,
+            (Some(rnic), _) => self.find(rnic),
+            (None, _) => false,
+        }
+    }
+
+    #[inline(never)]
+    fn find(&mut self, rnic: &Arc<Rnic>) -> bool {
+        let mut rnics = self.rnics.iter();
+        let found = rnics.find(|known| Arc::ptr_eq(known, rnic));
+        if let Some(rnic) = found {
+            self.peer = Peer::of(rnic, self.visit);
+        }
+        found.is_some()
+    }
+
+    /// Forgets what is not for the turn of a queue pair of the VM of `tables` that sends to `target`.
+    #[inline(always)]
+    fn keep_for(&mut self, tables: &'a Tables, qp: &Qp, target: &Target<'a>) {
+        self.ours.keep_for(tables, qp.pd);
+        self.theirs.keep_for(target.tables, target.qp.pd);
+        // What one queue pair lets its peer do another may not. And what receives name may be of another protection domain.
+        let memo = &mut self.theirs.memo;
+        let remote = matches!(memo.access(), access::REMOTE_WRITE | access::REMOTE_READ);
+        if !remote || !target.grants(memo.access()) {
+            *memo = Memo::default();
+        }
+    }
+}
+
 /// A queue pair whose plain work requests are carried out, with all that they need.
-struct Flow<'a> {
-    requester: &'a mut Requester,
+struct Flow<'r, 'a> {
+    requester: &'r mut Requester,
     own: Own<'a>,
     target: Target<'a>,
+    found: &'r mut Found<'a>,
     cq: &'a Arc<Cq>,
     kinds: Kinds,
     /// What may still be done, and what might be at first.
@@ -232,35 +322,33 @@ struct Flow<'a> {
     whole: Budget,
 }
 
-impl<'a> Flow<'a> {
+impl<'r, 'a> Flow<'r, 'a> {
     /// None if no work request is plain, or there is no peer to send to, for now or for ever.
     #[inline(always)]
     fn new(
-        requester: &'a mut Requester,
+        requester: &'r mut Requester,
         tables: &'a Tables,
         qp: &'a Arc<Qp>,
-        peer: &Peer<'a>,
         budget: Budget,
+        found: &'r mut Found<'a>,
     ) -> Option<Self> {
         if requester.qp_type != qp_type::RC || requester.max_sge == 0 {
             return None;
         }
         let cq = qp.send_cq.as_ref()?;
-        let target = peer.meet(tables, qp, requester.dest_qp).ok()?;
+        let target = found.peer.meet(tables, qp, requester.dest_qp).ok()?;
         let kinds = Kinds {
             inline: requester.max_inline.min(Sge::SIZE),
             reads: requester.max_rd_atomic != 0,
         };
+        found.keep_for(tables, qp, &target);
         Some(Self {
             requester,
             cq,
             kinds,
-            own: Own {
-                tables,
-                qp,
-                memo: Memo::default(),
-            },
+            own: Own { tables, qp },
             target,
+            found,
             budget,
             whole: budget,
         })
@@ -273,11 +361,14 @@ impl<'a> Flow<'a> {
             requester,
             own,
             target,
+            found,
             cq,
             kinds,
             budget,
             ..
         } = self;
+        let Found { ours, theirs, .. } = &mut **found;
+        let (ours, theirs) = (&mut ours.memo, &mut theirs.memo);
         let Requester {
             queue,
             buffer,
@@ -292,9 +383,27 @@ impl<'a> Flow<'a> {
         } = before;
         let mut completions = Completions::default();
         let mut list = qp.ahead.entries() >= SURE;
+        // The next message may be like the last one.
+        let mut alike = false;
         // What others do to the two takes effect between two runs.
         let mut ready = qp.state() == qp_state::RTS && target.takes_plain();
         let rest = loop {
+            if std::mem::take(&mut alike) {
+                let most = messages.min((bytes / SHORT) as u32);
+                let alike = Alike {
+                    from: ours,
+                    to: theirs,
+                    qp_num: qp.number,
+                    signal_all: *signal_all,
+                    completions: completions.of(cq),
+                };
+                let repeated = alike.repeat(queue, buffer, most);
+                messages -= repeated.messages;
+                bytes -= repeated.bytes;
+                if repeated.pushed != Pushed::Quiet {
+                    ready &= completions.follow(tables, cq, repeated.pushed);
+                }
+            }
             let Some(entry) = queue.read(buffer) else {
                 break Rest::Nothing;
             };
@@ -303,16 +412,21 @@ impl<'a> Flow<'a> {
                 break Rest::Something;
             }
             let (wqe, len) = (&entry.wqe, entry.len());
-            // Who posts lists has completions at their ends. To lock the queue only then would be to wait for all that was stored
-            // meanwhile, and then again for the completion.
-            if std::mem::take(&mut list) && len <= SHORT && wqe.opcode == wr_opcode::RDMA_WRITE {
+            let short_write = len <= SHORT && wqe.opcode == wr_opcode::RDMA_WRITE;
+            if std::mem::take(&mut list) && short_write {
+                // Who posts lists has completions at their ends. To lock the queue only then would be to wait for all that was stored
+                // meanwhile, and then again for the completion.
                 completions.lock(tables, cq);
+                alike = !theirs.is_empty();
+                if alike {
+                    continue;
+                }
             }
             let moved = match wqe.opcode {
                 wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => {
-                    own.send(target, &entry, &mut completions, &mut ready)
+                    own.send((ours, theirs), target, &entry, &mut completions, &mut ready)
                 }
-                _ => own.access_remote(target, &entry),
+                _ => own.access_remote((ours, theirs), target, &entry),
             };
             if moved.is_none() {
                 break Rest::Something;
@@ -336,22 +450,8 @@ impl<'a> Flow<'a> {
             }
             if len > SHORT {
                 completions.finish();
-            } else if wqe.opcode == wr_opcode::RDMA_WRITE {
-                let most = messages.min((bytes / SHORT) as u32);
-                let alike = Alike {
-                    from: &own.memo,
-                    to: &target.memo,
-                    qp_num: qp.number,
-                    signal_all: *signal_all,
-                    completions: completions.of(cq),
-                };
-                let repeated = alike.repeat(queue, buffer, most);
-                messages -= repeated.messages;
-                bytes -= repeated.bytes;
-                if repeated.pushed != Pushed::Quiet {
-                    ready &= completions.follow(tables, cq, repeated.pushed);
-                }
             }
+            alike = short_write;
         };
         completions.finish();
         *budget = Budget { messages, bytes };
@@ -407,12 +507,13 @@ impl<'a> Flow<'a> {
             .flatten()
             .filter(|requester| requester.is_idle() && !peer.cq_errored());
         let mut route = Route::default();
+        let mut found = Found::with(linger.visit, Peer::Nobody);
         let mut answer = None;
         if let Some(requester) = &mut requester {
             route = std::mem::take(&mut requester.route);
             route.refresh(&peer.rnic, requester.dest_gid);
-            let way = route.peer(linger.visit);
-            answer = Flow::new(requester, tables, peer, &way, self.whole).zip(theirs);
+            found.peer = route.peer(linger.visit);
+            answer = Flow::new(requester, tables, peer, self.whole, &mut found).zip(theirs);
         }
         let mut rest = Rest::Nothing;
         while rest == Rest::Nothing {
@@ -556,28 +657,30 @@ fn is_plain(opcode: u8) -> bool {
     )
 }
 
+/// What was found for the requester's side and for the responder's.
+type Memos<'r, 'a> = (&'r mut Memo<'a>, &'r mut Memo<'a>);
+
 /// The requester's side of a message.
 struct Own<'a> {
     tables: &'a Tables,
     qp: &'a Arc<Qp>,
-    memo: Memo<'a>,
 }
 
 impl<'a> Own<'a> {
     /// The memory of a work request that is not inline.
     #[inline(always)]
-    fn piece(&mut self, entry: &Entry, access: u32) -> Option<Span<'a>> {
+    fn piece(&self, memo: &mut Memo<'a>, entry: &Entry, access: u32) -> Option<Span<'a>> {
         let (keys, pd, sge) = (&self.tables.keys, self.qp.pd, entry.sge());
         let len = u64::from(sge.length);
-        if let Some(piece) = self.memo.recall(sge.lkey, access, sge.addr, len) {
+        if let Some(piece) = memo.recall(sge.lkey, access, sge.addr, len) {
             return Some(piece);
         }
-        keys.piece(&mut self.memo, sge.lkey, pd, access, sge.addr, len)
+        keys.piece(memo, sge.lkey, pd, access, sge.addr, len)
     }
 
     /// What a WRITE or SEND takes its bytes from.
     #[inline(always)]
-    fn source<'b>(&mut self, entry: &'b Entry) -> Option<Source<'b>>
+    fn source<'b>(&self, memo: &mut Memo<'a>, entry: &'b Entry) -> Option<Source<'b>>
     where
         'a: 'b,
     {
@@ -585,30 +688,40 @@ impl<'a> Own<'a> {
             let bytes = entry.data.get(..usize::from(entry.wqe.count))?;
             return Some(bytes.into());
         }
-        Some(self.piece(entry, 0)?.into())
+        Some(self.piece(memo, entry, 0)?.into())
     }
 
     /// A WRITE or READ, if it is plain.
     #[inline(always)]
-    fn access_remote(&mut self, target: &mut Target<'_>, entry: &Entry) -> Option<()> {
-        self.access_piece(target, entry)
+    fn access_remote(
+        &self,
+        memos: Memos<'_, 'a>,
+        target: &Target<'a>,
+        entry: &Entry,
+    ) -> Option<()> {
+        self.access_piece(memos, target, entry)
             .or_else(|| self.access_pieces(target, entry))
     }
 
     /// The same, if its bytes lie in one piece at both ends.
     #[inline(always)]
-    fn access_piece(&mut self, target: &mut Target<'_>, entry: &Entry) -> Option<()> {
+    fn access_piece(
+        &self,
+        (ours, theirs): Memos<'_, 'a>,
+        target: &Target<'a>,
+        entry: &Entry,
+    ) -> Option<()> {
         let wqe = &entry.wqe;
         let (key, addr, len) = (wqe.rkey, wqe.remote_addr, entry.len());
         if entry.is_read() {
-            let ours = self.piece(entry, access::LOCAL_WRITE)?;
-            let theirs = target.piece(access::REMOTE_READ, key, addr, len)?;
-            copy_last(ours, theirs.into());
+            let to = self.piece(ours, entry, access::LOCAL_WRITE)?;
+            let from = target.piece(theirs, access::REMOTE_READ, key, addr, len)?;
+            copy_last(to, from.into());
         } else {
-            let source = self.source(entry)?;
+            let source = self.source(ours, entry)?;
             source.prefetch();
-            let theirs = target.piece(access::REMOTE_WRITE, key, addr, len)?;
-            copy_last(theirs, source);
+            let to = target.piece(theirs, access::REMOTE_WRITE, key, addr, len)?;
+            copy_last(to, source);
         }
         Some(())
     }
@@ -639,19 +752,20 @@ impl<'a> Own<'a> {
 
     /// A SEND, if it is plain, and so is the receive that it meets.
     #[inline(always)]
-    fn send<'b>(
-        &mut self,
-        target: &mut Target<'b>,
+    fn send(
+        &self,
+        (ours, theirs): Memos<'_, 'a>,
+        target: &mut Target<'a>,
         entry: &Entry,
-        completions: &mut Completions<'b>,
+        completions: &mut Completions<'a>,
         ready: &mut bool,
     ) -> Option<()> {
         // Events for solicited completions are not those of others.
         if entry.wqe.flags & send_flag::SOLICITED != 0 {
             return None;
         }
-        let source = self.source(entry)?;
-        let (receive, cq) = target.take_plain(entry.len())?;
+        let source = self.source(ours, entry)?;
+        let (receive, cq) = target.take_plain(theirs, entry.len())?;
         copy_last(receive.span, source);
         let with_imm = entry.wqe.opcode == wr_opcode::SEND_WITH_IMM;
         let cqe = Cqe {
