@@ -28,6 +28,8 @@ const LONE_LIST: u32 = LONE_SHARE.messages;
 const ENTRIES: u32 = 128;
 /// Queue pairs where there are many.
 const MANY: u32 = 1000;
+/// Those that get their turns in one look.
+const SOME: u32 = 16;
 /// Rounds that a step may take.
 const PATIENCE: u32 = 100_000_000;
 const QKEY: u32 = 0x1111;
@@ -159,12 +161,18 @@ const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Worklo
 }
 
 /// All of them.
-pub const WORKLOADS: [Workload; 15] = [
+pub const WORKLOADS: [Workload; 16] = [
     workload("a look that finds nothing", Verb::Look, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
     workload("WRITE, lists of 32", Verb::Write, LIST, 1),
     workload("WRITE, lists of 96", Verb::Write, LONE_LIST, 1),
     workload("WRITE, 1,000 queue pairs", Verb::Write, 1, MANY),
+    workload(
+        "WRITE, lists of 32, 16 queue pairs",
+        Verb::Write,
+        LIST,
+        SOME,
+    ),
     workload("SEND, one by one", Verb::Send, 1, 1),
     workload("SEND, lists of 32", Verb::Send, LIST, 1),
     workload("SEND to an SRQ, one by one", Verb::SendShared, 1, 1),
