@@ -299,7 +299,7 @@ mod tests {
         /// Whatever the order of the pages and the way, all bytes arrive, and nothing else changes.
         #[test]
         fn copies_through_any_pages(
-            orders in (orders(), orders()), ats in (0usize..9000, 0usize..9000), len in 0usize..20_000, rest in (0usize..5000, 0usize..5000),
+            orders in (orders(), orders()), ats in (0usize..8500, 0usize..8500), len in 0usize..19_500, rest in (0usize..4700, 0usize..4700),
             seed: u8, streams: bool, last: bool,
         ) {
             let (from, to) = (Memory::new(&orders.0), Memory::new(&orders.1));
