@@ -275,7 +275,7 @@ impl<'a> Found<'a> {
         }
     }
 
-    /// Makes the peer that a route leads to ours, if it is one of the RNICs.
+    /// Goes to the peer that a route leads to. Returns whether it is of one of the RNICs; otherwise nothing has changed.
     #[inline(always)]
     pub(super) fn follow(&mut self, route: &Route) -> bool {
         match (route.rnic(), self.peer) {
@@ -285,6 +285,7 @@ impl<'a> Found<'a> {
         }
     }
 
+    /// The same, for another RNIC than that of the last peer. It borrows from the list, which outlives the route.
     #[inline(never)]
     fn find(&mut self, rnic: &Arc<Rnic>) -> bool {
         let mut rnics = self.rnics.iter();
