@@ -98,7 +98,9 @@ impl<M: Memory> WorkQueue<M> {
         let completed = self.completed.load(Ordering::Relaxed);
         // Acquire: all of the entry was written before it was posted, but for its first word, if it is the first of a
         // batch.
-        if self.posted.load(Ordering::Acquire) == completed {
+        let outstanding = self.posted.load(Ordering::Acquire).wrapping_sub(completed);
+        // More than there are entries: a reset is under way.
+        if outstanding == 0 || outstanding > self.ring.entries() {
             return None;
         }
         let words = self.ring.entry(completed).first_chunk::<2>()?;
@@ -107,6 +109,9 @@ impl<M: Memory> WorkQueue<M> {
     }
 
     fn reset(&self) {
+        // First nothing is outstanding any more, for those who flush queues meanwhile.
+        let posted = self.posted.load(Ordering::Relaxed);
+        self.completed.store(posted, Ordering::Relaxed);
         self.ring.zero();
         self.posted.store(0, Ordering::Relaxed);
         self.completed.store(0, Ordering::Release);
