@@ -106,6 +106,10 @@ impl Everything {
         copy(&module.tests, &payload)?;
         copy(provider, &payload)?;
         copy(&self.verbs_test, &payload)?;
+        // For guests that start their own kernel.
+        let image = self.images.kernel(kernel)?;
+        copy(&image.vmlinuz, &payload)?;
+        copy(&image.initrd, &payload)?;
         Ok(Stack {
             device: self.device.clone(),
             payload,
