@@ -107,6 +107,10 @@ impl Everything {
         copy(provider, &payload)?;
         copy(&self.verbs_test.with_file_name("device-lost"), &payload)?;
         copy(&self.verbs_test, &payload)?;
+        // For guests that start their own kernel.
+        let image = self.images.kernel(kernel)?;
+        copy(&image.vmlinuz, &payload)?;
+        copy(&image.initrd, &payload)?;
         Ok(Stack {
             device: self.device.clone(),
             payload,

@@ -66,7 +66,7 @@ enum Command {
         /// Only this guest kernel (default: all that the lane wants)
         #[arg(long, value_enum)]
         kernel: Option<Kernel>,
-        /// Only cases whose name contains this
+        /// Only cases whose name contains this, or one of these, separated by `|`
         #[arg(long)]
         only: Option<String>,
         /// Shorter where a lane does the same for minutes: to try it out

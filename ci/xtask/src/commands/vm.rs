@@ -34,6 +34,7 @@ pub fn run(number: u8, kernel: Kernel, plain: bool, memory: u32) -> Result<bool>
         kernel: images.kernel(kernel)?,
         vms: number,
         memory,
+        bare: 0,
         disk: None,
         logs: shell::target().join("logs/vm"),
         interactive: true,

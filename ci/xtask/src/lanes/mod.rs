@@ -8,9 +8,11 @@ pub mod bench;
 mod boot;
 mod kernel_verbs;
 mod perftest;
+mod recovery;
 mod scale;
 mod smoke;
 mod stock;
+pub mod storage;
 mod suite;
 pub mod tools;
 mod ulp;
@@ -53,6 +55,25 @@ pub struct Lane {
 /// The disk of a guest with storage, MiB.
 const STORAGE_DISK: u64 = 512;
 
+/// What a guest's kernel says when something has gone wrong in it, or was left behind.
+const COMPLAINTS: [&str; 14] = [
+    "WARNING:",
+    "BUG:",
+    "Oops",
+    "UBSAN",
+    "Call Trace",
+    "blocked for more than",
+    "rcu_sched detected",
+    // A connection that somebody uses for ever.
+    "cm_destroy_id_wait_timeout",
+    "failed to drain",
+    "restrack",
+    "refcount",
+    "still has objects",
+    "to become free. Usage count",
+    "kmemleak",
+];
+
 /// One case.
 #[derive(Clone, Copy)]
 pub struct Case {
@@ -87,6 +108,7 @@ pub fn all() -> Vec<Lane> {
         stock::lane(),
         perftest::lane(),
         ulp::lane(),
+        recovery::lane(),
         bench::lane(),
     ]
 }
@@ -189,18 +211,9 @@ impl Ground<'_> {
                 .append(true)
                 .open(self.plan.logs.join(format!("vm{}.dmesg", vm.number)))?;
             file.write_all(log.as_bytes())?;
-            let bad = [
-                "WARNING:",
-                "BUG:",
-                "Oops",
-                "UBSAN",
-                "Call Trace",
-                "blocked for more than",
-                "rcu_sched detected",
-            ];
             if let Some(at) = log
                 .lines()
-                .position(|line| bad.iter().any(|word| line.contains(word)))
+                .position(|line| COMPLAINTS.iter().any(|word| line.contains(word)))
             {
                 // What was said shortly before may name who is to blame.
                 let lines: Vec<_> = log.lines().skip(at.saturating_sub(5)).take(45).collect();
@@ -310,10 +323,17 @@ impl Means {
 pub struct Choice<'a> {
     /// Only this guest kernel.
     pub kernel: Option<Kernel>,
-    /// Only cases with this in their names.
+    /// Only cases with this in their names, or one of these, separated by `|`.
     pub only: Option<&'a str>,
     /// Shorter than usual.
     pub quick: bool,
+}
+
+impl Choice<'_> {
+    fn wants(&self, name: &str) -> bool {
+        self.only
+            .is_none_or(|parts| parts.split('|').any(|part| name.contains(part)))
+    }
 }
 
 /// Runs a lane and writes its report.
@@ -322,7 +342,7 @@ pub fn run(lane: &Lane, means: &Means, choice: &Choice) -> Result<Report> {
     for (on, cases) in (lane.runs)() {
         let cases: Vec<Case> = cases
             .into_iter()
-            .filter(|case| choice.only.is_none_or(|part| case.name.contains(part)))
+            .filter(|case| choice.wants(case.name))
             .collect();
         if choice.kernel.is_none_or(|wanted| wanted == on) && !cases.is_empty() {
             run_on(lane, means, on, &cases, choice.quick, &mut lane_report)?;
@@ -369,6 +389,7 @@ fn run_on(
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
         memory: lane.memory,
+        bare: 0,
         disk: lane.storage.then_some(STORAGE_DISK),
         logs,
         interactive: false,

@@ -56,7 +56,7 @@ impl Pair {
     }
 
     /// Starts the server and waits until it is ready.
-    fn serve_when(self, ready: Ready, bed: &Bed, command: &str) -> Result<Job> {
+    pub fn serve_when(self, ready: Ready, bed: &Bed, command: &str) -> Result<Job> {
         let vm = bed.vm(self.server)?;
         let job = vm.spawn(command)?;
         let there = match ready {
