@@ -244,7 +244,10 @@ impl Requester {
     ) -> Turn {
         self.resumed = false;
         if let Some(until) = self.parked {
-            if now < until {
+            if now < until && self.route.appears(&qp.rnic, self.dest_gid) {
+                // The wait for an answer is cut short: that attempt does not count.
+                self.retries = self.retries.saturating_sub(1);
+            } else if now < until {
                 if !qp.wake.swap(false, Ordering::SeqCst) {
                     return Turn::Park(until);
                 }

@@ -108,6 +108,8 @@ pub struct Tables {
     pub memory: Option<GuestMemory>,
     /// The front end runs the rings. While it does not, nobody touches guest memory.
     pub running: bool,
+    /// The link is up, as far as the driver has been told.
+    pub link_told: bool,
     /// Where events go.
     pub sink: Option<Arc<dyn EventSink>>,
     /// The page of the workers' status words.
@@ -154,6 +156,7 @@ impl Tables {
         Self {
             memory: None,
             running: false,
+            link_told: true,
             sink: None,
             status_page: None,
             gids: [None; GID_TABLE_LEN],

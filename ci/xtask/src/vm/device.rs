@@ -2,6 +2,7 @@
 //! The device process of a bed: started with one socket per VM, asked for its status.
 
 use std::io::Read;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -130,6 +131,8 @@ impl Device {
         let read = || -> Result<Value> {
             let mut stream = UnixStream::connect(&self.status)?;
             stream.set_read_timeout(Some(Duration::from_secs(20)))?;
+            // No request comes: the device need not wait for one.
+            stream.shutdown(Shutdown::Write)?;
             let mut text = String::new();
             stream.read_to_string(&mut text)?;
             Ok(serde_json::from_str(&text)?)
