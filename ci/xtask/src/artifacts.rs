@@ -105,6 +105,7 @@ impl Everything {
         copy(&module.driver, &payload)?;
         copy(&module.tests, &payload)?;
         copy(provider, &payload)?;
+        copy(&self.verbs_test.with_file_name("device-lost"), &payload)?;
         copy(&self.verbs_test, &payload)?;
         // For guests that start their own kernel.
         let image = self.images.kernel(kernel)?;
@@ -260,7 +261,7 @@ fn programs(suites: &[Suite]) -> Result<(PathBuf, Vec<(Suite, PathBuf)>)> {
     ))
 }
 
-/// The tests of the verbs API, built on the host.
+/// The tests of the verbs API, built on the host; beside them is what sees a device go.
 fn verbs_test() -> Result<PathBuf> {
     let out = shell::target().join("verbs");
     let mut build = Command::new("sh");

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The life of a VM: paused, reset, killed, back again, with memory coming and going.
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vhost_device_rdma_bare::spec::verbs::{qp_state, wc_status};
-use vhost_device_rdma_bare::{Context, Pd, Placement, Vm, VmOptions};
+use vhost_device_rdma_bare::{Context, Pd, Placement, Srq, SrqOptions, Vm, VmOptions};
 
 use crate::common::{
-    assert_status, assert_success, counts, pattern, process, vm, Pair, SideOptions, Two, ALL,
-    TIMEOUT,
+    all_types, assert_status, assert_success, counts, pattern, process, vm, Pair, SideOptions, Two,
+    ALL, TIMEOUT,
 };
 
 /// A buffer's contents do not change for a while.
@@ -421,4 +423,35 @@ fn killed_vms_leave_no_memory_behind() {
         last < first + LEAST_KIB * ROUNDS as u64,
         "KiB over time: {sizes:?}"
     );
+}
+
+/// The numbers that peers get to know: of queue pairs and SRQs, and the indices of keys.
+fn numbers(vm: &Arc<Vm>) -> [BTreeSet<u32>; 3] {
+    let pair = Pair::new(vm, vm);
+    let side = &pair.a;
+    let srqs = [0; 2].map(|_| Srq::new(&side.context, &side.pd, &SrqOptions::default()).unwrap());
+    [
+        [pair.a.qp.number(), pair.b.qp.number()].into(),
+        srqs.map(|srq| srq.number()).into(),
+        [pair.a.mr.lkey >> 8, pair.b.mr.lkey >> 8].into(),
+    ]
+}
+
+// D-OBJ-005.
+#[test]
+fn numbers_that_peers_know_do_not_come_again_after_a_reset_or_restart() {
+    let [process, other] = [0; 2].map(|_| process(1));
+    let socket = process.socket(0);
+    let guest = Vm::connect(socket, all_types()).unwrap();
+    let mut lives = vec![numbers(&guest)];
+    guest.reset().unwrap();
+    lives.push(numbers(&guest));
+    guest.kill();
+    lives.push(numbers(&Vm::connect(socket, all_types()).unwrap()));
+    lives.push(numbers(&Vm::connect(other.socket(0), all_types()).unwrap()));
+    for kind in 0..3 {
+        let all: Vec<_> = lives.iter().flat_map(|life| &life[kind]).collect();
+        let different: BTreeSet<_> = all.iter().collect();
+        assert_eq!(different.len(), all.len(), "{all:?}");
+    }
 }

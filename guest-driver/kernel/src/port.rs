@@ -26,7 +26,7 @@ impl Device {
             return;
         }
         if self.take_failed() || self.virtio().needs_reset() {
-            self.fail("the device says that it failed");
+            self.fail("the device failed, or its process on the host ended");
             return;
         }
         self.link_up()

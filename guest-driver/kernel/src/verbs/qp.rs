@@ -7,6 +7,7 @@ use crate::sys::alloc::Arc;
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{QpTarget, Udata};
 use crate::sys::table::Registration;
+use core::sync::atomic::Ordering;
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::{self, QpLayout, RingLayout};
 use virtio_rdma_spec::command::{
@@ -14,7 +15,7 @@ use virtio_rdma_spec::command::{
 };
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::QpRecord;
-use virtio_rdma_spec::verbs::{qp_attr, qp_type};
+use virtio_rdma_spec::verbs::{qp_attr, qp_state, qp_type};
 
 /// The number by which the GSI queue pair is known, whatever the device calls it.
 const GSI_NUMBER: u32 = 1;
@@ -60,6 +61,11 @@ impl Qp {
     /// The data path, if it is a queue pair of the kernel.
     pub(crate) fn kernel(&self) -> Option<&KernelQp> {
         self.kernel.as_deref()
+    }
+
+    /// Does it belong to a user in the kernel? The one for management is the core's own, as long as there is the device.
+    fn of_kernel_user(&self) -> bool {
+        self.kernel.is_some() && self.caps.qp_type != qp_type::GSI
     }
 }
 
@@ -210,22 +216,28 @@ pub(crate) fn create_qp(
         Ok((registration, kernel))
     };
     match finish() {
-        Ok((registration, kernel)) => Ok(Qp {
-            handle: made.qpn,
-            caps: QpCaps {
-                qp_type: init.qp_type,
-                max_send_wr: rings.sq.entries,
-                max_recv_wr: rings.rq.entries,
-                max_send_sge: init.max_send_sge,
-                max_recv_sge: init.max_recv_sge,
-                max_inline: init.max_inline,
-                signal_all: init.signal_all,
-            },
-            bell: (made.doorbell_queue, made.slot),
-            _registration: registration,
-            kernel,
-            _memory: rings.memory,
-        }),
+        Ok((registration, kernel)) => {
+            let qp = Qp {
+                handle: made.qpn,
+                caps: QpCaps {
+                    qp_type: init.qp_type,
+                    max_send_wr: rings.sq.entries,
+                    max_recv_wr: rings.rq.entries,
+                    max_send_sge: init.max_send_sge,
+                    max_recv_sge: init.max_recv_sge,
+                    max_inline: init.max_inline,
+                    signal_all: init.signal_all,
+                },
+                bell: (made.doorbell_queue, made.slot),
+                _registration: registration,
+                kernel,
+                _memory: rings.memory,
+            };
+            if qp.of_kernel_user() {
+                device.kernel_qps().fetch_add(1, Ordering::AcqRel);
+            }
+            Ok(qp)
+        }
         Err(error) => {
             device.must_destroy(opcode::DESTROY_QP, made.qpn);
             Err(error)
@@ -386,11 +398,21 @@ pub(crate) fn modify_qp(device: &Device, qp: &Qp, mask: u32, attr: QpAttr) -> Re
         attr_mask: mask,
         attr,
     };
-    device.simple_command(opcode::MODIFY_QP, &body)?;
+    match device.simple_command(opcode::MODIFY_QP, &body) {
+        // On a device that was lost everything is flushed, and these states are what they look like. Users drain their
+        // queues by going there.
+        Err(_) if device.commands().is_dead() && mask == qp_attr::STATE && ends(attr.qp_state) => {}
+        result => result?,
+    }
     if let (Some(kernel), true) = (&qp.kernel, mask & qp_attr::STATE != 0) {
         kernel.changed(attr.qp_state);
     }
     Ok(())
+}
+
+/// Is it a state in which a queue pair takes no part in anything?
+fn ends(state: u8) -> bool {
+    matches!(state, qp_state::ERR | qp_state::RESET)
 }
 
 /// The attributes of a queue pair.
@@ -408,6 +430,9 @@ pub(crate) fn destroy_qp(device: &Device, qp: &Qp) -> Result<()> {
     device.destroy(opcode::DESTROY_QP, qp.handle)?;
     if let Some(kernel) = &qp.kernel {
         kernel.forget();
+    }
+    if qp.of_kernel_user() {
+        device.kernel_qps().fetch_sub(1, Ordering::AcqRel);
     }
     Ok(())
 }

@@ -141,6 +141,17 @@ impl Queues {
         }
     }
 
+    /// Of a lost device: the completion of the work request that is to be flushed next, with its queue entry freed.
+    pub fn flush(&self, roles: cq::Roles) -> Option<Cqe> {
+        let send = |queues: &Self| queues.sq.as_ref()?.flush_next(queues.qpn);
+        let receive = |queues: &Self| queues.rq.as_ref()?.flush_next(queues.qpn);
+        let cqe = None
+            .or_else(|| roles.receives.then(|| receive(self))?)
+            .or_else(|| roles.sends.then(|| send(self))?)?;
+        self.complete(&cqe);
+        Some(cqe)
+    }
+
     /// Tells the device that there is new work.
     #[inline(always)]
     pub fn ring(&self) {
@@ -189,6 +200,38 @@ impl Queues {
         if let Some(rq) = &self.rq {
             let _lock = self.rq_lock.lock();
             rq.reset();
+        }
+    }
+}
+
+#[cfg(test)]
+impl Queues {
+    /// The queues of a connected queue pair that is ready to send.
+    pub fn fixture(shared: &Arc<context::Shared>, caps: &QpCaps, qpn: u32) -> Self {
+        let layout = QpLayout::new(caps).unwrap();
+        let buffer = Mapping::fixture(layout.size);
+        // SAFETY: `Queues` keeps the memory and the context.
+        let (words, doorbell) = unsafe { (Words::new(&buffer), shared.doorbell(0, qpn).unwrap()) };
+        let (sge, inline) = (caps.max_send_sge, caps.max_inline);
+        Self {
+            sq: Some(SendQueue::new(words, &layout.sq, sge, inline).unwrap()),
+            sq_lock: SpinLock::new(()),
+            rq: Some(RecvQueue::new(words, &layout.rq, caps.max_recv_sge).unwrap()),
+            rq_lock: SpinLock::new(()),
+            state: AtomicU32::new(sys::IBV_QPS_RTS),
+            doorbell: Some(doorbell),
+            kind: Kind::Connected,
+            opcodes: u32::MAX,
+            qpn,
+            _buffer: Some(buffer),
+            _context: Arc::clone(shared),
+        }
+    }
+
+    /// Posts a receive, as `post_recv`.
+    pub fn receive(&self, wr_id: u64) {
+        if self.receivable().unwrap().post(wr_id, []).unwrap() {
+            self.ring();
         }
     }
 }
@@ -378,7 +421,11 @@ unsafe fn create(
     // SAFETY: the completion queues are ours and alive. With the three fields written the value is complete.
     unsafe {
         for cq in cqs.into_iter().filter(|cq| !cq.is_null()) {
-            cq::attach(cq, qpn, &queues);
+            let roles = cq::Roles {
+                sends: cq == cqs[0],
+                receives: cq == cqs[1],
+            };
+            cq::attach(cq, qpn, &queues, roles);
         }
         (&raw mut (*qp).queues).write(queues);
         (&raw mut (*qp).cqs).write(cqs);
@@ -548,7 +595,7 @@ pub unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
     // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
     unsafe {
         let (cqs, qpn) = ((*qp.cast::<Qp>()).cqs, queues(qp).qpn);
-        let rc = sys::ibv_cmd_destroy_qp(qp);
+        let rc = context::destroyed((*qp).context, sys::ibv_cmd_destroy_qp(qp));
         if rc == 0 {
             for cq in cqs.into_iter().filter(|cq| !cq.is_null()) {
                 cq::detach(cq, qpn);
