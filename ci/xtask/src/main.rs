@@ -73,6 +73,8 @@ enum Command {
         #[arg(long)]
         quick: bool,
     },
+    /// Random traffic and random events for some minutes; the report is target/reports/soak.md
+    Soak(commands::soak::Options),
     /// Measure how fast the device is, beside what it competes with; the report is target/reports/bench.md
     Bench(commands::bench::Options),
     /// Count what the device executes for a message, and compare with the committed ceilings (part of `test`)
@@ -138,9 +140,11 @@ fn dispatch(command: Command) -> Result<bool> {
                     kernel,
                     only,
                     quick,
+                    soak: None,
                 },
             )
         }
+        Command::Soak(options) => commands::soak::run(&options),
         Command::Bench(options) => commands::bench::run(&options),
         Command::Instructions { update, only } => {
             setup::packages(&["valgrind"])?;

@@ -11,6 +11,7 @@ mod perftest;
 mod recovery;
 mod scale;
 mod smoke;
+pub mod soak;
 mod stock;
 pub mod storage;
 mod suite;
@@ -33,6 +34,7 @@ use crate::images::Kernel;
 use crate::report::{self, CaseReport, Outcome, Report};
 use crate::shell;
 use crate::vm::{Bed, Plan, Vm};
+use soak::Soak;
 
 /// A lane.
 pub struct Lane {
@@ -137,6 +139,8 @@ pub struct Ground<'a> {
     pub kernel: Kernel,
     /// True if it is to be shorter than usual.
     pub quick: bool,
+    /// How a soak runs.
+    soak: Option<Soak>,
     plan: Plan<'a>,
     figures: Vec<(String, Value)>,
     sub_cases: Vec<CaseReport>,
@@ -234,11 +238,16 @@ impl Ground<'_> {
             .device
             .as_mut()
             .is_none_or(|device| device.check().is_ok());
+        let healthy = match self.plan.stack {
+            Some(_) => "/payload/wait-active && /payload/stuck 5",
+            None => "true",
+        };
         let alive = |vm: &mut Vm| {
             // Whatever state it was left in.
             let _ = vm.thaw();
             let _ = vm.qmp("cont");
-            vm.run("true", Duration::from_secs(15)).is_ok()
+            let output = vm.run(healthy, Duration::from_secs(30));
+            output.is_ok_and(|output| output.status == 0)
         };
         if device_lives && self.bed.vms.iter_mut().all(alive) {
             // Its own warnings are not the next case's.
@@ -327,6 +336,8 @@ pub struct Choice<'a> {
     pub only: Option<&'a str>,
     /// Shorter than usual.
     pub quick: bool,
+    /// How a soak runs.
+    pub soak: Option<Soak>,
 }
 
 impl Choice<'_> {
@@ -345,7 +356,7 @@ pub fn run(lane: &Lane, means: &Means, choice: &Choice) -> Result<Report> {
             .filter(|case| choice.wants(case.name))
             .collect();
         if choice.kernel.is_none_or(|wanted| wanted == on) && !cases.is_empty() {
-            run_on(lane, means, on, &cases, choice.quick, &mut lane_report)?;
+            run_on(lane, means, on, &cases, choice, &mut lane_report)?;
         }
     }
     let path = lane_report.write()?;
@@ -362,7 +373,7 @@ fn run_on(
     means: &Means,
     kernel: Kernel,
     cases: &[Case],
-    quick: bool,
+    choice: &Choice,
     lane_report: &mut Report,
 ) -> Result<()> {
     let stock = PathBuf::from("qemu-system-x86_64");
@@ -389,7 +400,7 @@ fn run_on(
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
         memory: lane.memory,
-        bare: 0,
+        bare: choice.soak.map_or(0, |_| soak::BARE),
         disk: lane.storage.then_some(STORAGE_DISK),
         logs,
         interactive: false,
@@ -409,7 +420,8 @@ fn run_on(
     let mut ground = Ground {
         bed,
         kernel,
-        quick,
+        quick: choice.quick,
+        soak: choice.soak,
         plan,
         figures: Vec::new(),
         sub_cases: Vec::new(),

@@ -117,7 +117,7 @@ impl Pair {
     }
 
     /// The command line of `ibv_rc_pingpong` for the server or the client.
-    fn pingpong_command(self, arguments: &str, host: &str) -> String {
+    pub fn pingpong_command(self, arguments: &str, host: &str) -> String {
         format!(
             "ibv_rc_pingpong -g $(/payload/gid) -p {} -c {arguments} {host}",
             self.port

@@ -88,12 +88,6 @@ impl Device {
         self.wait_up()
     }
 
-    /// Ends the process and starts it again at once.
-    pub fn restart(&mut self, signal: Signal) -> Result<()> {
-        self.end(signal)?;
-        self.start_again()
-    }
-
     /// Where its socket for a VM is: `number` counts from 1.
     pub fn socket(&self, number: usize) -> Result<&Path> {
         let socket = number.checked_sub(1).and_then(|at| self.sockets.get(at));

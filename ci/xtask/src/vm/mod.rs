@@ -30,8 +30,8 @@ use qmp::Qmp;
 const BOOT: Duration = Duration::from_secs(120);
 
 /// QEMU's names of the RDMA device, of the slot it is in, and of the network interface.
-const CARD: &str = "card";
-const SLOT: &str = "slot";
+const CARD: &str = "rdma-card";
+const SLOT: &str = "rdma-port";
 const NIC: &str = "nic";
 
 /// How long a short command may take.

@@ -8,6 +8,8 @@ mod power;
 mod process;
 mod traffic;
 
+pub use traffic::rping;
+
 use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context, Result};
@@ -55,7 +57,7 @@ fn rounded(seconds: f64) -> f64 {
 }
 
 /// Waits until no guest has an active port: each has seen that its device is gone.
-fn wait_noticed(ground: &Ground) -> Result<()> {
+pub fn wait_noticed(ground: &Ground) -> Result<()> {
     for vm in &ground.bed.vms {
         let noticed = wait_for(NOTICES, || {
             let output = vm.run(
@@ -70,7 +72,7 @@ fn wait_noticed(ground: &Ground) -> Result<()> {
 }
 
 /// Waits until a VM has its card again.
-fn wait_active_in(ground: &Ground, number: u8) -> Result<()> {
+pub fn wait_active_in(ground: &Ground, number: u8) -> Result<()> {
     let command = format!("/payload/wait-active '*' {}", COMES_BACK.as_secs());
     let output = ground.vm(number)?.run(&command, COMES_BACK + SHORT)?;
     ensure!(
@@ -103,7 +105,7 @@ fn comes_back(ground: &mut Ground, case: &str) -> Result<()> {
 }
 
 /// No task of a guest hangs in its kernel.
-fn nothing_stuck(ground: &Ground) -> Result<()> {
+pub fn nothing_stuck(ground: &Ground) -> Result<()> {
     for vm in &ground.bed.vms {
         let output = vm.run("/payload/stuck 10", SHORT)?;
         ensure!(

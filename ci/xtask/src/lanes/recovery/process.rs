@@ -113,8 +113,8 @@ fn under(ground: &mut Ground, kind: Kind, case: &str) -> Result<()> {
     let back = Traffic::start(ground, kind, 1, 2)?;
     device(ground)?.end(Signal::KILL)?;
     let start = Instant::now();
-    there.is_lost(ground)?;
-    back.is_lost(ground)?;
+    there.lost(ground)?;
+    back.lost(ground)?;
     ground.figure(
         &format!("killed_under_{case}_application_ends_seconds"),
         rounded(start.elapsed().as_secs_f64()),
@@ -199,7 +199,7 @@ fn once(
     sleep(Duration::from_millis(u64::from(n * 37 % 13) * 100));
     device(ground)?.end(Signal::KILL)?;
     for traffic in running {
-        traffic.is_lost(ground)?;
+        traffic.lost(ground)?;
     }
     wait_noticed(ground)?;
     // At once, or when everything in the guests is over.

@@ -130,7 +130,7 @@ impl Traffic {
     }
 
     /// The device was lost under it: both sides end by themselves, and the client with an error. Returns after how many seconds.
-    pub fn is_lost(self, ground: &Ground) -> Result<f64> {
+    pub fn lost(self, ground: &Ground) -> Result<f64> {
         let start = Instant::now();
         if self.kind == Kind::Ucmatose {
             // It waits for events of its connections for ever, whatever becomes of them.
