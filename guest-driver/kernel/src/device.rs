@@ -104,6 +104,8 @@ pub(crate) struct Device {
     _queues: Virtqueues,
 
     link_up: AtomicBool,
+    /// The device was told that the interface is up, which is what it starts from.
+    port_told_up: AtomicBool,
     /// The last state of the port that was reported.
     port_active: AtomicBool,
     /// The start is over, and how it ended (an errno, or zero).
@@ -216,6 +218,7 @@ impl Device {
             status_page,
             _queues: queues,
             link_up: AtomicBool::new(config.link_up != 0),
+            port_told_up: AtomicBool::new(true),
             port_active: AtomicBool::new(false),
             started: Completion::new()?,
             start_error: AtomicU32::new(0),
@@ -291,6 +294,7 @@ impl Device {
         }
 
         self.pairing.pair(&self.config.mac);
+        self.tell_port_state();
         self.port_active
             .store(self.port_is_active(), Ordering::Relaxed);
         let vectors = self.config.num_completion_queues;
@@ -554,6 +558,10 @@ impl Device {
 
     pub(crate) fn link_up(&self) -> &AtomicBool {
         &self.link_up
+    }
+
+    pub(crate) fn port_told_up(&self) -> &AtomicBool {
+        &self.port_told_up
     }
 
     pub(crate) fn port_active(&self) -> &AtomicBool {
