@@ -112,7 +112,11 @@ impl Bed {
     pub fn stop(&mut self) {
         self.vms.clear();
         self.device = None;
-        let _ = fs::remove_dir_all(&self.directory);
+        // The next bed of this process has the same directory, and may be there before this one is dropped.
+        let directory = std::mem::take(&mut self.directory);
+        if !directory.as_os_str().is_empty() {
+            let _ = fs::remove_dir_all(directory);
+        }
     }
 
     /// Where its sockets are.

@@ -52,7 +52,7 @@ impl Traffic {
         let (ready, serve, call) = match kind {
             Kind::Rping => (
                 Ready::Cm(port),
-                format!("exec rping -s -a {host} -p {port}"),
+                format!("exec rping -s -a {host} -p {port} -V -S 4096"),
                 format!("exec rping -c -a {host} -p {port} -V -S 4096"),
             ),
             Kind::Ucmatose => {
