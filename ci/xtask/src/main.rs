@@ -54,8 +54,8 @@ enum Command {
         #[arg(long, default_value_t = 1024)]
         memory: u32,
     },
-    /// Formatting, lints, documentation, unit and property tests, instruction counts, the VM lane `smoke`, and rdma-core's own
-    /// tests in a VM
+    /// Formatting, lints, documentation, unit and property tests, instruction counts, the VM lane
+    /// `smoke`, a part of `recovery`, and rdma-core's own tests in a VM
     Test,
     /// Run VM lanes; reports go to target/reports/
     #[command(after_help = format!("Lanes:{}", lanes::list()))]

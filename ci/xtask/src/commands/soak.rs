@@ -16,7 +16,8 @@ pub struct Options {
     /// For how long events happen
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     minutes: u64,
-    /// What the events are drawn from: the same seed, the same sequence (default: another one each time)
+    /// What the events are drawn from: the same seed, the same sequence (default: another one each
+    /// time)
     #[arg(long)]
     seed: Option<u64>,
     /// The guests' kernel

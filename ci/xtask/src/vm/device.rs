@@ -5,7 +5,7 @@ use std::io::Read;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
@@ -67,7 +67,8 @@ impl Device {
         Ok(())
     }
 
-    /// Ends the process by a signal and waits for its end: KILL is a crash, TERM is how it is stopped for an upgrade.
+    /// Ends the process by a signal and waits for its end: KILL is a crash, TERM is how it is
+    /// stopped for an upgrade.
     pub fn end(&mut self, signal: Signal) -> Result<()> {
         signal_child(&self.child, signal)?;
         let end = Instant::now() + Duration::from_secs(20);
@@ -86,6 +87,16 @@ impl Device {
     pub fn start_again(&mut self) -> Result<()> {
         self.child = spawn(&self.command, &self.log)?;
         self.wait_up()
+    }
+
+    /// Takes the link of a VM's device down or up, as the host's operator does.
+    pub fn set_link(&self, number: usize, up: bool) -> Result<()> {
+        let program = self.command.first().context("no command")?;
+        let mut command = Command::new(program);
+        command.arg("link").arg(&self.status);
+        command.arg(self.socket(number)?);
+        command.arg(if up { "up" } else { "down" });
+        crate::shell::capture(&mut command).map(drop)
     }
 
     /// Where its socket for a VM is: `number` counts from 1.

@@ -581,8 +581,8 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
             "-chardev",
             format!("socket,id=rdma,path={},reconnect-ms=1000", socket("rdma")),
         );
-        // In a slot of its own it can be unplugged and plugged. The window is for the doorbells of one that is not there
-        // when the firmware looks.
+        // In a slot of its own it can be unplugged and plugged. The window is for the doorbells of
+        // one that is not there when the firmware looks.
         add(
             "-device",
             format!("pcie-root-port,id={SLOT},chassis=1,slot=1,pref64-reserve=32M"),

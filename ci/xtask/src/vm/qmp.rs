@@ -69,7 +69,7 @@ impl Qmp {
             if Instant::now() > end {
                 bail!("no event {name} in {timeout:?}");
             }
-            // Events come with answers: QEMU is asked for something, so that a read never waits for long.
+            // QEMU is asked for something, so that a read never waits for long.
             self.execute("query-status", json!({}))?;
             std::thread::sleep(Duration::from_millis(50));
         }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The driver is unbound, bound, removed and loaded, and the card pulled out of its slot and put in again.
+//! The driver is unbound, bound, removed and loaded, and the card pulled out of its slot and put in
+//! again.
 
 use anyhow::{ensure, Result};
 

@@ -9,12 +9,27 @@ use anyhow::{Context, Result};
 use super::traffic::{self, rping_to, Kind, Traffic};
 use super::{nothing_left, nothing_stuck, wait_active_in};
 use crate::lanes::{Case, Ground};
-use crate::vm::mac;
+use crate::vm::{mac, wait_for, SHORT};
 
 pub const CASES: &[Case] = &[
     Case {
         name: "interface: down and up",
-        run: |ground| changes(ground, &["ip link set eth0 down", "ip link set eth0 up"]),
+        run: |ground| {
+            link(ground, |ground, up| {
+                let state = if up { "up" } else { "down" };
+                let command = format!("ip link set eth0 {state}");
+                ground.vm(2)?.sh(&command).map(drop)
+            })
+        },
+    },
+    Case {
+        name: "interface: the host takes the link of the card down and up",
+        run: |ground| {
+            link(ground, |ground, up| {
+                let device = ground.bed.device.as_ref().context("there is no device")?;
+                device.set_link(2, up)
+            })
+        },
     },
     Case {
         name: "interface: the cable is pulled and put in",
@@ -58,8 +73,9 @@ pub const CASES: &[Case] = &[
 /// How long a change is left alone.
 const WHILE: Duration = Duration::from_secs(2);
 
-/// Changes vm2's interface by commands, one after the other, under traffic in both directions. What becomes of that depends on the
-/// change, but it can be ended, nothing hangs, and at the end the card works as before.
+/// Changes vm2's interface by commands, one after the other, under traffic in both directions. What
+/// becomes of that depends on the change, but it can be ended, nothing hangs, and at the end the
+/// card works as before.
 fn changes(ground: &mut Ground, commands: &[&str]) -> Result<()> {
     let running = [
         Traffic::start(ground, Kind::Rping, 2, 1)?,
@@ -84,14 +100,30 @@ fn after(ground: &mut Ground) -> Result<()> {
     nothing_left(ground)
 }
 
-/// What the guest's interface loses, the card's port loses, too, and both get it back.
-fn cable(ground: &mut Ground) -> Result<()> {
-    let running = Traffic::start(ground, Kind::Rping, 2, 1)?;
-    ground.vm_mut(2)?.set_link(false)?;
+/// The port goes down and comes up by whatever means, under traffic in both directions.
+fn link(ground: &mut Ground, set: impl Fn(&mut Ground, bool) -> Result<()>) -> Result<()> {
+    let running = [
+        Traffic::start(ground, Kind::Rping, 2, 1)?,
+        Traffic::start(ground, Kind::Perftest, 2, 1)?,
+        Traffic::start(ground, Kind::Flow, 1, 2)?,
+    ];
+    set(ground, false)?;
+    let down = wait_for(SHORT, || {
+        let state = "grep -q DOWN /sys/class/infiniband/*/ports/1/state";
+        Ok((ground.vm(2)?.run(state, SHORT)?.status == 0).then_some(()))
+    })?;
     sleep(WHILE);
-    ground.vm_mut(2)?.set_link(true)?;
-    running.stop(ground)?;
+    set(ground, true)?;
+    down.context("the port of vm2 does not go down")?;
+    for traffic in running {
+        traffic.stop(ground)?;
+    }
     after(ground)
+}
+
+/// The interface loses its carrier.
+fn cable(ground: &mut Ground) -> Result<()> {
+    link(ground, |ground, up| ground.vm_mut(2)?.set_link(up))
 }
 
 /// The card belongs to the interface that it has found, whatever address that has later.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `recovery`: a card that comes back. The device process, the driver, the slot, the network interface and the guest itself go
-//! away under traffic of applications and of users in the kernel, and come back; nobody lends a hand, and no kernel complains.
+//! Lane `recovery`: a card that comes back. The device process, the driver, the slot, the network
+//! interface and the guest itself go away under traffic of applications and of users in the kernel,
+//! and come back; nobody lends a hand, and no kernel complains.
 
 mod card;
 mod interface;
@@ -25,8 +26,8 @@ const ENDS: Duration = Duration::from_secs(20);
 /// How long a guest may take to see that its device is gone.
 const NOTICES: Duration = Duration::from_secs(10);
 
-/// How long a card may take to be there again: QEMU connects every second, users in the kernel are given some seconds to let go of
-/// their queue pairs.
+/// How long a card may take to be there again: QEMU connects every second, users in the kernel are
+/// given some seconds to let go of their queue pairs.
 const COMES_BACK: Duration = Duration::from_secs(40);
 
 /// The lane.
@@ -39,7 +40,7 @@ pub fn lane() -> Lane {
     };
     Lane {
         name: "recovery",
-        about: "a card that comes back: device process, driver, slot, interface and guest go away under traffic",
+        about: "a card that comes back when device, driver, slot, interface or guest go away",
         with_device: true,
         vms: 2,
         memory: 1024,
@@ -83,7 +84,8 @@ pub fn wait_active_in(ground: &Ground, number: u8) -> Result<()> {
     Ok(())
 }
 
-/// What has to be true when the device is there: every guest gets its card by itself, and the first connection is good.
+/// What has to be true when the device is there: every guest gets its card by itself, and the first
+/// connection is good.
 fn comes_back(ground: &mut Ground, case: &str) -> Result<()> {
     let start = Instant::now();
     for number in [1, 2] {
@@ -118,7 +120,8 @@ pub fn nothing_stuck(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-/// The device has nothing of applications any more: each VM has as many queue pairs as an idle driver.
+/// The device has nothing of applications any more: each VM has as many queue pairs as an idle
+/// driver.
 fn nothing_left(ground: &Ground) -> Result<()> {
     for vm in &ground.bed.vms {
         let idle = wait_for(SHORT, || {

@@ -69,7 +69,8 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
     let command = match depth {
         Depth::Ram => "echo deep >/sys/power/mem_sleep && echo mem >/sys/power/state",
         Depth::Idle => "echo freeze >/sys/power/state",
-        // The image is written and read, and the devices go through all of it; only the power stays on.
+        // The image is written and read, and the devices go through all of it; only the power stays
+        // on.
         Depth::Disk => {
             "mkswap /dev/vdc >/dev/null && swapon /dev/vdc && cat /sys/block/vdc/dev >/sys/power/resume && \
              echo test_resume >/sys/power/disk && echo disk >/sys/power/state && swapoff /dev/vdc"
@@ -116,7 +117,8 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
     nothing_left(ground)
 }
 
-/// The guest's payload comes over 9p, whose driver for virtio does not live through a suspend: from now on it is in memory.
+/// The guest's payload comes over 9p, whose driver for virtio does not live through a suspend: from
+/// now on it is in memory.
 fn own_payload(vm: &Vm) -> Result<()> {
     vm.sh(
         "if ! mountpoint -q /run/payload; then mkdir /run/payload && mount -t tmpfs payload /run/payload && \

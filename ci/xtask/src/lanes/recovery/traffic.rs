@@ -14,8 +14,8 @@ use crate::vm::{wait_for, Job, SHORT};
 /// How long traffic may take to begin, on a busy machine without KVM.
 const BEGINS: Duration = Duration::from_secs(60);
 
-/// How long storage may take to go on: the NVMe host looks for its target every few seconds, and clients of NFS give way to their
-/// server for longer each time they find nobody.
+/// How long storage may take to go on: the NVMe host looks for its target every few seconds, and
+/// clients of NFS give way to their server for longer each time they find nobody.
 const STORAGE_GOES_ON: Duration = Duration::from_secs(150);
 
 /// Which application.
@@ -129,7 +129,8 @@ impl Traffic {
         )
     }
 
-    /// The device was lost under it: both sides end by themselves, and the client with an error. Returns after how many seconds.
+    /// The device was lost under it: both sides end by themselves, and the client with an error.
+    /// Returns after how many seconds.
     pub fn lost(self, ground: &Ground) -> Result<f64> {
         let start = Instant::now();
         if self.kind == Kind::Ucmatose {
@@ -202,7 +203,8 @@ pub fn rping_to(ground: &Ground, pair: Pair, host: &str) -> Result<()> {
     .map(drop)
 }
 
-/// NVMe over Fabrics, NFS or both between the VMs, each with a fio that writes, reads and verifies until it is stopped.
+/// NVMe over Fabrics, NFS or both between the VMs, each with a fio that writes, reads and verifies
+/// until it is stopped.
 pub struct Kernel {
     runs: Vec<(Fio, Job)>,
 }

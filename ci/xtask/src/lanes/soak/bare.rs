@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Verified traffic between two guests that are no VMs: drivers of `guest-driver/bare` on sockets of the same device process.
+//! Verified traffic between two guests that are no VMs: drivers of `guest-driver/bare` on sockets
+//! of the same device process.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -306,7 +307,8 @@ fn same(wanted: &[u8], found: &[u8], place: &str) -> Result<()> {
     }
 }
 
-/// A guest that creates objects until the device or its memory has no room; returns how many of each kind. All are destroyed.
+/// A guest that creates objects until the device or its memory has no room; returns how many of
+/// each kind. All are destroyed.
 pub fn limits(socket: &Path) -> Result<[usize; 3]> {
     let vm = bare::Vm::connect(socket, bare::VmOptions::default())?;
     let pds = until_refused(|| bare::Pd::new(&vm))?;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The traffic of a soak: applications in the VMs, one after the other in a few places at a time, and the bare guests.
+//! The traffic of a soak: applications in the VMs, one after the other in a few places at a time,
+//! and the bare guests.
 
 use std::time::{Duration, Instant};
 
@@ -150,7 +151,8 @@ impl Flows {
         }
     }
 
-    /// Ends what was disturbed and runs all the same: what waits for a peer that is gone waits for ever.
+    /// Ends what was disturbed and runs all the same: what waits for a peer that is gone waits for
+    /// ever.
     pub fn end_disturbed(&mut self, ground: &mut Ground) -> Result<()> {
         let (disturbed, running): (Vec<_>, Vec<_>) = std::mem::take(&mut self.runs)
             .into_iter()

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `cargo xtask soak`: two VMs and two guests that are no VMs on one device process, random traffic whose data is verified, and random
-//! events among it. After each event everything comes back; at the end nothing is lost, corrupt or left over, and the device has as
-//! much memory as before.
+//! `cargo xtask soak`: two VMs and two guests that are no VMs on one device process, random traffic
+//! whose data is verified, and random events among it. After each event everything comes back; at
+//! the end nothing is lost, corrupt or left over, and the device has as much memory as before.
 //!
-//! The events are drawn from the seed alone, so that the same seed gives the same sequence; how many of them there are is a matter of
-//! time.
+//! The events are drawn from the seed alone, so that the same seed gives the same sequence; how
+//! many of them there are is a matter of time.
 
 mod bare;
 mod flow;
@@ -32,10 +32,12 @@ pub struct Soak {
     pub seed: u64,
 }
 
-/// How many guests that are no VMs it has: two with traffic between them, and one that goes to its limits.
+/// How many guests that are no VMs it has: two with traffic between them, and one that goes to its
+/// limits.
 pub const BARE: u8 = 3;
 
-/// What remains of the device's memory after all is over may differ by this part of it, as the allocator likes.
+/// What remains of the device's memory after all is over may differ by this part of it, as the
+/// allocator likes.
 const FLAT: f64 = 0.01;
 
 /// What runs as a lane, though it is none of those that `cargo xtask lane` knows.
@@ -178,7 +180,8 @@ impl Draw {
     }
 }
 
-/// Events of these kinds for half of the time, after one of each for a start, by which the device has grown as large as it will.
+/// Events of these kinds for half of the time, after one of each for a start, by which the device
+/// has grown as large as it will.
 fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
     let soak = ground.soak.context("no time and no seed")?;
     let mut random = Random::new(soak.seed.wrapping_add(number));
