@@ -300,7 +300,7 @@ impl Adapter {
         if link.0.swap(up, Ordering::SeqCst) == up {
             return;
         }
-        // Whoever attaches from now on finds it as it is.
+        // An RNIC that attaches from now on sees the new state.
         for rnic in self.rnics() {
             if Arc::ptr_eq(&rnic.settings.link, link) {
                 rnic.link_changed();
@@ -475,10 +475,10 @@ impl Rnic {
         }
     }
 
-    /// The port went down or came up, maybe: queue pairs look for their peers again.
+    /// The port may have gone down or come up: queue pairs look for their peers again.
     fn port_changed(&self) {
         self.ports.changed();
-        // Whoever began before that goes by what was, until the tables are ours.
+        // Turns that began before may still follow the old routes. A writer waits for their end.
         drop(self.tables_mut());
         if self.port_is_up() {
             for worker in &self.workers {
