@@ -147,6 +147,7 @@ tests! {
         "post_all_operations"
         "post_all_operations_ex"
         "inline_up_to_the_limit"
+        "inline_is_granted_unasked"
         "inline_read_is_refused"
         "fence_after_read"
         "solicited_events"
