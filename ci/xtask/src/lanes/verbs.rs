@@ -213,6 +213,7 @@ tests! {
         "ud_send_with_header"
         "ud_answer_by_header"
         "ud_ipv6_header"
+        "ud_sl_tells_the_header"
         "ud_length_limits"
         "ud_without_receive_is_lost"
         "ud_gather_inline_ex"
