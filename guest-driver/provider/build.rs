@@ -80,7 +80,7 @@ fn bindings(include: &Path, out: &Path) -> Result<()> {
         .allowlist_function(
             "ibv_cmd_.*|execute_ioctl|_verbs_init_and_alloc_context|verbs_set_ops|verbs_uninit_context",
         )
-        .allowlist_function("ibv_dontfork_range|ibv_dofork_range")
+        .allowlist_function("ibv_dontfork_range|ibv_dofork_range|__verbs_log")
         .allowlist_var("IBV_.*|UVERBS_.*|VERBS_.*")
         .default_enum_style(bindgen::EnumVariation::Consts)
         .prepend_enum_name(false)

@@ -4,6 +4,7 @@
 use core::ffi::{c_int, c_void};
 use core::mem::offset_of;
 use core::ptr;
+use std::ffi::CString;
 use std::sync::Arc;
 
 use virtio_rdma_driver_core::abi::{self, AllocContextResponse, QueryDeviceResponse};
@@ -300,6 +301,8 @@ unsafe fn set_up(
             Ok(base)
         }
         Err(error) => {
+            // SAFETY: as before.
+            unsafe { explain(base, error) };
             // SAFETY: undoes what _verbs_init_and_alloc_context did; `shared` was not written.
             unsafe {
                 sys::verbs_uninit_context(base);
@@ -308,6 +311,24 @@ unsafe fn set_up(
             Err(error)
         }
     }
+}
+
+/// Says why there is no context, to who asks libibverbs for its log (VERBS_LOG_LEVEL): programs seldom tell errno.
+///
+/// # Safety
+/// The part of libibverbs is initialized.
+unsafe fn explain(base: *mut sys::verbs_context, Errno(errno): Errno) {
+    let hint = match errno {
+        libc::EIO | libc::ENODEV => ": the device is lost, or does not answer commands",
+        _ => "",
+    };
+    let error = std::io::Error::from_raw_os_error(errno);
+    // No text of these has a zero byte.
+    let Ok(text) = CString::new(format!("virtio_rdma: no context: {error}{hint}\n")) else {
+        return;
+    };
+    // SAFETY: as the caller says; the format asks for one text.
+    unsafe { sys::__verbs_log(base, sys::VERBS_LOG_ERR, c"%s".as_ptr(), text.as_ptr()) };
 }
 
 /// # Safety
@@ -446,4 +467,32 @@ unsafe extern "C" fn query_rt_values(
             tv_nsec: clock as _,
         };
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use core::mem::MaybeUninit;
+
+    use super::*;
+
+    #[test]
+    fn what_a_lost_device_had_is_destroyed_with_it() {
+        let shared = Arc::new(Shared::fixture());
+        let mut ours = Box::new(MaybeUninit::<Context>::zeroed());
+        let ours = ours.as_mut_ptr();
+        // SAFETY: places in the box; only `shared` is used of what is in it.
+        let context = unsafe {
+            (&raw mut (*ours).shared).write(Arc::clone(&shared));
+            &raw mut (*ours).base.context
+        };
+        // SAFETY: the context is there.
+        let destroyed = |rc| unsafe { destroyed(context, rc) };
+        let results = || [0, libc::EIO, libc::EBUSY].map(destroyed);
+        // A device that lives may still write to the memory of an object that the kernel did not destroy.
+        assert_eq!(results(), [0, libc::EIO, libc::EBUSY]);
+        shared.lose();
+        assert_eq!(results(), [0, 0, libc::EBUSY]);
+        // SAFETY: written above.
+        unsafe { (&raw mut (*ours).shared).drop_in_place() };
+    }
 }
