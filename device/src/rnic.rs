@@ -300,7 +300,7 @@ impl Adapter {
         if link.0.swap(up, Ordering::SeqCst) == up {
             return;
         }
-        // Whoever attaches from now on finds it as it is.
+        // An RNIC that attaches from now on sees the new state.
         for rnic in self.rnics() {
             if Arc::ptr_eq(&rnic.settings.link, link) {
                 rnic.link_changed();
@@ -314,6 +314,7 @@ impl Adapter {
         let rnics = self.rnics();
         json!({
             "version": env!("CARGO_PKG_VERSION"),
+            "resident_bytes": resident_bytes(),
             "workers": self.workers.iter().map(|worker| worker.status()).collect::<Vec<_>>(),
             "lock_waits": sync::waits(),
             "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
@@ -326,6 +327,15 @@ impl Adapter {
             worker.stop();
         }
     }
+}
+
+/// Resident memory of this process without that of guests, bytes, if the system tells.
+fn resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let mut lines = status.lines();
+    let anonymous = lines.find_map(|line| line.strip_prefix("RssAnon:"))?;
+    let kib: u64 = anonymous.trim().strip_suffix(" kB")?.parse().ok()?;
+    kib.checked_mul(1024)
 }
 
 /// A GUID from the MAC address (EUI-64), or from the name where there is none.
@@ -465,10 +475,10 @@ impl Rnic {
         }
     }
 
-    /// The port went down or came up, maybe: queue pairs look for their peers again.
+    /// The port may have gone down or come up: queue pairs look for their peers again.
     fn port_changed(&self) {
         self.ports.changed();
-        // Whoever began before that goes by what was, until the tables are ours.
+        // Turns that began before may still follow the old routes. A writer waits for their end.
         drop(self.tables_mut());
         if self.port_is_up() {
             for worker in &self.workers {

@@ -3,7 +3,7 @@
 //! line with a request, the answer to that.
 //!
 //! A client may send one line, `link DEVICE up` or `link DEVICE down`, or end its side of the
-//! connection to say that none comes. From who does neither none is expected after a while.
+//! connection to say that none comes. If it does neither for a while, none is expected.
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -102,7 +102,7 @@ fn ask(path: &Path, request: &str) -> Result<Value, Error> {
         .and_then(|mut stream| {
             stream.set_read_timeout(Some(CLIENT_TIMEOUT))?;
             stream.write_all(request.as_bytes())?;
-            // There is no more, so that nobody waits for it.
+            // There is no more: the process need not wait for it.
             stream.shutdown(Shutdown::Write)?;
             stream.read_to_string(&mut text)
         })

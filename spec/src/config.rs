@@ -73,5 +73,7 @@ constants! {
         FAST_REG = 14,
         /// SET_PORT_STATE: the driver takes the port down and up.
         PORT_STATE = 15,
+        /// Completions of datagrams say whether an IPv4 header is in front of them.
+        HEADER_TYPE = 16,
     }
 }

@@ -117,6 +117,8 @@ constants! {
         WITH_IMM = 2,
         /// `imm` holds the key that was invalidated.
         WITH_INV = 8,
+        /// With GRH: the header is one of IPv4.
+        IPV4 = 128,
     }
 }
 

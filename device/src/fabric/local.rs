@@ -110,8 +110,8 @@ impl Ports {
         self.generation.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Who enters a read section after a change and its wait for the readers must find the change,
-    /// so the order is that of the read sections.
+    /// A worker whose turn begins after a writer has waited for the readers must see what the
+    /// writer changed before: so the order is sequential, as that of entering and waiting is.
     fn generation(&self) -> u64 {
         self.generation.load(Ordering::SeqCst)
     }

@@ -22,8 +22,8 @@ const LEAST: usize = 16;
 pub(super) fn random(range: RangeInclusive<u32>) -> u32 {
     let (first, last) = (u64::from(*range.start()), u64::from(*range.end()));
     let count = last.saturating_sub(first) + 1;
-    // The hasher is seeded by the system, and each has a seed of its own. Who guesses the number
-    // gains nothing.
+    // The hasher is seeded by the system, and each has a seed of its own. Nothing depends on the
+    // number being hard to guess.
     let random = first + RandomState::new().hash_one(()) % count;
     u32::try_from(random).unwrap_or(*range.start())
 }

@@ -78,7 +78,7 @@ struct Inbox {
     qps: Vec<Arc<Qp>>,
     /// Completion queues whose event is held back.
     cqs: Vec<Weak<Cq>>,
-    /// A port came up: who waits may have a way to its peer now.
+    /// A port came up: queue pairs that wait may have a way to their peers now.
     try_again: bool,
 }
 

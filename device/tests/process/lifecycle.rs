@@ -9,8 +9,8 @@ use vhost_device_rdma_bare::spec::verbs::{qp_state, wc_status};
 use vhost_device_rdma_bare::{Context, Pd, Placement, Srq, SrqOptions, Vm, VmOptions};
 
 use crate::common::{
-    all_types, assert_status, assert_success, counts, pattern, process, vm, Pair, SideOptions, Two,
-    ALL, TIMEOUT,
+    all_types, assert_status, assert_success, assert_works, counts, pattern, process, vm, Pair,
+    SideOptions, Two, ALL, TIMEOUT,
 };
 
 /// A buffer's contents do not change for a while.
@@ -389,11 +389,8 @@ fn a_vm_connects_and_disconnects_many_times() {
 
 /// Resident memory of the device process, KiB, without that of the guests.
 fn resident(two: &Two) -> u64 {
-    let path = format!("/proc/{}/status", two.process.id());
-    let text = std::fs::read_to_string(path).unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let size = line.and_then(|line| line.split_ascii_whitespace().next());
-    size.unwrap().parse().unwrap()
+    let status = two.process.status().unwrap();
+    status["resident_bytes"].as_u64().unwrap() / 1024
 }
 
 #[test]
@@ -423,6 +420,48 @@ fn killed_vms_leave_no_memory_behind() {
         last < first + LEAST_KIB * ROUNDS as u64,
         "KiB over time: {sizes:?}"
     );
+}
+
+// D-RST-004.
+#[test]
+fn front_ends_follow_each_other_at_once_and_leave_no_memory_behind() {
+    const FIRST: usize = 200;
+    const ROUNDS: usize = 800;
+    let mut two = Two::new();
+    let options = VmOptions {
+        memory: 8 << 20,
+        ..VmOptions::default()
+    };
+    let small = SideOptions {
+        memory: 64 << 10,
+        ..SideOptions::default()
+    };
+    let mut sizes = Vec::new();
+    for round in 0..FIRST + ROUNDS {
+        let pair = two.pair_with(&small, |_| ());
+        for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
+            for wr_id in 0..4 {
+                let sge = from.mr.sge(0, 60_000);
+                from.qp
+                    .write(wr_id, &[sge], to.mr.iova, to.mr.rkey)
+                    .unwrap();
+            }
+        }
+        assert_success(&pair.a.sent());
+        // The next one knocks before the traffic of this one has ended.
+        two.b.kill();
+        two.b = Vm::connect(two.process.socket(1), options.clone()).unwrap();
+        drop(pair);
+        if round % 100 == 0 {
+            assert_eq!(counts(&two.process, two.process.socket(0))[4], 0);
+        }
+        sizes.push(resident(&two));
+    }
+    let (first, last) = (sizes[FIRST], sizes[FIRST + ROUNDS - 1]);
+    // A quarter of a page for each: less than any object takes.
+    assert!(last < first + ROUNDS as u64, "KiB over time: {sizes:?}");
+    assert_works(&two.pair());
+    two.assert_unharmed();
 }
 
 /// The numbers that peers get to know: of queue pairs and SRQs, and the indices of keys.

@@ -182,7 +182,7 @@ fn nonsense_on_the_status_socket_is_told_and_does_no_harm() {
         Ok(())
     });
     result.unwrap();
-    // Whoever says nothing gets the status, as does who comes after one who does not end.
+    // A client that says nothing gets the status, and so does one behind a client that does not end.
     let mut silent = UnixStream::connect(process.status_socket()).unwrap();
     let mut slow = UnixStream::connect(process.status_socket()).unwrap();
     slow.write_all(b"link ").unwrap();
@@ -195,7 +195,7 @@ fn nonsense_on_the_status_socket_is_told_and_does_no_harm() {
     text.clear();
     slow.read_to_string(&mut text).unwrap();
     assert!(text.contains("\"error\""), "{text}");
-    // One who is gone before the answer.
+    // This one is gone before the answer.
     let gone = UnixStream::connect(process.status_socket()).unwrap();
     gone.shutdown(Shutdown::Both).unwrap();
     drop(gone);

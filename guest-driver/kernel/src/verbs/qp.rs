@@ -9,7 +9,7 @@ use crate::sys::rdma::{QpTarget, Udata};
 use crate::sys::table::Registration;
 use core::sync::atomic::Ordering;
 use virtio_rdma_driver_core::abi;
-use virtio_rdma_driver_core::buffer::{self, QpLayout, RingLayout};
+use virtio_rdma_driver_core::buffer::{self, RingLayout};
 use virtio_rdma_spec::command::{
     create_qp_flag, opcode, CreateQp, CreateQpResponse, Handle, ModifyQp, QpAttr, QueryQpResponse,
 };
@@ -81,6 +81,7 @@ pub(crate) struct QpCaps {
 }
 
 /// What a queue pair is to be.
+#[derive(Clone, Copy)]
 pub(crate) struct QpInit<'a> {
     pub(crate) qp_type: u8,
     /// Flags of verbs, those of `create_qp_flag` that verbs have.
@@ -177,14 +178,18 @@ pub(crate) fn create_qp(
     udata: Udata<'_>,
 ) -> Result<Qp> {
     init.check(device, udata.is_user())?;
+    let mut init = *init;
     let rings = if init.qp_type == qp_type::XRC_TGT {
         udata.none()?;
         Rings::none()
     } else if udata.is_user() {
         user_rings(device, udata)?
     } else {
-        kernel_rings(device, init)?
+        let (rings, max_inline) = kernel_rings(device, &init)?;
+        init.max_inline = max_inline;
+        rings
     };
+    let init = &init;
     let max_recv_wr = if init.receives() { init.max_recv_wr } else { 0 };
     if init.qp_type != qp_type::XRC_TGT {
         for (ring, wanted) in [(rings.sq, init.max_send_wr), (rings.rq, max_recv_wr)] {
@@ -328,16 +333,19 @@ fn core_caps(init: &QpInit<'_>) -> buffer::QpCaps {
     }
 }
 
-fn kernel_rings(device: &Device, init: &QpInit<'_>) -> Result<Rings> {
+/// A buffer for the rings, and the inline bytes to grant.
+fn kernel_rings(device: &Device, init: &QpInit<'_>) -> Result<(Rings, u32)> {
     let context = device.kernel_context().ok_or(Errno::EOPNOTSUPP)?;
     let masked = device.features().has(feature::ATOMIC);
-    let QpLayout { sq, rq, size } = kverbs::qp_layout(init.qp_type, &core_caps(init), masked)?;
-    Ok(Rings {
-        memory: QueueMemory::Kernel(kverbs::queue_memory(device, size)?),
-        sq,
-        rq,
+    let caps = core_caps(init);
+    let layout = kverbs::qp_layout(init.qp_type, &caps, masked)?;
+    let rings = Rings {
+        memory: QueueMemory::Kernel(kverbs::queue_memory(device, layout.size)?),
+        sq: layout.sq,
+        rq: layout.rq,
         context: context.handle(),
-    })
+    };
+    Ok((rings, layout.max_inline(&caps, device.limits().max_inline)))
 }
 
 fn kernel_qp(

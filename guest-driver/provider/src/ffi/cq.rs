@@ -64,6 +64,8 @@ pub struct State {
     status: StatusPage<Words>,
     /// It is, and what it had written is polled: what comes now is flushed.
     flushing: bool,
+    /// The device says which kind of header is in front of a datagram.
+    header_types: bool,
     /// Completions have time stamps.
     stamped: bool,
     /// The completion that extended polling is at, and its time stamp.
@@ -99,6 +101,22 @@ fn plain_opcode(opcode: u8) -> u8 {
         wc_opcode::MASKED_FETCH_ADD => wc_opcode::FETCH_ADD,
         opcode => opcode,
     }
+}
+
+/// What `sl` of a datagram's completion is told as: the kind of its header, of RoCE v2 over IPv6 or over IPv4. mlx5's
+/// provider tells that there, and UCX goes by it, for any device. RoCE has no service level that would be lost.
+const IPV6_HEADER: u8 = 1;
+const IPV4_HEADER: u8 = 2;
+
+/// Puts the kind of the header where applications look for it.
+#[inline(always)]
+fn tell_header_type(cqe: &mut Cqe) {
+    cqe.sl = match cqe.wc_flags & wc_flag::IPV4 {
+        0 => IPV6_HEADER,
+        _ => IPV4_HEADER,
+    };
+    // Verbs have no such flag.
+    cqe.wc_flags &= !wc_flag::IPV4;
 }
 
 impl State {
@@ -149,6 +167,9 @@ impl State {
                 cqe.status = wc_status::GENERAL_ERR;
             }
             cqe.opcode = plain_opcode(cqe.opcode);
+            if cqe.wc_flags & wc_flag::GRH != 0 && self.header_types {
+                tell_header_type(&mut cqe);
+            }
             return Some(cqe);
         }
     }
@@ -300,6 +321,7 @@ unsafe fn create(
         // SAFETY: `State` keeps the context.
         status: unsafe { shared.status_page() },
         flushing: false,
+        header_types: shared.has(feature::HEADER_TYPE),
         stamped: options.stamped,
         current: Cqe::default(),
         timestamp: 0,
@@ -752,6 +774,7 @@ mod tests {
                 xrc_srqs: 0,
                 status,
                 flushing: false,
+                header_types: true,
                 stamped: false,
                 current: Cqe::default(),
                 timestamp: 0,
@@ -894,5 +917,21 @@ mod tests {
         queues.receive(1);
         assert_eq!(worker_status::POLLING, 0);
         assert_eq!(cq.poll(), []);
+    }
+
+    #[test]
+    fn the_kind_of_a_header_is_told_as_service_level() {
+        let of = |wc_flags| {
+            let mut cqe = Cqe {
+                sl: 3,
+                wc_flags,
+                ..Cqe::default()
+            };
+            tell_header_type(&mut cqe);
+            (cqe.sl, cqe.wc_flags)
+        };
+        let (grh, imm) = (wc_flag::GRH, wc_flag::WITH_IMM);
+        assert_eq!(of(grh | imm), (IPV6_HEADER, grh | imm));
+        assert_eq!(of(grh | imm | wc_flag::IPV4), (IPV4_HEADER, grh | imm));
     }
 }

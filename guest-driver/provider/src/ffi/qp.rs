@@ -305,13 +305,13 @@ impl Request {
 type Driver = [u8; CreateQpRequest::SIZE];
 type Created = [u8; CreateQpResponse::SIZE];
 
-/// Creates a queue pair; `command` has the kernel create it.
+/// Creates a queue pair; `command` has the kernel create it, with the number of inline bytes that it is given.
 ///
 /// # Safety
 /// The objects of the request are ours and alive.
 unsafe fn create(
     request: &Request,
-    command: impl FnOnce(&mut sys::verbs_qp, Driver) -> Result<Created, Errno>,
+    command: impl FnOnce(&mut sys::verbs_qp, Driver, u32) -> Result<Created, Errno>,
 ) -> Result<*mut Qp, Errno> {
     // SAFETY: as the caller says.
     let (shared, allocator, single) = unsafe {
@@ -334,7 +334,7 @@ unsafe fn create(
         return Err(EOPNOTSUPP);
     }
     let cqs = request.cqs()?;
-    let (caps, limits) = (request.caps(), shared.limits());
+    let (mut caps, limits) = (request.caps(), shared.limits());
     if caps.max_send_wr > limits.max_qp_wr
         || caps.max_recv_wr > limits.max_qp_wr
         || caps.max_send_sge > limits.max_sge
@@ -350,6 +350,7 @@ unsafe fn create(
     }
     .ok_or(EINVAL)?;
     let mut driver = CreateQpRequest::default();
+    caps.max_inline = layout.max_inline(&caps, limits.max_inline);
     let (mut sq, mut rq, mut buffer) = (None, None, None);
     if request.qp_type != sys::IBV_QPT_XRC_RECV {
         let memory = Mapping::queue(layout.size, allocator.as_ref(), Resource::Qp)?;
@@ -387,7 +388,8 @@ unsafe fn create(
         field.write(zeroed());
         &mut *field
     };
-    let created = CreateQpResponse::from_bytes(&command(base_field, driver.to_bytes())?);
+    let created = command(base_field, driver.to_bytes(), caps.max_inline)?;
+    let created = CreateQpResponse::from_bytes(&created);
     // An XRC target is the kernel's: the module is not told of the process, and answers nothing to it.
     // SAFETY: the two forms begin alike.
     let qpn = unsafe { base_field.__bindgen_anon_1.qp.qp_num };
@@ -451,7 +453,8 @@ pub unsafe extern "C" fn create_qp(
             send_ops: 0,
             masked: 0,
         };
-        let command = |base: &mut sys::verbs_qp, driver| {
+        let command = |base: &mut sys::verbs_qp, driver, max_inline| {
+            (*attr).cap.max_inline_data = max_inline;
             let mut cmd = With::<sys::ibv_create_qp, _>::new(driver);
             let mut response =
                 With::<sys::ib_uverbs_create_qp_resp, _>::new([0; CreateQpResponse::SIZE]);
@@ -519,7 +522,8 @@ pub unsafe fn create_extended(
             send_ops: if with_ops { (*attr).send_ops_flags } else { 0 },
             masked,
         };
-        let command = |base: &mut sys::verbs_qp, driver| {
+        let command = |base: &mut sys::verbs_qp, driver, max_inline| {
+            (*attr).cap.max_inline_data = max_inline;
             let mut cmd = With::<sys::ibv_create_qp_ex, _>::new(driver);
             let mut response =
                 With::<sys::ib_uverbs_ex_create_qp_resp, _>::new([0; CreateQpResponse::SIZE]);

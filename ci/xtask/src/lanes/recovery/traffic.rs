@@ -221,9 +221,10 @@ impl Kernel {
         let host = address(SERVER);
         let mut fios = Vec::new();
         if nvme {
+            // Bound to no device: the kernel's target gives up a port that was bound to one which was taken out.
             ground
                 .vm(SERVER)?
-                .sh(&format!("/payload/storage-server nvme memory {host} rdma"))?;
+                .sh("/payload/storage-server nvme memory 0.0.0.0 rdma")?;
             let said = ground
                 .vm(CLIENT)?
                 .sh(&format!("/payload/storage-client nvme {host} rdma"))?;
