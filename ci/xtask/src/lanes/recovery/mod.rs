@@ -108,8 +108,17 @@ fn comes_back(ground: &mut Ground, case: &str) -> Result<()> {
 
 /// No task of a guest hangs in its kernel.
 pub fn nothing_stuck(ground: &Ground) -> Result<()> {
+    not_stuck(ground, "/payload/stuck 10")
+}
+
+/// No process of a guest hangs in its kernel, whatever the kernel itself waits for.
+pub fn no_process_stuck(ground: &Ground) -> Result<()> {
+    not_stuck(ground, "/payload/stuck 10 processes")
+}
+
+fn not_stuck(ground: &Ground, command: &str) -> Result<()> {
     for vm in &ground.bed.vms {
-        let output = vm.run("/payload/stuck 10", SHORT)?;
+        let output = vm.run(command, SHORT)?;
         ensure!(
             output.status == 0,
             "vm{}: a task is stuck in the kernel:\n{}",

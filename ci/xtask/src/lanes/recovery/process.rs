@@ -8,7 +8,10 @@ use anyhow::{ensure, Context, Result};
 use rustix::process::Signal;
 
 use super::traffic::{self, Kernel, Kind, Traffic};
-use super::{comes_back, nothing_left, nothing_stuck, rounded, wait_active_in, wait_noticed};
+use super::{
+    comes_back, no_process_stuck, nothing_left, nothing_stuck, rounded, wait_active_in,
+    wait_noticed,
+};
 use crate::lanes::{Case, Ground};
 use crate::vm::{Device, SHORT};
 
@@ -72,7 +75,7 @@ fn away(ground: &mut Ground, case: &str, signal: Signal, time: Duration) -> Resu
     device(ground)?.end(signal)?;
     wait_noticed(ground)?;
     sleep(time);
-    nothing_stuck(ground)?;
+    no_process_stuck(ground)?;
     device(ground)?.start_again()?;
     comes_back(ground, case)?;
     nothing_left(ground)
@@ -119,7 +122,7 @@ fn under(ground: &mut Ground, kind: Kind, case: &str) -> Result<()> {
         &format!("killed_under_{case}_application_ends_seconds"),
         rounded(start.elapsed().as_secs_f64()),
     );
-    nothing_stuck(ground)?;
+    no_process_stuck(ground)?;
     device(ground)?.start_again()?;
     comes_back(ground, &format!("killed_under_{case}"))?;
     nothing_left(ground)?;

@@ -151,9 +151,15 @@ impl Flows {
         }
     }
 
-    /// Ends what was disturbed and runs all the same: what waits for a peer that is gone waits for
-    /// ever.
-    pub fn end_disturbed(&mut self, ground: &mut Ground) -> Result<()> {
+    /// Ends what was disturbed and runs all the same (what waits for a peer that is gone waits for
+    /// ever), and starts something else.
+    pub fn replace_disturbed(&mut self, ground: &mut Ground) -> Result<()> {
+        self.end_disturbed()?;
+        self.tend(ground)
+    }
+
+    /// Ends what was disturbed.
+    pub fn end_disturbed(&mut self) -> Result<()> {
         let (disturbed, running): (Vec<_>, Vec<_>) = std::mem::take(&mut self.runs)
             .into_iter()
             .partition(|run| run.disturbed);
@@ -162,7 +168,7 @@ impl Flows {
             end(&run)?;
             self.judge_one(run)?;
         }
-        self.tend(ground)
+        Ok(())
     }
 
     /// Kills one side of one application.
@@ -208,19 +214,11 @@ impl Flows {
     }
 
     /// Lets all come to its end.
-    pub fn stop(mut self, _: &Ground) -> Result<Seen> {
+    pub fn stop(mut self) -> Result<Seen> {
         let start = Instant::now();
         while !self.runs.is_empty() && start.elapsed() < LONG {
             self.judge()?;
-            // One side of what was disturbed may wait for the other for ever.
-            let (disturbed, running): (Vec<_>, Vec<_>) = std::mem::take(&mut self.runs)
-                .into_iter()
-                .partition(|run| run.disturbed);
-            self.runs = running;
-            for run in disturbed {
-                end(&run)?;
-                self.judge_one(run)?;
-            }
+            self.end_disturbed()?;
             std::thread::sleep(Duration::from_millis(50));
         }
         self.seen.bare = self.bare.stop()?;

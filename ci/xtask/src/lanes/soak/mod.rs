@@ -40,6 +40,9 @@ pub const BARE: u8 = 3;
 /// allocator likes.
 const FLAT: f64 = 0.01;
 
+/// How long nothing happens before the device's memory is looked at.
+const QUIET: Duration = Duration::from_secs(3);
+
 /// What runs as a lane, though it is none of those that `cargo xtask lane` knows.
 pub fn lane() -> Lane {
     Lane {
@@ -198,9 +201,10 @@ fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
     let warmed_up = warm
         .into_iter()
         .try_for_each(|draw| event(ground, &mut flows, draw, &mut happened));
-    let mut seen = flows.stop(ground)?;
+    let mut seen = flows.stop()?;
     warmed_up?;
     settled(&ground.bed, &before)?;
+    sleep(QUIET);
     let memory = device_memory(&ground.bed)?;
 
     let mut flows = Flows::start(ground, soak.seed ^ number ^ 0xff)?;
@@ -210,8 +214,9 @@ fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
         let draw = Draw::next(&mut random, events);
         result = event(ground, &mut flows, draw, &mut happened);
     }
-    seen.add(flows.stop(ground)?);
+    seen.add(flows.stop()?);
     let left = settled(&ground.bed, &before);
+    sleep(QUIET);
     let after = device_memory(&ground.bed)?;
     for (what, value) in [
         ("events", happened.values().sum::<u64>()),
@@ -314,13 +319,11 @@ fn disturb(ground: &mut Ground, flows: &mut Flows, draw: Draw) -> Result<()> {
         }
         Event::DriverReloaded => {
             flows.disturb(Some(number));
-            let vm = ground.vm(number)?;
-            // Applications that use it are to let go of it first.
-            let gone = wait_for(SHORT, || {
-                Ok((vm.run("rmmod virtio_rdma", SHORT)?.status == 0).then_some(()))
-            })?;
-            gone.context("the driver cannot be removed")?;
-            vm.sh("insmod /payload/virtio_rdma.ko")?;
+            // As long as applications use the driver, it cannot be removed.
+            flows.end_disturbed()?;
+            ground
+                .vm(number)?
+                .sh("rmmod virtio_rdma && insmod /payload/virtio_rdma.ko")?;
         }
         Event::QemuFrozen => {
             ground.vm(number)?.freeze()?;
@@ -364,7 +367,7 @@ fn whole(ground: &mut Ground, flows: &mut Flows) -> Result<()> {
     for number in [1, 2] {
         wait_active_in(ground, number)?;
     }
-    flows.end_disturbed(ground)?;
+    flows.replace_disturbed(ground)?;
     rping(ground, 2, 1)?;
     rping(ground, 1, 2)?;
     flows.wait_moving()?;
