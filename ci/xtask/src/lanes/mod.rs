@@ -293,6 +293,11 @@ impl Ground<'_> {
                     vm.number, output.text
                 );
             }
+            if self.plan.stack.is_some() {
+                if let Ok(output) = vm.run("/payload/stuck 3", Duration::from_secs(20)) {
+                    let _ = write!(text, "\n{}", output.text);
+                }
+            }
         }
         text
     }

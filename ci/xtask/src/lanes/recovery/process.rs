@@ -53,6 +53,10 @@ pub const CASES: &[Case] = &[
         run: |ground| under(ground, Kind::Flow, "flow"),
     },
     Case {
+        name: "device: killed under processes that open it again",
+        run: reopened,
+    },
+    Case {
         name: "device: killed under NVMe over Fabrics",
         run: |ground| under_kernel(ground, true, false, "nvme"),
     },
@@ -134,6 +138,34 @@ fn under(ground: &mut Ground, kind: Kind, case: &str) -> Result<()> {
         wait_active_in(ground, number)?;
     }
     traffic::rping(ground, 2, 1)
+}
+
+/// Every work request completes once, DEVICE_FATAL comes, and the same process finds the device that
+/// comes back.
+fn reopened(ground: &mut Ground) -> Result<()> {
+    let mut running = Vec::new();
+    for number in [1, 2] {
+        for arguments in ["reopen", "events reopen"] {
+            let command = format!("exec /payload/device-lost {arguments}");
+            let job = ground.vm(number)?.spawn(&command)?;
+            job.wait_text(SHORT, |text| text.contains("ready"))?;
+            running.push((number, arguments, job));
+        }
+    }
+    device(ground)?.end(Signal::KILL)?;
+    wait_noticed(ground)?;
+    device(ground)?.start_again()?;
+    for (number, arguments, job) in running {
+        let output = job.wait(SHORT)?;
+        ensure!(
+            output.status == 0 && output.text.contains("recovered in"),
+            "vm{number}: device-lost {arguments} ended with {}:\n{}",
+            output.status,
+            output.text
+        );
+    }
+    comes_back(ground, "reopened")?;
+    nothing_left(ground)
 }
 
 fn under_kernel(ground: &mut Ground, nvme: bool, nfs: bool, case: &str) -> Result<()> {
