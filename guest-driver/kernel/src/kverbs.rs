@@ -22,7 +22,7 @@ use virtio_rdma_spec::command::{opcode, CreateContext, CreateSrqResponse, Handle
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::BLOCK_PAGES;
 use virtio_rdma_spec::ring::Cqe;
-use virtio_rdma_spec::verbs::{qp_state, qp_type, wc_opcode};
+use virtio_rdma_spec::verbs::{qp_state, qp_type, wc_opcode, wc_status};
 use virtio_rdma_spec::PAGE_SIZE;
 
 impl From<BadLayout> for Errno {
@@ -277,6 +277,8 @@ pub(crate) fn qp_layout(qp_type: u8, caps: &QpCaps, masked_atomics: bool) -> Res
 pub(crate) struct KernelQp {
     number: u32,
     datagram: bool,
+    /// The queue pair for management datagrams.
+    management: bool,
     /// The state that it was last brought to by its user.
     state: AtomicU8,
     bell: Bell,
@@ -312,6 +314,7 @@ impl KernelQp {
         Ok(Self {
             number: init.number,
             datagram,
+            management: init.qp_type == qp_type::GSI,
             state: AtomicU8::new(qp_state::RESET),
             bell: Bell::new(device, init.doorbell_queue, init.slot)?,
             send_lock: SpinLock::new(which::SEND)?,
@@ -392,9 +395,17 @@ impl KernelQp {
         let [send_cq, recv_cq] = &self.cqs;
         let sends = self.send.as_ref().filter(|_| core::ptr::eq(&**send_cq, cq));
         let receives = self.recv.as_ref().filter(|_| core::ptr::eq(&**recv_cq, cq));
-        sends
-            .and_then(|queue| queue.flush_next(self.number))
-            .or_else(|| receives.and_then(|queue| queue.flush_next(self.number)))
+        let send = sends.and_then(|queue| queue.flush_next(self.number));
+        // The communication managers take a management datagram that was flushed for one that they gave up themselves, and
+        // wait for what comes of it. One that failed ends the wait.
+        let send = send.map(|cqe| match self.management {
+            true => Cqe {
+                status: wc_status::FATAL_ERR,
+                ..cqe
+            },
+            false => cqe,
+        });
+        send.or_else(|| receives.and_then(|queue| queue.flush_next(self.number)))
     }
 
     /// Keeps tables as long as the entry with this index, which is being posted, is in the send queue.

@@ -16,6 +16,7 @@ impl Errno {
     pub(crate) const ENOMEM: Self = Self(status::ENOMEM);
     pub(crate) const ENODEV: Self = Self(19);
     pub(crate) const EINVAL: Self = Self(status::EINVAL);
+    pub(crate) const ENETDOWN: Self = Self(100);
     pub(crate) const EOPNOTSUPP: Self = Self(status::EOPNOTSUPP);
 
     /// The error that the kernel returned as a negative number.

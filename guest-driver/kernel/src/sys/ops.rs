@@ -14,7 +14,7 @@ use super::alloc::Box;
 use super::bindings::*;
 use super::data;
 use super::error::{Errno, Result};
-use super::rdma::{self, DeviceObject, IbDevice};
+use super::rdma::{self, DeviceObject, IbDevice, Udata};
 use crate::device::{Device, Features};
 use crate::verbs;
 use core::mem::MaybeUninit;
@@ -127,6 +127,15 @@ unsafe fn create<B: Base>(
         (*base.cast::<Object<B>>()).data.write(data);
     }
     Ok(())
+}
+
+/// Creates something for a user in the kernel (without `udata`) or a process. That the device was lost is ENETDOWN to the
+/// kernel, after which its users try again, as when an interface is down; EIO would end, say, what an NFS mount is at.
+fn creating<T>(device: &Device, udata: Udata<'_>, result: Result<T>) -> Result<T> {
+    result.map_err(|error| match error {
+        Errno::EIO if !udata.is_user() && device.commands().is_dead() => Errno::ENETDOWN,
+        error => error,
+    })
 }
 
 /// Destroys: if `end` says Ok, the data is dropped.

@@ -280,6 +280,11 @@ impl Udata<'_> {
         Self(udata, core::marker::PhantomData)
     }
 
+    /// That of a command of the kernel: there is none.
+    pub(super) fn none_of_kernel() -> Self {
+        Self(core::ptr::null_mut(), core::marker::PhantomData)
+    }
+
     /// Does the command come from user space?
     pub(crate) fn is_user(&self) -> bool {
         !self.0.is_null()

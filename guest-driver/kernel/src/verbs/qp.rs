@@ -63,6 +63,18 @@ impl Qp {
         self.kernel.as_deref()
     }
 
+    /// Does this change succeed on a device that was lost?
+    fn may_become(&self, mask: u32, state: u8) -> bool {
+        const RESUME: u32 = qp_attr::STATE | qp_attr::CUR_STATE;
+        match state {
+            // Everything is flushed there, which is what these states mean. Users drain their queues by going there.
+            qp_state::ERR | qp_state::RESET => mask == qp_attr::STATE,
+            // What the core does when a management datagram failed.
+            qp_state::RTS => mask == RESUME && self.caps.qp_type == qp_type::GSI,
+            _ => false,
+        }
+    }
+
     /// Does it belong to a user in the kernel? The one for management is the core's own, as long as there is the device.
     fn of_kernel_user(&self) -> bool {
         self.kernel.is_some() && self.caps.qp_type != qp_type::GSI
@@ -407,20 +419,13 @@ pub(crate) fn modify_qp(device: &Device, qp: &Qp, mask: u32, attr: QpAttr) -> Re
         attr,
     };
     match device.simple_command(opcode::MODIFY_QP, &body) {
-        // On a device that was lost everything is flushed, and these states are what they look like. Users drain their
-        // queues by going there.
-        Err(_) if device.commands().is_dead() && mask == qp_attr::STATE && ends(attr.qp_state) => {}
+        Err(_) if device.commands().is_dead() && qp.may_become(mask, attr.qp_state) => {}
         result => result?,
     }
     if let (Some(kernel), true) = (&qp.kernel, mask & qp_attr::STATE != 0) {
         kernel.changed(attr.qp_state);
     }
     Ok(())
-}
-
-/// Is it a state in which a queue pair takes no part in anything?
-fn ends(state: u8) -> bool {
-    matches!(state, qp_state::ERR | qp_state::RESET)
 }
 
 /// The attributes of a queue pair.

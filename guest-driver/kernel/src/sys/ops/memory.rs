@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Protection domains, memory regions, windows, device memory. The safety requirements are those of [`super`].
-use super::{create, destroy, detail, device, fill, write_attr, Base, Object};
+use super::{create, creating, destroy, detail, device, fill, write_attr, Base, Object};
 use crate::device::Device;
 use crate::pages::Kind;
 use crate::sys::alloc::Box;
@@ -14,7 +14,12 @@ use virtio_rdma_spec::command::rereg_flag;
 
 pub(in crate::sys) unsafe extern "C" fn alloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
-    code(unsafe { create(pd, |device, _| verbs::alloc_pd(device, Udata::new(udata))) })
+    code(unsafe {
+        create(pd, |device, _| {
+            let udata = Udata::new(udata);
+            creating(device, udata, verbs::alloc_pd(device, udata))
+        })
+    })
 }
 
 pub(in crate::sys) unsafe extern "C" fn dealloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
@@ -65,7 +70,8 @@ pub(in crate::sys) unsafe extern "C" fn get_dma_mr(pd: *mut ib_pd, access: c_int
         let pd = NonNull::new(pd).ok_or(Errno::EINVAL);
         pd.and_then(|pd| {
             let device = device((*pd.as_ptr()).device)?;
-            let data = verbs::get_dma_mr(device, Object::data(pd), access as u32)?;
+            let made = verbs::get_dma_mr(device, Object::data(pd), access as u32);
+            let data = creating(device, Udata::none_of_kernel(), made)?;
             new_mr(device, data, 0, u64::MAX)
         })
     };
@@ -88,7 +94,8 @@ pub(in crate::sys) unsafe extern "C" fn alloc_mr(
                 IB_MR_TYPE_SG_GAPS => Kind::Blocks,
                 _ => return Err(Errno::EOPNOTSUPP),
             };
-            let fast = verbs::alloc_mr(device, Object::data(pd), kind, max_pages)?;
+            let made = verbs::alloc_mr(device, Object::data(pd), kind, max_pages);
+            let fast = creating(device, Udata::none_of_kernel(), made)?;
             new_mr(device, verbs::Mr::Fast(fast), 0, 0)
         })
     };

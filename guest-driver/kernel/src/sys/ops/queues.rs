@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Completion queues, shared receive queues, XRC domains, queue pairs. The safety requirements are those of [`super`].
 use super::addresses::{qp_attr_from_device, qp_attr_to_device};
-use super::{create, destroy, detail, device, fill, Object};
+use super::{create, creating, destroy, detail, device, fill, Object};
 use crate::sys::bindings::*;
 use crate::sys::error::{code, Errno};
 use crate::sys::rdma::{CqBuffer, CqTarget, QpTarget, SrqTarget, Udata};
@@ -25,7 +25,8 @@ pub(in crate::sys) unsafe extern "C" fn create_cq(
                 buffer: CqBuffer(attrs),
             };
             let udata = Udata::new(vrdma_attrs_udata(attrs));
-            let data = verbs::create_cq(device, CqTarget::new(target), &wanted, udata)?;
+            let made = verbs::create_cq(device, CqTarget::new(target), &wanted, udata);
+            let data = creating(device, udata, made)?;
             (*cq).cqe = c_int::try_from(data.entries()).unwrap_or(c_int::MAX);
             Ok(data)
         })
@@ -125,7 +126,9 @@ pub(in crate::sys) unsafe extern "C" fn create_qp(
                 recv_cq: NonNull::new(attr.recv_cq).map(|cq| Object::data(cq)),
             };
             let target = QpTarget::new(target);
-            let data = verbs::create_qp(device, target, &wanted, Udata::new(udata))?;
+            let udata = Udata::new(udata);
+            let made = verbs::create_qp(device, target, &wanted, udata);
+            let data = creating(device, udata, made)?;
             (*qp).qp_num = data.number();
             attr.cap.max_inline_data = data.caps().max_inline;
             Ok(data)
@@ -244,7 +247,9 @@ pub(in crate::sys) unsafe extern "C" fn create_srq(
                 xrc,
             };
             let target = SrqTarget::new(target);
-            let data = verbs::create_srq(device, target, &wanted, Udata::new(udata))?;
+            let udata = Udata::new(udata);
+            let made = verbs::create_srq(device, target, &wanted, udata);
+            let data = creating(device, udata, made)?;
             init.attr.max_wr = data.entries();
             if xrc.is_some() {
                 (*srq).ext.__bindgen_anon_1.xrc.srq_num = data.number();
