@@ -273,9 +273,15 @@ impl Kernel {
 
     /// Waits until all move data; returns after how many seconds.
     pub fn wait_moving(&self, ground: &Ground) -> Result<f64> {
+        self.wait_moving_of(ground, &["nvme", "nfs"])
+    }
+
+    /// As [`Self::wait_moving`], for some of them.
+    pub fn wait_moving_of(&self, ground: &Ground, names: &[&str]) -> Result<f64> {
         let start = Instant::now();
         let before = self.progress(ground)?;
-        for ((fio, job), before) in self.runs.iter().zip(before) {
+        let runs = self.runs.iter().zip(before);
+        for ((fio, job), before) in runs.filter(|((fio, _), _)| names.contains(&fio.name)) {
             let moving = wait_for(STORAGE_GOES_ON, || {
                 if !job.running() {
                     let output = job.wait(SHORT)?;
