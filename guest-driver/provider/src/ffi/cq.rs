@@ -909,6 +909,35 @@ mod tests {
         assert_eq!(sends.poll(), []);
     }
 
+    // G-RST-005.
+    #[test]
+    fn posting_goes_on_while_work_requests_are_flushed() {
+        const COUNT: u64 = 20_000;
+        let mut cq = Fixture::new();
+        let queues = Arc::new(Queues::fixture(&cq.shared, &CAPS, 7));
+        cq.attach(7, &queues, true, true);
+        let posted = Arc::clone(&queues);
+        let poster = std::thread::spawn(move || {
+            for wr_id in 0..COUNT {
+                while posted.sq.as_ref().unwrap().room() == 0 {
+                    std::thread::yield_now();
+                }
+                send(&posted, wr_id);
+            }
+        });
+        cq.shared.lose();
+        let mut polled = Vec::new();
+        while polled.len() < COUNT as usize {
+            polled.extend(cq.poll());
+            std::thread::yield_now();
+        }
+        poster.join().unwrap();
+        assert!(polled
+            .into_iter()
+            .eq((0..COUNT).map(|wr_id| (wr_id, FLUSH))));
+        assert_eq!(cq.poll(), []);
+    }
+
     #[test]
     fn without_a_loss_nothing_is_flushed() {
         let mut cq = Fixture::new();
