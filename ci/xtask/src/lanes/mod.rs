@@ -27,7 +27,7 @@ use serde_json::Value;
 use virtio_rdma_bench::{Figure, Measurements};
 
 use crate::artifacts::{self, Everything, Images};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::report::{self, CaseReport, Outcome, Report};
 use crate::shell;
 use crate::vm::{Bed, Plan, Vm};
@@ -44,8 +44,8 @@ pub struct Lane {
     pub vms: u8,
     /// Memory of each in MiB.
     pub memory: u32,
-    /// True for guests with the image of storage, and a disk each that outlives them.
-    pub storage: bool,
+    /// What they boot. Those of storage have a disk each that outlives them.
+    pub image: Image,
     /// The kernels it runs on, and the cases it runs there.
     pub runs: fn() -> Vec<(Kernel, Vec<Case>)>,
 }
@@ -295,8 +295,10 @@ impl Means {
         }
         if lanes.iter().any(|lane| lane.with_device) {
             let mut everything = artifacts::everything(&kernels)?;
-            if lanes.iter().any(|lane| lane.storage) {
-                everything.images.add_storage(&kernels)?;
+            for image in [Image::Storage, Image::Software] {
+                if lanes.iter().any(|lane| lane.image == image) {
+                    everything.images.add(image, &kernels)?;
+                }
             }
             Ok(Means::All(Box::new(everything)))
         } else {
@@ -361,15 +363,11 @@ fn run_on(
     let plan = Plan {
         stack: stack.as_ref().filter(|_| lane.with_device),
         qemu,
-        root: if lane.storage {
-            images.storage_root(kernel)?
-        } else {
-            images.root(kernel)?
-        },
+        root: images.root(lane.image, kernel)?,
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
         memory: lane.memory,
-        disk: lane.storage.then_some(STORAGE_DISK),
+        disk: (lane.image == Image::Storage).then_some(STORAGE_DISK),
         logs,
         interactive: false,
     };

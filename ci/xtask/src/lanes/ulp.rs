@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::tools::{counts, device_memory, settled, Counts};
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, Job, SHORT};
 
 const CLIENT: u8 = 1;
@@ -39,7 +39,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: true,
+        image: Image::Storage,
         runs,
     }
 }
