@@ -3,9 +3,10 @@
 #
 # build.sh DIRECTORY
 #
-# Makes DIRECTORY/verbs-test, the tests of the public verbs API. The headers are those that
-# guest-driver/provider/set-up.sh fetched; it is linked with a library that has the names and versions of libibverbs and
-# nothing in it, and runs with the guest's true one; the same goes for the provider's own library.
+# Makes DIRECTORY/verbs-test, the tests of the public verbs API, and DIRECTORY/device-lost, which sees a device go. The
+# headers are those that guest-driver/provider/set-up.sh fetched; they are linked with a library that has the names and
+# versions of libibverbs and nothing in it, and run with the guest's true one; the same goes for the provider's own
+# library.
 set -eu
 
 out=$1
@@ -40,7 +41,13 @@ awk -v code="$stub/stub.c" -v script="$stub/stub.map" '
 sed -n 's/.*[ *]\(virtio_rdma_dv_[a-z_]*\)(.*/void \1(void) {}/p' "$dv/infiniband/virtio_rdma_dv.h" >"$stub/dv.c"
 "${CC:-cc}" -shared -nostdlib -fPIC -w -Wl,-soname,libvirtio_rdma.so.1 -o "$stub/libvirtio_rdma.so" "$stub/dv.c"
 
-"${CC:-cc}" -std=gnu11 -O2 -g -pthread -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Werror \
-    -isystem "$tree/include" -I "$dv" \
-    -o "$out/verbs-test.new" "$here"/*.c -L "$stub" -lvirtio_rdma -libverbs
-mv "$out/verbs-test.new" "$out/verbs-test"
+build() {
+    name=$1
+    shift
+    "${CC:-cc}" -std=gnu11 -O2 -g -pthread -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Werror \
+        -isystem "$tree/include" -I "$dv" -I "$here" \
+        -o "$out/$name.new" "$@" -L "$stub" -lvirtio_rdma -libverbs
+    mv "$out/$name.new" "$out/$name"
+}
+build verbs-test "$here"/*.c
+build device-lost "$here/programs/device-lost.c" "$here/common.c"

@@ -52,6 +52,21 @@ struct ibv_context *open_device(void)
 	return context;
 }
 
+/* Time. */
+
+uint64_t now_ns(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return (uint64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+void sleep_ms(unsigned int ms)
+{
+	usleep(ms * 1000);
+}
+
 /* Memory. */
 
 void *pages(size_t length)

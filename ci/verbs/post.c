@@ -179,6 +179,63 @@ TEST(inline_up_to_the_limit)
 	}
 }
 
+/*
+ * Who asks for no inline data is granted what an entry holds anyway: rdma_xclient asks for none and posts 16 bytes so.
+ */
+TEST(inline_is_granted_unasked)
+{
+	static const enum ibv_qp_type types[] = { IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD };
+
+	for (int i = 0; i < 6; i++) {
+		enum ibv_qp_type type = types[i / 2];
+		bool ex = i & 1;
+		struct ibv_pd *pd = MAKE(ibv_alloc_pd(ctx));
+		struct ibv_cq *cq = make_cq(16);
+		struct region to = region(pd, 65536, ALL);
+		struct ibv_qp_init_attr init = {
+			.send_cq = cq,
+			.recv_cq = cq,
+			.cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 },
+			.qp_type = type,
+		};
+		struct ibv_qp_init_attr_ex init_ex = {
+			.send_cq = cq,
+			.recv_cq = cq,
+			.cap = init.cap,
+			.qp_type = type,
+			.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+			.pd = pd,
+			.send_ops_flags = IBV_QP_EX_WITH_SEND,
+		};
+		struct ibv_qp *qp = MAKE_IF_SUPPORTED(ex ? ibv_create_qp_ex(ctx, &init_ex) : ibv_create_qp(pd, &init));
+		uint32_t granted = ex ? init_ex.cap.max_inline_data : init.cap.max_inline_data;
+		size_t header = type == IBV_QPT_UD ? 40 : 0;
+		uint8_t *memory = pages(granted + 1);
+		struct ibv_sge list = { (uintptr_t)memory, granted, 0xdeadbeef };
+		struct ibv_ah_attr path = path_to(gid);
+		struct conn self = conn(qp->qp_num);
+		struct ibv_qp_attr attr;
+		struct ibv_ah *ah = NULL;
+
+		CHECK(granted >= 16);
+		OK(ibv_query_qp(qp, &attr, IBV_QP_CAP, &init));
+		EQ(init.cap.max_inline_data, granted);
+		if (type == IBV_QPT_UD) {
+			ready_ud(qp, QKEY);
+			ah = MAKE(ibv_create_ah(pd, &path));
+		} else {
+			connect_qp(qp, &self);
+		}
+		fill(memory, granted, i);
+		RECV(qp, 1, &to, 0, 65536);
+		struct op op = { .opcode = IBV_WR_SEND, .id = 2, .list = &list, .num_sge = 1, .flags = IBV_SEND_INLINE,
+				 .unsignaled = true, .ah = ah, .qpn = qp->qp_num, .qkey = QKEY, .ex = ex };
+		OK(post(qp, &op));
+		EQ(expect_ok(cq, 1, RECV).byte_len, header + granted);
+		CHECK(filled(to.p + header, granted, i));
+	}
+}
+
 /* Inline has no meaning for a READ. */
 TEST(inline_read_is_refused)
 {

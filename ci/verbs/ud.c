@@ -135,6 +135,57 @@ TEST(ud_ipv6_header)
 	CHECK(filled(b.mr.p + GRH, 64, 3));
 }
 
+/*
+ * UCX takes the kind of a datagram's header from `sl`, as mlx5 tells it: 1 for RoCE v2 over IPv6, 2 over IPv4. Extended
+ * polling says the same.
+ */
+TEST(ud_sl_tells_the_header)
+{
+	struct ud a = make_ud(QKEY, 0), b = make_ud(QKEY, 0);
+	struct ibv_cq_init_attr_ex attr = { .cqe = 16, .wc_flags = IBV_WC_EX_WITH_SL | IBV_WC_EX_WITH_BYTE_LEN };
+	struct ibv_poll_cq_attr poll_attr = { 0 };
+	struct ibv_cq_ex *cq_ex = MAKE(ibv_create_cq_ex(ctx, &attr));
+	struct pair_with with = { .type = IBV_QPT_UD };
+	struct ibv_qp *qp_ex = make_qp(b.pd, ibv_cq_ex_to_cq(cq_ex), &with);
+	int found = 0;
+
+	ready_ud(qp_ex, QKEY);
+	for (int i = 0; i < port.gid_tbl_len; i++) {
+		struct ibv_gid_entry entry;
+
+		if (ibv_query_gid_ex(ctx, PORT, i, &entry, 0) || entry.gid_type != IBV_GID_TYPE_ROCE_V2)
+			continue;
+		bool ipv4 = entry.gid.raw[0] == 0 && entry.gid.raw[10] == 0xff;
+		struct ibv_ah_attr path = path_to(entry.gid);
+
+		found |= ipv4 ? 2 : 1;
+		path.grh.sgid_index = i;
+		path.sl = 5;
+		struct ibv_ah *ah = MAKE(ibv_create_ah(a.pd, &path));
+		RECV(b.qp, 10, &b.mr, 0, GRH + 64);
+		POST(a.qp, .opcode = IBV_WR_SEND, .id = 1, .from = &a.mr, .length = 64, .ah = ah, .qpn = b.qp->qp_num,
+		     .qkey = QKEY);
+		expect_ok(a.cq, 1, SEND);
+		struct ibv_wc wc = expect_ok(b.cq, 10, RECV);
+		EQ(wc.sl, ipv4 ? 2 : 1);
+		EQ(wc.wc_flags, IBV_WC_GRH);
+
+		RECV(qp_ex, 11, &b.mr, 0, GRH + 64);
+		POST(a.qp, .opcode = IBV_WR_SEND, .id = 2, .from = &a.mr, .length = 64, .ah = ah, .qpn = qp_ex->qp_num,
+		     .qkey = QKEY);
+		expect_ok(a.cq, 2, SEND);
+		uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+		while (ibv_start_poll(cq_ex, &poll_attr))
+			CHECK(now_ns() < deadline);
+		EQ(cq_ex->status, IBV_WC_SUCCESS);
+		EQ(ibv_wc_read_sl(cq_ex), ipv4 ? 2 : 1);
+		EQ(ibv_wc_read_wc_flags(cq_ex), IBV_WC_GRH);
+		ibv_end_poll(cq_ex);
+		OK(ibv_destroy_ah(ah));
+	}
+	EQ(found, 3);
+}
+
 /* The longest datagram is one MTU; one byte more is an error of the sender, who can go on afterwards. */
 TEST(ud_length_limits)
 {

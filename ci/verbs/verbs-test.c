@@ -68,19 +68,6 @@ void skip(const char *format, ...)
 	_exit(EXIT_SKIPPED);
 }
 
-uint64_t now_ns(void)
-{
-	struct timespec time;
-
-	clock_gettime(CLOCK_MONOTONIC, &time);
-	return (uint64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
-void sleep_ms(unsigned int ms)
-{
-	usleep(ms * 1000);
-}
-
 unsigned int resource(const char *kind)
 {
 	char line[512], pattern[32], *at;

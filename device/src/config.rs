@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 use serde::Deserialize;
 
 use crate::rnic::{AdapterSettings, Limits, RnicSettings, MAX_COMPLETION_QUEUES, MAX_WORKERS};
@@ -100,6 +100,29 @@ pub enum Command {
         #[arg(long)]
         pretty: bool,
     },
+    /// Take the link of a device of a running process down, or up again.
+    ///
+    /// While it is down, RDMA messages from and to the VM find no answer, like with a cable that is
+    /// pulled, and its driver reports the port as down. The VM need not be attached; it finds the
+    /// link as it was left.
+    Link {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// The device: its socket as `status` names it, or its MAC address.
+        device: String,
+        /// What the link is to be.
+        state: LinkState,
+    },
+}
+
+/// What a link is to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LinkState {
+    /// Messages get through.
+    Up,
+    /// Nothing gets through.
+    Down,
 }
 
 /// What to serve.
@@ -125,7 +148,7 @@ pub struct ServeArgs {
     /// How long an idle worker polls before it sleeps, microseconds.
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
-    /// Give the status as JSON to everyone who connects to this socket.
+    /// Give the status as JSON, and control over links, to everyone who connects to this socket.
     #[arg(long, value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
 }
@@ -415,6 +438,11 @@ mod tests {
         use clap::CommandFactory;
         let readme = include_str!("../README.md");
         let manual = include_str!("../vhost-device-rdma.1").replace("\\-", "-");
+        for command in Args::command().get_subcommands() {
+            let name = format!("vhost-device-rdma {}", command.get_name());
+            assert!(manual.contains(&name), "{name} in the manual page");
+            assert!(readme.contains(&name), "{name} in the README");
+        }
         for arg in Args::command().get_arguments() {
             let option = format!("--{}", arg.get_long().unwrap());
             assert!(manual.contains(&option), "{option} in the manual page");
@@ -439,6 +467,12 @@ mod tests {
         assert!(matches!(
             args.command,
             Some(Command::Status { pretty: true, .. })
+        ));
+        let args = ["vhost-device-rdma", "link", "p", "d", "down"];
+        let state = LinkState::Down;
+        assert!(matches!(
+            Args::try_parse_from(args).unwrap().command,
+            Some(Command::Link { device, state: given, .. }) if device == "d" && given == state
         ));
     }
 }

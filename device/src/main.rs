@@ -10,7 +10,7 @@ use clap::Parser;
 use log::info;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use vhost_device_rdma::config::{Args, Command, Config, ServeArgs};
+use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
 use vhost_device_rdma::rnic::Adapter;
 use vhost_device_rdma::status::{self, StatusServer};
 use vhost_device_rdma::vhost_user::{sentence, Server};
@@ -20,6 +20,11 @@ fn main() -> ExitCode {
     let args = Args::parse();
     let result = match args.command {
         Some(Command::Status { path, pretty }) => print_status(&path, pretty),
+        Some(Command::Link {
+            path,
+            device,
+            state,
+        }) => status::set_link(&path, &device, state == LinkState::Up).map_err(Into::into),
         None => serve(args.serve),
     };
     match result {
@@ -70,11 +75,15 @@ fn start(
     servers: &mut Vec<Server>,
     status_server: &mut Option<StatusServer>,
 ) -> Result<(), Box<dyn Error>> {
+    let all = devices
+        .iter()
+        .map(|(_, settings)| settings.clone())
+        .collect();
     for (path, settings) in devices {
         servers.push(Server::start(&path, adapter.clone(), settings)?);
     }
     if let Some(path) = status_socket {
-        *status_server = Some(StatusServer::start(path, adapter.clone())?);
+        *status_server = Some(StatusServer::start(path, adapter.clone(), all)?);
     }
     Ok(())
 }

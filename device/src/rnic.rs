@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
-use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::{json, Value};
 use virtio_rdma_spec::config::Config;
 use virtio_rdma_spec::doorbell::{worker_status, STATUS_STRIDE};
-use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
+use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::notify;
@@ -38,6 +38,8 @@ pub const GID_TABLE_LEN: usize = 32;
 pub const MAX_MESSAGE: u64 = 1 << 31;
 /// Longest datagram, bytes: the port's MTU.
 pub const MAX_DATAGRAM: u64 = 4096;
+/// Number of the port.
+pub const PORT: u32 = 1;
 /// Number of a port's GSI queue pair, as messages name it.
 pub const GSI_QPN: u32 = 1;
 /// Most workers.
@@ -120,6 +122,24 @@ impl Default for AdapterSettings {
     }
 }
 
+/// The link of a device: up, until the operator takes it down.
+#[derive(Debug)]
+pub struct Link(AtomicBool);
+
+impl Default for Link {
+    fn default() -> Self {
+        Self(AtomicBool::new(true))
+    }
+}
+
+impl Link {
+    /// Whether it is up.
+    #[must_use]
+    pub fn is_up(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
 /// Settings of one VM's RNIC.
 #[derive(Debug, Clone)]
 pub struct RnicSettings {
@@ -133,6 +153,8 @@ pub struct RnicSettings {
     pub completion_queues: u16,
     /// Limits.
     pub limits: Limits,
+    /// The link: the same one for all VMs that attach with these settings.
+    pub link: Arc<Link>,
 }
 
 impl Default for RnicSettings {
@@ -143,6 +165,7 @@ impl Default for RnicSettings {
             network: "default".to_owned(),
             completion_queues: 4,
             limits: Limits::default(),
+            link: Arc::default(),
         }
     }
 }
@@ -237,9 +260,11 @@ impl Adapter {
         let counters = (0..self.workers.len())
             .map(|_| CachePadded::new(Counters::default()))
             .collect();
+        let mut tables = Tables::new(&settings.limits);
+        tables.link_told = settings.link.is_up();
         let rnic = Arc::new(Rnic {
             adapter: Arc::downgrade(self),
-            tables: Shared::new(self.visitors.clone(), Tables::new(&settings.limits)),
+            tables: Shared::new(self.visitors.clone(), tables),
             node_guid: node_guid(&settings),
             network: settings.network.as_str().into(),
             workers: self.workers.clone(),
@@ -247,6 +272,7 @@ impl Adapter {
             next_worker: AtomicU16::new(0),
             kicks: Mutex::default(),
             features: AtomicU64::new(0),
+            up_for_driver: AtomicBool::new(true),
             counters,
             complaints: Mutex::default(),
             settings,
@@ -261,16 +287,34 @@ impl Adapter {
         rnic
     }
 
+    fn rnics(&self) -> Vec<Arc<Rnic>> {
+        self.rnics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Takes the link of a device down or up, whether or not a VM is attached. Returns when nothing
+    /// is under way any longer on a link that goes down.
+    pub fn set_link(&self, link: &Arc<Link>, up: bool) {
+        if link.0.swap(up, Ordering::SeqCst) == up {
+            return;
+        }
+        // An RNIC that attaches from now on sees the new state.
+        for rnic in self.rnics() {
+            if Arc::ptr_eq(&rnic.settings.link, link) {
+                rnic.link_changed();
+            }
+        }
+    }
+
     /// Objects, counters and state of every VM, for people and programs.
     #[must_use]
     pub fn status(&self) -> Value {
-        let rnics = self
-            .rnics
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let rnics = self.rnics();
         json!({
             "version": env!("CARGO_PKG_VERSION"),
+            "resident_bytes": resident_bytes(),
             "workers": self.workers.iter().map(|worker| worker.status()).collect::<Vec<_>>(),
             "lock_waits": sync::waits(),
             "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
@@ -283,6 +327,15 @@ impl Adapter {
             worker.stop();
         }
     }
+}
+
+/// Resident memory of this process without that of guests, bytes, if the system tells.
+fn resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let mut lines = status.lines();
+    let anonymous = lines.find_map(|line| line.strip_prefix("RssAnon:"))?;
+    let kib: u64 = anonymous.trim().strip_suffix(" kB")?.parse().ok()?;
+    kib.checked_mul(1024)
 }
 
 /// A GUID from the MAC address (EUI-64), or from the name where there is none.
@@ -370,6 +423,8 @@ pub struct Rnic {
     kicks: Mutex<Vec<Option<File>>>,
     /// Feature bits that the driver accepted.
     features: AtomicU64,
+    /// The driver has the port up.
+    up_for_driver: AtomicBool,
     counters: Vec<CachePadded<Counters>>,
     complaints: Mutex<Complaints>,
 }
@@ -390,7 +445,7 @@ impl Rnic {
             mac: self.settings.mac,
             num_completion_queues: self.settings.completion_queues,
             num_doorbell_queues: self.workers.len() as u16,
-            link_up: 1,
+            link_up: self.settings.link.is_up().into(),
             node_guid: self.node_guid,
             ..Config::default()
         }
@@ -404,6 +459,55 @@ impl Rnic {
     /// Whether the driver accepted a `feature`.
     pub(crate) fn accepted(&self, feature: u32) -> bool {
         self.features.load(Ordering::Relaxed) >> feature & 1 != 0
+    }
+
+    /// Whether the port is up. Messages that begin see a change, since it changes the routes of all
+    /// queue pairs.
+    pub(crate) fn port_is_up(&self) -> bool {
+        self.settings.link.is_up() && self.up_for_driver.load(Ordering::SeqCst)
+    }
+
+    /// The driver takes the port down or up. Returns when nothing is under way any longer on a port
+    /// that goes down.
+    pub(crate) fn set_port_state(&self, up: bool) {
+        if self.up_for_driver.swap(up, Ordering::SeqCst) != up {
+            self.port_changed();
+        }
+    }
+
+    /// The port may have gone down or come up: queue pairs look for their peers again.
+    fn port_changed(&self) {
+        self.ports.changed();
+        // Turns that began before may still follow the old routes. A writer waits for their end.
+        drop(self.tables_mut());
+        if self.port_is_up() {
+            for worker in &self.workers {
+                worker.try_again();
+            }
+        }
+    }
+
+    fn link_changed(&self) {
+        self.port_changed();
+        self.tell_link(&mut self.tables_mut());
+    }
+
+    /// Tells the driver that the link is not as it knows it, if that is so and the VM runs.
+    fn tell_link(&self, tables: &mut Tables) {
+        let up = self.settings.link.is_up();
+        let Some(sink) = tables.sink.as_ref().filter(|_| tables.link_told != up) else {
+            return;
+        };
+        sink.asynchronous(AsyncEvent {
+            event_type: if up {
+                event_type::PORT_ACTIVE
+            } else {
+                event_type::PORT_ERR
+            },
+            number: PORT,
+            ..AsyncEvent::default()
+        });
+        tables.link_told = up;
     }
 
     /// The network whose VMs reach each other.
@@ -458,6 +562,7 @@ impl Rnic {
         let mut tables = self.tables_mut();
         tables.sink = Some(sink);
         tables.running = true;
+        self.tell_link(&mut tables);
         // Until the workers said so themselves, they may be asleep.
         announce_all(&tables, self.workers.len(), worker_status::SLEEPING);
         for (_, qp) in tables.qps.iter() {
@@ -504,6 +609,9 @@ impl Rnic {
         tables.cqs.clear();
         tables.pds.clear();
         tables.status_page = None;
+        // A driver that begins reads the configuration.
+        tables.link_told = self.settings.link.is_up();
+        self.up_for_driver.store(true, Ordering::SeqCst);
         // What is still in use is not this VM's any longer.
         tables.footprint = Footprint::default();
         drop(tables);
@@ -692,6 +800,8 @@ impl Rnic {
             "mac": format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}"),
             "network": self.settings.network,
             "node_guid": format!("{:016x}", self.node_guid),
+            "link_up": self.settings.link.is_up(),
+            "port_up": self.port_is_up(),
             "running": tables.running,
             "memory_bytes": tables.memory.as_ref().map_or(0, GuestMemory::size),
             "footprint_bytes": tables.footprint.bytes(),

@@ -19,6 +19,8 @@ constants! {
         SET_STATUS_PAGE = 0x04,
         /// The device's clock, by which completions have time stamps.
         QUERY_CLOCK = 0x05,
+        /// Takes the port down or up.
+        SET_PORT_STATE = 0x06,
         /// Creates a context: doorbell memory.
         CREATE_CONTEXT = 0x10,
         /// Destroys a context.
@@ -347,6 +349,16 @@ layouts! {
         22 => mac: [u8; 6],
         /// Reserved, zero.
         28 => reserved: [u8; 12],
+    }
+
+    /// Body of SET_PORT_STATE.
+    pub struct SetPortState(8) {
+        /// Port, 1.
+        0 => port_num: u8,
+        /// 1: up, as far as the driver is concerned; 0: down.
+        1 => up: u8,
+        /// Reserved, zero.
+        2 => reserved: [u8; 6],
     }
 
     /// Body of SET_STATUS_PAGE.

@@ -71,5 +71,9 @@ constants! {
         CQ_MODERATION = 13,
         /// ALLOC_MR, fast registration, invalidation of regions. Needs PHYSICAL_MR.
         FAST_REG = 14,
+        /// SET_PORT_STATE: the driver takes the port down and up.
+        PORT_STATE = 15,
+        /// Completions of datagrams say whether an IPv4 header is in front of them.
+        HEADER_TYPE = 16,
     }
 }

@@ -78,6 +78,7 @@ round_trips! {
     query_port: command::QueryPort,
     query_port_response: command::QueryPortResponse,
     set_gid: command::SetGid,
+    set_port_state: command::SetPortState,
     set_status_page: command::SetStatusPage,
     query_clock_response: command::QueryClockResponse,
     create_context: command::CreateContext,

@@ -95,7 +95,12 @@ impl Everything {
         copy(&module.driver, &payload)?;
         copy(&module.tests, &payload)?;
         copy(provider, &payload)?;
+        copy(&self.verbs_test.with_file_name("device-lost"), &payload)?;
         copy(&self.verbs_test, &payload)?;
+        // For guests that start their own kernel.
+        let image = self.images.kernel(kernel)?;
+        copy(&image.vmlinuz, &payload)?;
+        copy(&image.initrd, &payload)?;
         Ok(Stack {
             device: self.device.clone(),
             payload,
@@ -244,7 +249,7 @@ fn programs(suites: &[Suite]) -> Result<(PathBuf, Vec<(Suite, PathBuf)>)> {
     ))
 }
 
-/// The tests of the verbs API, built on the host.
+/// The tests of the verbs API, built on the host; beside them is what sees a device go.
 fn verbs_test() -> Result<PathBuf> {
     let out = shell::target().join("verbs");
     let mut build = Command::new("sh");

@@ -124,6 +124,7 @@ impl Image {
                 "nvme-cli",
                 "nfs-kernel-server",
                 "nfs-common",
+                "kexec-tools",
             ],
             Image::Software => &[
                 "gcc",

@@ -57,8 +57,8 @@ enum Command {
         #[arg(long, default_value_t = 1024)]
         memory: u32,
     },
-    /// Formatting, lints, documentation, unit and property tests, instruction counts, the VM lane `smoke`, and rdma-core's own
-    /// tests in a VM
+    /// Formatting, lints, documentation, unit and property tests, instruction counts, the VM lane
+    /// `smoke`, a part of `recovery`, and rdma-core's own tests in a VM
     Test,
     /// Run VM lanes; reports go to target/reports/
     #[command(after_help = format!("Lanes:{}", lanes::list()))]
@@ -69,13 +69,15 @@ enum Command {
         /// Only this guest kernel (default: all that the lane wants)
         #[arg(long, value_enum)]
         kernel: Option<Kernel>,
-        /// Only cases whose name contains this
+        /// Only cases whose name contains this, or one of these, separated by `|`
         #[arg(long)]
         only: Option<String>,
         /// Shorter where a lane does the same for minutes: to try it out
         #[arg(long)]
         quick: bool,
     },
+    /// Random traffic and random events for some minutes; the report is target/reports/soak.md
+    Soak(commands::soak::Options),
     /// Measure how fast the device is, beside what it competes with; the report is target/reports/bench.md
     Bench(commands::bench::Options),
     /// Count what the device executes for a message, and compare with the committed ceilings (part of `test`)
@@ -142,9 +144,11 @@ fn dispatch(command: Command) -> Result<bool> {
                     kernel,
                     only,
                     quick,
+                    soak: None,
                 },
             )
         }
+        Command::Soak(options) => commands::soak::run(&options),
         Command::Bench(options) => commands::bench::run(&options),
         Command::Instructions { update, only } => {
             setup::packages(&["valgrind"])?;

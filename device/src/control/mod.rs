@@ -11,8 +11,10 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::command::{
     gid_type, opcode, status, CommandHeader, CreateContext, Handle, HandleResponse, PageList,
-    QueryDeviceResponse, QueryPort, QueryPortResponse, ResponseHeader, SetGid, SetStatusPage,
+    QueryDeviceResponse, QueryPort, QueryPortResponse, ResponseHeader, SetGid, SetPortState,
+    SetStatusPage,
 };
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES};
@@ -73,6 +75,7 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::QUERY_DEVICE => no_body(body).map(|()| query_device(rnic)),
         opcode::QUERY_PORT => query_port(rnic, &parse(body)?),
         opcode::SET_GID => set_gid(rnic, &parse(body)?),
+        opcode::SET_PORT_STATE => set_port_state(rnic, &parse(body)?),
         opcode::SET_STATUS_PAGE => set_status_page(rnic, &parse(body)?),
         opcode::QUERY_CLOCK => no_body(body).and_then(|()| cq::query_clock(rnic)),
         opcode::CREATE_CONTEXT => create_context(rnic, &parse(body)?),
@@ -203,9 +206,11 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
 fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
     zero(body.port_num == 1 && body.reserved == [0; 7])?;
     let totals = rnic.totals();
+    // As in verbs: active and link up, or down and disabled.
+    let (state, phys_state) = if rnic.port_is_up() { (4, 5) } else { (1, 3) };
     let response = QueryPortResponse {
-        state: 4,
-        phys_state: 5,
+        state,
+        phys_state,
         max_mtu: mtu::MTU_4096,
         active_mtu: mtu::MTU_4096,
         active_width: 2,
@@ -254,6 +259,13 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
             rnic.ports().release(gid, rnic);
         }
     }
+    Ok(Vec::new())
+}
+
+fn set_port_state(rnic: &Arc<Rnic>, body: &SetPortState) -> Result<Vec<u8>, Error> {
+    needs(rnic, feature::PORT_STATE)?;
+    zero(body.port_num == 1 && body.up <= 1 && body.reserved == [0; 6])?;
+    rnic.set_port_state(body.up == 1);
     Ok(Vec::new())
 }
 

@@ -85,13 +85,24 @@ impl Datagram {
         self.qpn == MULTICAST_QPN && is_multicast(&self.dgid)
     }
 
+    /// Source and destination, if the network header is one of IPv4.
+    fn ipv4(&self) -> Option<[[u8; 4]; 2]> {
+        Some([ipv4(&self.sgid)?, ipv4(&self.dgid)?])
+    }
+
+    /// Whether the network header is one of IPv4.
+    #[must_use]
+    pub fn is_ipv4(&self) -> bool {
+        self.ipv4().is_some()
+    }
+
     /// The network header that the receiver finds before the payload of `length` bytes, as RoCEv2 has it: an IPv6 header,
     /// or 20 zero bytes and an IPv4 header where both GIDs are IPv4 addresses.
     #[must_use]
     pub fn grh(&self, length: u64) -> [u8; GRH] {
         let payload = u16::try_from(length + ROCE_HEADERS).unwrap_or(u16::MAX);
         let mut out = [0; GRH];
-        if let (Some(source), Some(destination)) = (ipv4(&self.sgid), ipv4(&self.dgid)) {
+        if let Some([source, destination]) = self.ipv4() {
             let mut header = [0u8; 20];
             header[0] = 0x45;
             header[1] = self.traffic_class;

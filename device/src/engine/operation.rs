@@ -6,7 +6,7 @@ use virtio_rdma_spec::ring::{
     MASKED_OPERANDS_OFFSET,
 };
 use virtio_rdma_spec::verbs::{
-    access, flush_level, flush_type, qp_type, vendor_err, wc_opcode, wc_status, wr_opcode,
+    access, flush_level, flush_type, qp_type, vendor_err, wc_status, wr_opcode,
 };
 
 use super::queue::WorkQueue;
@@ -197,25 +197,6 @@ fn read_flush(wqe: &SendWqe) -> Result<Operation, Refused> {
         flush_level::RANGE => Ok(Operation::Flush(wanted, Some(wqe.operand0))),
         flush_level::MR => Ok(Operation::Flush(wanted, None)),
         _ => Err(FLAGS),
-    }
-}
-
-/// The completion's opcode for a work request's.
-#[must_use]
-pub fn completion_opcode(opcode: u8) -> u8 {
-    match opcode {
-        wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => wc_opcode::RDMA_WRITE,
-        wr_opcode::RDMA_READ | wr_opcode::RDMA_READ_WITH_INV => wc_opcode::RDMA_READ,
-        wr_opcode::ATOMIC_CMP_AND_SWP => wc_opcode::COMP_SWAP,
-        wr_opcode::ATOMIC_FETCH_AND_ADD => wc_opcode::FETCH_ADD,
-        wr_opcode::MASKED_ATOMIC_CMP_AND_SWP => wc_opcode::MASKED_COMP_SWAP,
-        wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD => wc_opcode::MASKED_FETCH_ADD,
-        wr_opcode::ATOMIC_WRITE => wc_opcode::ATOMIC_WRITE,
-        wr_opcode::FLUSH => wc_opcode::FLUSH,
-        wr_opcode::BIND_MW => wc_opcode::BIND_MW,
-        wr_opcode::LOCAL_INV => wc_opcode::LOCAL_INV,
-        wr_opcode::REG_MR => wc_opcode::REG_MR,
-        _ => wc_opcode::SEND,
     }
 }
 

@@ -15,7 +15,8 @@ use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
-    access, qp_state, qp_type, send_flag, vendor_err, wc_status, wr_opcode, MASK_24,
+    access, completion_opcode, qp_state, qp_type, send_flag, vendor_err, wc_status, wr_opcode,
+    MASK_24,
 };
 
 pub(crate) use self::direct::Found;
@@ -23,7 +24,7 @@ use self::direct::Rest;
 use self::register::Registration;
 use super::cursor::{check, Cursor, From};
 use super::message::{Answer, Datagram, Message};
-use super::operation::{completion_opcode, Kind, Operation};
+use super::operation::{Kind, Operation};
 use super::queue::WorkQueue;
 use super::responder::{Payload, Slice};
 use super::{complete, raise, Budget, SHARE};
@@ -243,7 +244,10 @@ impl Requester {
     ) -> Turn {
         self.resumed = false;
         if let Some(until) = self.parked {
-            if now < until {
+            if now < until && self.route.appears(&qp.rnic, self.dest_gid) {
+                // The wait for an answer is cut short: that attempt does not count.
+                self.retries = self.retries.saturating_sub(1);
+            } else if now < until {
                 if !qp.wake.swap(false, Ordering::SeqCst) {
                     return Turn::Park(until);
                 }

@@ -10,6 +10,7 @@ use std::sync::atomic::{fence, Ordering};
 use std::sync::{Arc, Weak};
 
 use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::ring::{Cqe, Sge};
 use virtio_rdma_spec::verbs::{
@@ -465,6 +466,13 @@ impl Responder {
             return Answer::NoAnswer;
         };
         let with_imm = message.opcode == wr_opcode::SEND_WITH_IMM;
+        let mut wc_flags = wc_flag::GRH;
+        if with_imm {
+            wc_flags |= wc_flag::WITH_IMM;
+        }
+        if datagram.is_ipv4() && qp.rnic.accepted(feature::HEADER_TYPE) {
+            wc_flags |= wc_flag::IPV4;
+        }
         let cqe = Cqe {
             wr_id: inbound.wr_id,
             byte_len: u32::try_from(message.length + GRH as u64).unwrap_or(u32::MAX),
@@ -474,7 +482,7 @@ impl Responder {
             wqe_index: inbound.index,
             sl: datagram.sl,
             opcode: wc_opcode::RECV,
-            wc_flags: wc_flag::GRH | if with_imm { wc_flag::WITH_IMM } else { 0 },
+            wc_flags,
             ..Cqe::default()
         };
         push(

@@ -105,8 +105,15 @@ impl Ports {
         owners.get(&(network.clone(), gid)).cloned()
     }
 
+    /// A port went down or came up: routes that were found before are not followed any longer.
+    pub(crate) fn changed(&self) {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// A worker whose turn begins after a writer has waited for the readers must see what the
+    /// writer changed before: so the order is sequential, as that of entering and waiting is.
     fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
+        self.generation.load(Ordering::SeqCst)
     }
 }
 
@@ -129,8 +136,20 @@ impl Route {
 
     #[cold]
     fn find(&mut self, from: &Arc<Rnic>, gid: Gid, generation: u64) {
-        let peer = from.ports().find(from.network(), gid);
+        let peer = from
+            .ports()
+            .find(from.network(), gid)
+            .filter(|peer| from.port_is_up() && peer.port_is_up());
         self.known = Some((generation, gid, peer));
+    }
+
+    /// Whether it leads to a peer, and led to nobody when it was looked up last.
+    pub(crate) fn appears(&mut self, from: &Arc<Rnic>, gid: Gid) -> bool {
+        if self.rnic().is_some() {
+            return false;
+        }
+        self.refresh(from, gid);
+        self.rnic().is_some()
     }
 
     /// The peer that it leads to.
@@ -384,7 +403,8 @@ impl Fanout {
             return Answer::Done;
         };
         let ours = Arc::ptr_eq(rnic, &sender.rnic);
-        if !(ours && sender.block_multicast_loopback) {
+        let up = sender.rnic.port_is_up() && rnic.port_is_up();
+        if up && !(ours && sender.block_multicast_loopback) {
             let Some(tables) = rnic.visit(visit) else {
                 return Answer::Busy;
             };

@@ -216,7 +216,7 @@ impl Keys {
     #[must_use]
     pub fn new(limits: &Limits) -> Self {
         Self {
-            slab: Slab::new(1, limits.mrs.saturating_add(limits.mws)),
+            slab: Slab::scattered(1, MAX_INDEX - 1, limits.mrs.saturating_add(limits.mws)),
             mws: 0,
             bound: Mutex::default(),
             max_mrs: limits.mrs,

@@ -11,6 +11,7 @@ pub mod footprint;
 pub mod keys;
 pub mod mr;
 pub mod mw;
+pub mod numbers;
 pub mod qp;
 pub mod slab;
 pub mod srq;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Tables of objects by handle.
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 
+use super::numbers::random;
 use super::Error;
 
 /// Freed handles rest until this many are free, so that a stale handle meets nobody for a while.
@@ -13,6 +15,8 @@ pub struct Slab<T> {
     entries: Vec<Option<T>>,
     free: VecDeque<u32>,
     first: u32,
+    /// Where `first` may be.
+    starts: RangeInclusive<u32>,
     max: u32,
     len: u32,
 }
@@ -21,10 +25,26 @@ impl<T> Slab<T> {
     /// An empty table of handles `first` and up, for at most `max` objects.
     #[must_use]
     pub fn new(first: u32, max: u32) -> Self {
+        Self::starting_in(first..=first, max)
+    }
+
+    /// An empty table of handles that peers name, for at most `max` objects. They are `lowest` to
+    /// `highest`, and start at random: what a peer still knows of the time before a reset, or of
+    /// another process, most likely fits nothing.
+    #[must_use]
+    pub fn scattered(lowest: u32, highest: u32, max: u32) -> Self {
+        // The handles that rest need room as well.
+        let room = max.saturating_add(REST as u32);
+        let last = highest.saturating_sub(room).max(lowest);
+        Self::starting_in(lowest..=last, max)
+    }
+
+    fn starting_in(starts: RangeInclusive<u32>, max: u32) -> Self {
         Self {
             entries: Vec::new(),
             free: VecDeque::new(),
-            first,
+            first: random(starts.clone()),
+            starts,
             max,
             len: 0,
         }
@@ -123,6 +143,7 @@ impl<T> Slab<T> {
     /// Takes all objects out. Handles are as fresh as at the start.
     pub fn clear(&mut self) -> Vec<T> {
         self.free.clear();
+        self.first = random(self.starts.clone());
         self.len = 0;
         std::mem::take(&mut self.entries)
             .into_iter()
@@ -150,6 +171,27 @@ mod tests {
         assert_eq!(slab.len(), 300);
         assert_eq!(slab.get(first), None);
         assert_eq!(slab.get(0), None);
+    }
+
+    // D-OBJ-005.
+    #[test]
+    fn handles_that_peers_name_start_elsewhere_each_time_and_stay_in_their_range() {
+        let mut slab = Slab::scattered(1, (1 << 24) - 1, 1 << 20);
+        let mut firsts = Vec::new();
+        for _ in 0..8 {
+            let first = slab.insert_with(Ok).unwrap();
+            assert_eq!(slab.get(first), Some(&first));
+            assert_eq!(slab.insert_with(Ok), Ok(first + 1));
+            firsts.push(first);
+            slab.clear();
+            assert_eq!(slab.get(first), None);
+        }
+        assert!(firsts.iter().any(|first| *first != firsts[0]));
+        let highest = (1 << 24) - 1 - (1 << 20) - 256;
+        assert!(firsts.iter().all(|first| (1..=highest).contains(first)));
+        // There is no room to choose from.
+        let mut full = Slab::scattered(1, 300, 300);
+        assert_eq!(full.insert_with(Ok), Ok(1));
     }
 
     #[test]

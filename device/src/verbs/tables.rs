@@ -4,10 +4,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use virtio_rdma_spec::doorbell;
+use virtio_rdma_spec::verbs::MASK_24;
 
 use super::cq::{Cq, Source};
 use super::footprint::Footprint;
 use super::keys::Keys;
+use super::numbers::Numbers;
 use super::qp::Qp;
 use super::slab::Slab;
 use super::srq::Srq;
@@ -106,6 +108,8 @@ pub struct Tables {
     pub memory: Option<GuestMemory>,
     /// The front end runs the rings. While it does not, nobody touches guest memory.
     pub running: bool,
+    /// The link is up, as far as the driver has been told.
+    pub link_told: bool,
     /// Where events go.
     pub sink: Option<Arc<dyn EventSink>>,
     /// The page of the workers' status words.
@@ -123,7 +127,7 @@ pub struct Tables {
     /// Completion queues.
     pub cqs: Slab<Arc<Cq>>,
     /// Queue pairs.
-    pub qps: Slab<Arc<Qp>>,
+    pub qps: Numbers<Arc<Qp>>,
     /// The port's GSI queue pair.
     pub gsi: Option<u32>,
     /// Shared receive queues.
@@ -152,6 +156,7 @@ impl Tables {
         Self {
             memory: None,
             running: false,
+            link_told: true,
             sink: None,
             status_page: None,
             gids: [None; GID_TABLE_LEN],
@@ -160,9 +165,9 @@ impl Tables {
             pds: Slab::new(1, limits.pds),
             keys: Keys::new(limits),
             cqs: Slab::new(1, limits.cqs),
-            qps: Slab::new(2, limits.qps),
+            qps: Numbers::new(limits.qps),
             gsi: None,
-            srqs: Slab::new(1, limits.srqs),
+            srqs: Slab::scattered(1, MASK_24, limits.srqs),
             xrcds: Slab::new(1, limits.xrcds),
             multicast: BTreeSet::new(),
             footprint: Footprint::default(),

@@ -18,7 +18,7 @@ use vhost::VhostUserMemoryRegionBase;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtio_rdma_spec::command::{status, ResponseHeader};
-use virtio_rdma_spec::config::{feature, first_doorbell_queue, Config, CONTROL_QUEUE};
+use virtio_rdma_spec::config::{feature, first_doorbell_queue, CONTROL_QUEUE};
 use vmm_sys_util::epoll::Epoll;
 
 use super::events::Events;
@@ -49,6 +49,8 @@ const FEATURES: u64 = 1 << feature::RC
     | 1 << feature::SRQ_RESIZE
     | 1 << feature::CQ_MODERATION
     | 1 << feature::FAST_REG
+    | 1 << feature::PORT_STATE
+    | 1 << feature::HEADER_TYPE
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1
@@ -73,7 +75,6 @@ impl<R: AsRef<[u8]>> AsRef<[u8]> for Response<R> {
 pub struct Device {
     rnic: Arc<Rnic>,
     epoll: Arc<Epoll>,
-    config: [u8; Config::SIZE],
     first_doorbell_queue: u16,
     memory: Option<GuestMemory>,
     control: Ring,
@@ -97,7 +98,6 @@ impl Device {
         Self {
             rnic,
             epoll,
-            config: config.to_bytes(),
             first_doorbell_queue,
             memory: None,
             control: Ring::new(CONTROL_QUEUE),
@@ -429,13 +429,8 @@ impl VhostUserBackendReqHandlerMut for Device {
     ) -> Result<Vec<u8>> {
         // What lies behind the fields is reserved for fields to come, and zero.
         let (offset, size) = (offset as usize, (size as usize).min(256));
-        let mut bytes: Vec<u8> = self
-            .config
-            .iter()
-            .skip(offset)
-            .take(size)
-            .copied()
-            .collect();
+        let config = self.rnic.config().to_bytes();
+        let mut bytes: Vec<u8> = config.into_iter().skip(offset).take(size).collect();
         bytes.resize(size, 0);
         Ok(bytes)
     }

@@ -78,6 +78,8 @@ struct Inbox {
     qps: Vec<Arc<Qp>>,
     /// Completion queues whose event is held back.
     cqs: Vec<Weak<Cq>>,
+    /// A port came up: queue pairs that wait may have a way to their peers now.
+    try_again: bool,
 }
 
 /// What a worker counts. Only the worker writes.
@@ -206,6 +208,11 @@ impl Worker {
             return;
         }
         self.put(|inbox| inbox.qps.push(qp.clone()));
+    }
+
+    /// Gives all queue pairs that wait for a time a turn, in which they look for their peers.
+    pub fn try_again(&self) {
+        self.put(|inbox| inbox.try_again = true);
     }
 
     /// Raises the event that a completion queue holds back when its time is over.
@@ -509,7 +516,13 @@ impl Loop {
         self.worker.inbox_filled.store(false, Ordering::SeqCst);
         self.queue.extend(inbox.qps.drain(..));
         let cqs = std::mem::take(&mut inbox.cqs);
+        let try_again = std::mem::take(&mut inbox.try_again);
         drop(inbox);
+        if try_again {
+            for qp in std::mem::take(&mut self.timers).into_values() {
+                self.again(qp);
+            }
+        }
         if !cqs.is_empty() {
             self.take_holds(cqs);
         }
@@ -650,9 +663,14 @@ impl Loop {
                 break;
             }
             let qp = entry.remove();
-            if !qp.scheduled.swap(true, Ordering::SeqCst) {
-                self.queue.push_back(qp);
-            }
+            self.again(qp);
+        }
+    }
+
+    /// Puts a queue pair whose timer is removed at the end of the queue, unless it is in it.
+    fn again(&mut self, qp: Arc<Qp>) {
+        if !qp.scheduled.swap(true, Ordering::SeqCst) {
+            self.queue.push_back(qp);
         }
     }
 

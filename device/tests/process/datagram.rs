@@ -6,6 +6,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use vhost_device_rdma_bare::spec::command::status;
+use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::spec::ring::{Sge, UdWqe};
 use vhost_device_rdma_bare::spec::verbs::{
     qp_state, qp_type, send_flag, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
@@ -73,14 +74,15 @@ fn send(from: &Side, wqe: UdWqe, len: u32) {
     assert_eq!(cqe.wr_id, wqe.wr_id);
 }
 
-/// The datagram that `to` receives next is of `len` bytes, and in the receive `wr_id`.
+/// The datagram that `to` receives next is of `len` bytes, and in the receive `wr_id`. Returns the flags of its completion.
 #[track_caller]
-fn assert_receives(to: &Side, wr_id: u64, len: usize) {
+fn assert_receives(to: &Side, wr_id: u64, len: usize) -> u8 {
     let cqe = to.received();
     assert_success(&cqe);
     assert_eq!((cqe.wr_id, cqe.byte_len as usize), (wr_id, len + GRH));
     assert_eq!(cqe.opcode, wc_opcode::RECV);
     assert_ne!(cqe.wc_flags & wc_flag::GRH, 0);
+    cqe.wc_flags
 }
 
 /// `from` reaches `to`, with nothing in between.
@@ -149,10 +151,21 @@ fn datagrams_arrive_behind_an_ipv6_header() {
 // D-UD-004.
 #[test]
 fn datagrams_between_ipv4_addresses_arrive_behind_an_ipv4_header() {
+    ipv4_headers(true);
+}
+
+// D-EXT-001.
+#[test]
+fn the_kind_of_a_header_is_not_told_to_who_does_not_know_of_it() {
+    ipv4_headers(false);
+}
+
+fn ipv4_headers(told: bool) {
     let process = process(2);
     let [a, b] = [1u8, 2].map(|i| {
         let options = VmOptions {
             gid: Some(mapped([192, 168, 7, i])),
+            features: all_types().features | u64::from(told) << feature::HEADER_TYPE,
             ..all_types()
         };
         Vm::connect(process.socket(usize::from(i) - 1), options).unwrap()
@@ -169,7 +182,8 @@ fn datagrams_between_ipv4_addresses_arrive_behind_an_ipv4_header() {
             ..Address::of(&b.qp, QKEY).send(1)
         };
         send(&a, wqe, size);
-        assert_receives(&b, 0, size as usize);
+        let flags = assert_receives(&b, 0, size as usize);
+        assert_eq!(flags & wc_flag::IPV4 != 0, told);
         let header = b.mr.read(0, GRH);
         assert_eq!(header[..20], [0; 20]);
         let ip = &header[20..];
@@ -189,7 +203,7 @@ fn datagrams_between_ipv4_addresses_arrive_behind_an_ipv4_header() {
         ..Address::of(&b.qp, QKEY).send(1)
     };
     send(&a, wqe, 10);
-    assert_receives(&b, 0, 10);
+    assert_eq!(assert_receives(&b, 0, 10) & wc_flag::IPV4, 0);
     let grh = b.mr.read(0, GRH);
     assert_eq!(grh[0] >> 4, 6);
     assert_eq!(grh[8..24], [0xfd; 16]);

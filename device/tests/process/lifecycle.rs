@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The life of a VM: paused, reset, killed, back again, with memory coming and going.
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vhost_device_rdma_bare::spec::verbs::{qp_state, wc_status};
-use vhost_device_rdma_bare::{Context, Pd, Placement, Vm, VmOptions};
+use vhost_device_rdma_bare::{Context, Pd, Placement, Srq, SrqOptions, Vm, VmOptions};
 
 use crate::common::{
-    assert_status, assert_success, counts, pattern, process, vm, Pair, SideOptions, Two, ALL,
-    TIMEOUT,
+    all_types, assert_status, assert_success, assert_works, counts, pattern, process, vm, Pair,
+    SideOptions, Two, ALL, TIMEOUT,
 };
 
 /// A buffer's contents do not change for a while.
@@ -387,11 +389,8 @@ fn a_vm_connects_and_disconnects_many_times() {
 
 /// Resident memory of the device process, KiB, without that of the guests.
 fn resident(two: &Two) -> u64 {
-    let path = format!("/proc/{}/status", two.process.id());
-    let text = std::fs::read_to_string(path).unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let size = line.and_then(|line| line.split_ascii_whitespace().next());
-    size.unwrap().parse().unwrap()
+    let status = two.process.status().unwrap();
+    status["resident_bytes"].as_u64().unwrap() / 1024
 }
 
 #[test]
@@ -421,4 +420,77 @@ fn killed_vms_leave_no_memory_behind() {
         last < first + LEAST_KIB * ROUNDS as u64,
         "KiB over time: {sizes:?}"
     );
+}
+
+// D-RST-004.
+#[test]
+fn front_ends_follow_each_other_at_once_and_leave_no_memory_behind() {
+    const FIRST: usize = 200;
+    const ROUNDS: usize = 800;
+    let mut two = Two::new();
+    let options = VmOptions {
+        memory: 8 << 20,
+        ..VmOptions::default()
+    };
+    let small = SideOptions {
+        memory: 64 << 10,
+        ..SideOptions::default()
+    };
+    let mut sizes = Vec::new();
+    for round in 0..FIRST + ROUNDS {
+        let pair = two.pair_with(&small, |_| ());
+        for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
+            for wr_id in 0..4 {
+                let sge = from.mr.sge(0, 60_000);
+                from.qp
+                    .write(wr_id, &[sge], to.mr.iova, to.mr.rkey)
+                    .unwrap();
+            }
+        }
+        assert_success(&pair.a.sent());
+        // The next one knocks before the traffic of this one has ended.
+        two.b.kill();
+        two.b = Vm::connect(two.process.socket(1), options.clone()).unwrap();
+        drop(pair);
+        if round % 100 == 0 {
+            assert_eq!(counts(&two.process, two.process.socket(0))[4], 0);
+        }
+        sizes.push(resident(&two));
+    }
+    let (first, last) = (sizes[FIRST], sizes[FIRST + ROUNDS - 1]);
+    // A quarter of a page for each: less than any object takes.
+    assert!(last < first + ROUNDS as u64, "KiB over time: {sizes:?}");
+    assert_works(&two.pair());
+    two.assert_unharmed();
+}
+
+/// The numbers that peers get to know: of queue pairs and SRQs, and the indices of keys.
+fn numbers(vm: &Arc<Vm>) -> [BTreeSet<u32>; 3] {
+    let pair = Pair::new(vm, vm);
+    let side = &pair.a;
+    let srqs = [0; 2].map(|_| Srq::new(&side.context, &side.pd, &SrqOptions::default()).unwrap());
+    [
+        [pair.a.qp.number(), pair.b.qp.number()].into(),
+        srqs.map(|srq| srq.number()).into(),
+        [pair.a.mr.lkey >> 8, pair.b.mr.lkey >> 8].into(),
+    ]
+}
+
+// D-OBJ-005.
+#[test]
+fn numbers_that_peers_know_do_not_come_again_after_a_reset_or_restart() {
+    let [process, other] = [0; 2].map(|_| process(1));
+    let socket = process.socket(0);
+    let guest = Vm::connect(socket, all_types()).unwrap();
+    let mut lives = vec![numbers(&guest)];
+    guest.reset().unwrap();
+    lives.push(numbers(&guest));
+    guest.kill();
+    lives.push(numbers(&Vm::connect(socket, all_types()).unwrap()));
+    lives.push(numbers(&Vm::connect(other.socket(0), all_types()).unwrap()));
+    for kind in 0..3 {
+        let all: Vec<_> = lives.iter().flat_map(|life| &life[kind]).collect();
+        let different: BTreeSet<_> = all.iter().collect();
+        assert_eq!(different.len(), all.len(), "{all:?}");
+    }
 }

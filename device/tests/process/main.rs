@@ -11,6 +11,7 @@ mod events;
 mod fast;
 mod frontend;
 mod lifecycle;
+mod link;
 mod memory;
 mod moderation;
 mod order;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A `vhost-device-rdma` process of our own.
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -140,12 +141,44 @@ impl DeviceProcess {
     /// # Errors
     /// If it does not answer, or not with JSON.
     pub fn status(&self) -> Result<serde_json::Value, Error> {
-        let mut stream = UnixStream::connect(self.directory.join("status"))?;
+        self.request(b"")
+    }
+
+    /// Takes the link of a VM's device down or up.
+    ///
+    /// # Errors
+    /// If it does not answer as it should.
+    ///
+    /// # Panics
+    /// If it was not started with as many VMs.
+    pub fn set_link(&self, vm: usize, up: bool) -> Result<(), Error> {
+        let state = if up { "up" } else { "down" };
+        let request = format!("link {} {state}\n", self.socket(vm).display());
+        let answer = self.request(request.as_bytes())?;
+        if answer["link_up"] != up {
+            return Err(Error::Process(answer.to_string()));
+        }
+        Ok(())
+    }
+
+    /// The socket that gives its status.
+    #[must_use]
+    pub fn status_socket(&self) -> PathBuf {
+        self.directory.join("status")
+    }
+
+    /// What the status socket answers to a request.
+    ///
+    /// # Errors
+    /// If it does not answer, or not with JSON.
+    pub fn request(&self, request: &[u8]) -> Result<serde_json::Value, Error> {
+        let mut stream = UnixStream::connect(self.status_socket())?;
         stream.set_read_timeout(Some(Duration::from_secs(20)))?;
+        stream.write_all(request)?;
+        stream.shutdown(Shutdown::Write)?;
         let mut text = String::new();
         stream.read_to_string(&mut text)?;
-        serde_json::from_str(&text)
-            .map_err(|e| Error::Process(format!("{e} in its status: {text}")))
+        serde_json::from_str(&text).map_err(|e| Error::Process(format!("{e} in {text}")))
     }
 
     /// Ends it by SIGTERM, and returns whether it exited with success.

@@ -11,7 +11,7 @@ use vhost::vhost_user::{
     Frontend, VhostUserFrontend, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
 };
 use vhost::VhostBackend;
-use virtio_rdma_driver_core::command::{self, Command, SetGid, SetStatusPage};
+use virtio_rdma_driver_core::command::{self, Command, SetGid, SetPortState, SetStatusPage};
 use virtio_rdma_spec::command::{gid_type, QueryDeviceResponse, QueryPort, QueryPortResponse};
 use virtio_rdma_spec::config::{
     feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE,
@@ -208,14 +208,7 @@ impl Vm {
         }
         frontend.set_protocol_features(protocol)?;
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
-        let (_, config) = frontend.get_config(
-            0,
-            Config::SIZE as u32,
-            VhostUserConfigFlags::empty(),
-            &[0; Config::SIZE],
-        )?;
-        let config =
-            Config::from_bytes(&config.as_slice().try_into().map_err(|_| Error::BadLayout)?);
+        let config = read_config(&mut frontend)?;
         let queues =
             first_doorbell_queue(config.num_completion_queues) + config.num_doorbell_queues;
         if u64::from(queues) != frontend.get_queue_num()? {
@@ -302,7 +295,7 @@ impl Vm {
         &self.path
     }
 
-    /// The configuration space.
+    /// The configuration space as it was when the VM came up.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
@@ -607,6 +600,27 @@ impl Vm {
         Ok(())
     }
 
+    /// Takes the port down or up, as the driver.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn set_port_state(&self, up: bool) -> Result<(), Error> {
+        self.execute::<SetPortState>(&virtio_rdma_spec::command::SetPortState {
+            port_num: 1,
+            up: up.into(),
+            reserved: [0; 6],
+        })?;
+        Ok(())
+    }
+
+    /// The configuration space as it is now.
+    ///
+    /// # Errors
+    /// If the device does not give it.
+    pub fn read_config(&self) -> Result<Config, Error> {
+        read_config(&mut self.frontend())
+    }
+
     /// Device attributes.
     ///
     /// # Errors
@@ -677,6 +691,16 @@ impl Vm {
             .map(|bytes| decode(&bytes).map(|event| AsyncEvent::from_bytes(&event)))
             .transpose()
     }
+}
+
+fn read_config(frontend: &mut Frontend) -> Result<Config, Error> {
+    let (_, config) = frontend.get_config(
+        0,
+        Config::SIZE as u32,
+        VhostUserConfigFlags::empty(),
+        &[0; Config::SIZE],
+    )?;
+    Ok(Config::from_bytes(&decode(&config)?))
 }
 
 fn decode<const N: usize>(bytes: &[u8]) -> Result<[u8; N], Error> {

@@ -2,7 +2,8 @@
 //! Where things are in the buffer of a queue: record, rings, strides (specification: "Rings").
 use virtio_rdma_spec::ring::{
     recv_stride, send_stride, ud_send_stride, CqRecord, Cqe, CqeExtension, MaskedOperands,
-    QpRecord, SrqRecord, MASKED_OPERANDS_OFFSET, MAX_CQ_ENTRIES, MAX_WQ_ENTRIES,
+    QpRecord, SrqRecord, MASKED_OPERANDS_OFFSET, MAX_CQ_ENTRIES, MAX_WQ_ENTRIES, SEND_DATA_OFFSET,
+    UD_DATA_OFFSET,
 };
 use virtio_rdma_spec::PAGE_SIZE;
 
@@ -59,13 +60,16 @@ pub struct QpLayout {
     pub rq: RingLayout,
     /// Size of the buffer, bytes, a multiple of the page size.
     pub size: usize,
+    /// Inline bytes that an entry of the send queue has room for: what was asked for, or more that costs nothing.
+    inline: u32,
 }
 
 impl QpLayout {
     /// The layout for these capabilities; `None` where they are more than the interface can express (EINVAL).
     #[must_use]
     pub fn new(caps: &QpCaps) -> Option<Self> {
-        Self::with_stride(caps, send_stride(caps.max_send_sge, caps.max_inline)?)
+        let stride = send_stride(caps.max_send_sge, caps.max_inline)?;
+        Self::with_stride(caps, stride, SEND_DATA_OFFSET)
     }
 
     /// The same, where send work requests may be masked atomic operations.
@@ -74,16 +78,24 @@ impl QpLayout {
         const LEAST: u32 =
             (MASKED_OPERANDS_OFFSET + MaskedOperands::SIZE).next_power_of_two() as u32;
         let stride = send_stride(caps.max_send_sge, caps.max_inline)?;
-        Self::with_stride(caps, stride.max(LEAST))
+        Self::with_stride(caps, stride.max(LEAST), SEND_DATA_OFFSET)
     }
 
     /// The same, for a UD or GSI queue pair.
     #[must_use]
     pub fn datagram(caps: &QpCaps) -> Option<Self> {
-        Self::with_stride(caps, ud_send_stride(caps.max_send_sge, caps.max_inline)?)
+        let stride = ud_send_stride(caps.max_send_sge, caps.max_inline)?;
+        Self::with_stride(caps, stride, UD_DATA_OFFSET)
     }
 
-    fn with_stride(caps: &QpCaps, send_stride: u32) -> Option<Self> {
+    /// The inline bytes to grant, where the device takes `limit` at most: all that fit into an entry, and what was asked
+    /// for if that is more than the limit.
+    #[must_use]
+    pub fn max_inline(&self, caps: &QpCaps, limit: u32) -> u32 {
+        self.inline.min(limit).max(caps.max_inline)
+    }
+
+    fn with_stride(caps: &QpCaps, send_stride: u32, data_offset: usize) -> Option<Self> {
         let sq = RingLayout::behind(
             QpRecord::SIZE as u32,
             wq_entries(caps.max_send_wr)?,
@@ -98,6 +110,10 @@ impl QpLayout {
             sq,
             rq,
             size: pages(rq.end()?)?,
+            inline: match sq.entries {
+                0 => caps.max_inline,
+                _ => send_stride.checked_sub(data_offset as u32)?,
+            },
         })
     }
 }
@@ -287,6 +303,14 @@ mod tests {
                 }
                 prop_assert!(sq.entries >= max_send_wr && rq.entries >= max_recv_wr);
                 prop_assert!(sq.stride >= data_offset + (16 * max_send_sge).max(max_inline));
+                // What is granted is what fits, and no other layout.
+                let inline = layout.max_inline(&caps, 976);
+                prop_assert!(inline >= max_inline && data_offset + inline <= sq.stride);
+                prop_assert!(sq.entries == 0 || inline >= 16);
+                prop_assert_eq!(layout.max_inline(&caps, max_inline), max_inline);
+                let granted = QpCaps { max_inline: inline, ..caps };
+                let again = if data_offset == 64 { QpLayout::datagram(&granted) } else { QpLayout::new(&granted) };
+                prop_assert!(again.unwrap().sq.stride <= sq.stride);
                 prop_assert!(rq.stride >= 16 + 16 * max_recv_sge);
             }
             prop_assert!(QpLayout::with_masked_atomics(&caps).unwrap().sq.stride >= 80);

@@ -47,6 +47,7 @@ commands! {
     QueryDevice, QUERY_DEVICE, Empty, spec::QueryDeviceResponse;
     QueryPort, QUERY_PORT, spec::QueryPort, spec::QueryPortResponse;
     SetGid, SET_GID, spec::SetGid, Empty;
+    SetPortState, SET_PORT_STATE, spec::SetPortState, Empty;
     SetStatusPage, SET_STATUS_PAGE, spec::SetStatusPage, Empty;
     QueryClock, QUERY_CLOCK, Empty, spec::QueryClockResponse;
     CreateContext, CREATE_CONTEXT, spec::CreateContext, spec::HandleResponse;

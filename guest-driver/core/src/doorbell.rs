@@ -27,6 +27,42 @@ use crate::prefetch::prefetch_write;
 use crate::ring::{BadLayout, Memory};
 use crate::sync::{store_load_order, AtomicU64, Ordering};
 
+/// The status page, for those who ask whether the device is lost (specification: "Stop, reset and loss").
+///
+/// The driver stores LOST in all words when it has reset a lost device: for good, and after the last completion that the
+/// device wrote. So who finds a completion queue empty, and then the device lost, polls once more; if the queue is still
+/// empty, what its queue pairs have outstanding is his to complete ([`crate::SendQueue::flush_next`],
+/// [`crate::RecvQueue::flush_next`]).
+#[derive(Debug, Clone, Copy)]
+pub struct StatusPage<M>(M);
+
+impl<M: Memory> StatusPage<M> {
+    /// The page.
+    pub const fn new(page: M) -> Self {
+        Self(page)
+    }
+
+    /// Whether the device is lost.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        is_lost(status(&self.0, 0))
+    }
+}
+
+/// A status word, loaded in the one order of all sequentially consistent operations, and with acquire order.
+#[inline(always)]
+fn status(page: &[AtomicU64], word: usize) -> u32 {
+    page.get(word).map_or(worker_status::POLLING, |status| {
+        u64::from_le(status.load(Ordering::SeqCst)) as u32
+    })
+}
+
+#[inline(always)]
+fn is_lost(status: u32) -> bool {
+    status == worker_status::LOST
+}
+
 const _: () = assert!(DIRECT_SLOTS > 0);
 
 /// The doorbell of one queue pair.
@@ -93,8 +129,8 @@ impl<M: Memory> Doorbell<M> {
         })
     }
 
-    /// Says that there is new work, which was committed before. Returns whether the worker sleeps: then write the index of the doorbell queue to its
-    /// notify address.
+    /// Says that there is new work, which was committed before. Returns whether the worker sleeps: then write the index
+    /// of the doorbell queue to its notify address. The worker of a lost device needs no waking.
     #[inline(always)]
     #[must_use]
     pub fn ring(&self) -> bool {
@@ -114,12 +150,17 @@ impl<M: Memory> Doorbell<M> {
             }
         }
         store_load_order();
-        match self.status.get(self.status_word) {
-            Some(status) => {
-                u64::from_le(status.load(Ordering::SeqCst)) as u32 != worker_status::POLLING
-            }
-            None => false,
-        }
+        let status = status(&self.status, self.status_word);
+        status != worker_status::POLLING && !is_lost(status)
+    }
+
+    /// Whether the device is lost. After a post this decides, for whoever is to be told of flushed work requests: either
+    /// the post is found by those who poll when the loss was made known, or this says that it came too late for that.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        store_load_order();
+        is_lost(status(&self.status, self.status_word))
     }
 }
 

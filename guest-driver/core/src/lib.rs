@@ -20,7 +20,7 @@ pub mod sync;
 mod work;
 
 pub use completion::{ArmMode, CompletionQueue, ResizedQueue};
-pub use doorbell::Doorbell;
+pub use doorbell::{Doorbell, StatusPage};
 pub use ring::{BadLayout, Memory, PostError};
 pub use work::{
     RecvBatch, RecvQueue, ResizedSharedQueue, SendBatch, SendEntry, SendQueue, SharedRecvQueue,

@@ -8,11 +8,11 @@ use core::ops::Range;
 
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
-    BindMw, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe, BIND_MW_OFFSET,
+    BindMw, Cqe, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe, BIND_MW_OFFSET,
     FAST_REG_OFFSET, MASKED_OPERANDS_OFFSET, MAX_SGE, MAX_WQ_ENTRIES, PHASE, RECV_DATA_OFFSET,
     SEND_DATA_OFFSET, UD_DATA_OFFSET,
 };
-use virtio_rdma_spec::verbs::send_flag;
+use virtio_rdma_spec::verbs::{completion_opcode, send_flag, vendor_err, wc_opcode, wc_status};
 
 use crate::buffer::RingLayout;
 use crate::prefetch::prefetch_write;
@@ -93,7 +93,25 @@ impl<M: Memory> WorkQueue<M> {
         }
     }
 
+    /// The oldest entry that is posted and not completed: its index, and its first two words.
+    fn oldest(&self) -> Option<(u16, [u64; 2])> {
+        let completed = self.completed.load(Ordering::Relaxed);
+        // Acquire: all of the entry was written before it was posted, but for its first word, if it is the first of a
+        // batch.
+        let outstanding = self.posted.load(Ordering::Acquire).wrapping_sub(completed);
+        // More than there are entries: a reset is under way.
+        if outstanding == 0 || outstanding > self.ring.entries() {
+            return None;
+        }
+        let words = self.ring.entry(completed).first_chunk::<2>()?;
+        let words = words.each_ref().map(|word| word.load(Ordering::Relaxed));
+        Some((self.ring.index(completed) as u16, words))
+    }
+
     fn reset(&self) {
+        // First nothing is outstanding any more, for those who flush queues meanwhile.
+        let posted = self.posted.load(Ordering::Relaxed);
+        self.completed.store(posted, Ordering::Relaxed);
         self.ring.zero();
         self.posted.store(0, Ordering::Relaxed);
         self.completed.store(0, Ordering::Release);
@@ -156,8 +174,9 @@ impl<'q, M: Memory> Batch<'q, M> {
         let Some((at, word0)) = self.first.take() else {
             return false;
         };
-        // Before the entry can be seen, so that its completion finds it outstanding.
-        self.queue.posted.store(self.position, Ordering::Relaxed);
+        // Before the entry can be seen, so that its completion finds it outstanding. Release: who flushes the queue goes
+        // by it.
+        self.queue.posted.store(self.position, Ordering::Release);
         at.store(word0, Ordering::SeqCst);
         true
     }
@@ -395,6 +414,19 @@ impl<M: Memory> SendQueue<M> {
         self.queue.complete(wqe_index);
     }
 
+    /// The completion that flushes the oldest entry that is outstanding, on a device that is lost
+    /// ([`StatusPage`](crate::StatusPage)); none if all are completed. To be freed by [`Self::complete`] as ever: the next
+    /// call is about the entry behind it then.
+    ///
+    /// As `complete` this is for one at a time, under the lock of the completion queue; others may post meanwhile.
+    pub fn flush_next(&self, qp_num: u32) -> Option<Cqe> {
+        let (index, words) = self.queue.oldest()?;
+        // The opcode of an entry that is being posted may be that of an earlier one: nobody may rely on it in a completion
+        // that is no success.
+        let [opcode, ..] = words[0].to_ne_bytes();
+        Some(flushed(qp_num, index, completion_opcode(opcode), words[1]))
+    }
+
     /// The indices of the entries that [`Self::complete`] frees, called with the same index.
     pub fn completing(&self, wqe_index: u16) -> impl Iterator<Item = u32> + '_ {
         let Range { start, end } = self.queue.completing(wqe_index);
@@ -558,6 +590,19 @@ impl<'q, M: Memory> SendBatch<'q, M> {
     }
 }
 
+/// The completion of a work request that is flushed; `wr_id` is the word of the entry.
+fn flushed(qp_num: u32, wqe_index: u16, opcode: u8, wr_id: u64) -> Cqe {
+    Cqe {
+        wr_id: u64::from_le(wr_id),
+        qp_num,
+        wqe_index,
+        vendor_err: vendor_err::FLUSHED,
+        status: wc_status::WR_FLUSH_ERR,
+        opcode,
+        ..Cqe::default()
+    }
+}
+
 /// A receive queue. Its buffer starts with the `QpRecord`.
 #[derive(Debug)]
 pub struct RecvQueue<M> {
@@ -599,6 +644,12 @@ impl<M: Memory> RecvQueue<M> {
     #[inline(always)]
     pub fn complete(&self, wqe_index: u16) {
         self.queue.complete(wqe_index);
+    }
+
+    /// The completion that flushes the oldest entry that is outstanding: as [`SendQueue::flush_next`].
+    pub fn flush_next(&self, qp_num: u32) -> Option<Cqe> {
+        let (index, words) = self.queue.oldest()?;
+        Some(flushed(qp_num, index, wc_opcode::RECV, words[1]))
     }
 
     /// Work requests that fit now.

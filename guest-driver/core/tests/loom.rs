@@ -15,7 +15,7 @@ use loom::thread;
 use virtio_rdma_driver_core::buffer::{CqLayout, RingLayout};
 use virtio_rdma_driver_core::sync::{fence, AtomicU32, AtomicU64, Ordering::*};
 use virtio_rdma_driver_core::{
-    ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue, SharedRecvQueue,
+    ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue, SharedRecvQueue, StatusPage,
 };
 use virtio_rdma_spec::doorbell::{
     worker_status, BLOCK_SIZE, DIRECT_SHIFT, LEAF_OFFSET, SUMMARY_OFFSET,
@@ -327,5 +327,45 @@ fn no_completion_is_overlooked() {
         let event = queue[CQ_ARM_OFFSET / 8].load(Acquire) as u32 & ARM_NEXT != 0;
         let polled = driver.join().unwrap();
         assert!(polled || event, "a completion, and nobody looks for it");
+    });
+}
+
+/// A work request posted while the device is lost, its loss made known, and queues flushed by whoever learns of it: it is
+/// flushed then, or the poster learns of the loss. Whoever flushes it sees all of the entry, as it was posted.
+// G-RST-003, G-RST-004, G-RST-005.
+#[test]
+fn no_work_request_is_left_with_a_lost_device() {
+    loom::model(|| {
+        let (blocks, status) = (Words::new(BLOCK_SIZE), Words::new(8));
+        let sq = Arc::new(SendQueue::new(Words::new(128), &SQ, 1, 0).unwrap());
+        let poster = {
+            let (sq, status) = (sq.clone(), status.clone());
+            thread::spawn(move || {
+                let doorbell = Doorbell::new(blocks, status, 0, 0).unwrap();
+                let wqe = SendWqe {
+                    wr_id: 7,
+                    ..SendWqe::default()
+                };
+                sq.post(&wqe, []).unwrap();
+                assert!(!doorbell.ring());
+                doorbell.is_lost()
+            })
+        };
+        // The driver, and behind it the handler of the completion queue.
+        status[0].store(u64::from(worker_status::LOST).to_le(), SeqCst);
+        fence(SeqCst);
+        assert!(StatusPage::new(status.clone()).is_lost());
+        let flushed = sq.flush_next(5);
+        if let Some(cqe) = &flushed {
+            assert_eq!((cqe.wr_id, cqe.wqe_index, cqe.qp_num), (7, 0, 5));
+            sq.complete(cqe.wqe_index);
+        }
+        let told = poster.join().unwrap();
+        assert!(
+            flushed.is_some() || told,
+            "a work request, and nobody flushes it"
+        );
+        assert!(flushed.is_some() || sq.flush_next(5).is_some());
+        assert_eq!(sq.room(), u32::from(flushed.is_some()));
     });
 }

@@ -8,15 +8,16 @@ use proptest::prelude::*;
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout, SrqLayout};
 use virtio_rdma_driver_core::{
     ArmMode, CompletionQueue, Doorbell, PostError, RecvQueue, SendQueue, SharedRecvQueue,
+    StatusPage,
 };
 use virtio_rdma_spec::command::PageList;
-use virtio_rdma_spec::doorbell::{bit, Bit, BLOCK_SIZE, SLOTS};
+use virtio_rdma_spec::doorbell::{bit, worker_status, Bit, BLOCK_SIZE, SLOTS, STATUS_STRIDE};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
     BindMw, CqRecord, Cqe, CqeExtension, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord,
     UdWqe, PHASE,
 };
-use virtio_rdma_spec::verbs::send_flag;
+use virtio_rdma_spec::verbs::{send_flag, vendor_err, wc_opcode, wc_status};
 
 fn zeroed(bytes: usize) -> Vec<AtomicU64> {
     (0..bytes / 8).map(|_| AtomicU64::new(0)).collect()
@@ -230,6 +231,79 @@ proptest! {
                 rq.complete(index);
             }
         }
+    }
+
+    /// Of a lost device, whatever it completed and whatever it left in the rings: what is outstanding is flushed, once and
+    /// in order, posted before or after, and its room is free again.
+    // G-RST-004, G-RST-005.
+    #[test]
+    fn what_a_lost_device_leaves_is_flushed(
+        before in 0usize..20,
+        done in 0usize..20,
+        steps in prop::collection::vec((0usize..6, 0usize..6), 1..50),
+        scribbled: bool,
+    ) {
+        let layout = QpLayout::new(&CAPS).unwrap();
+        let memory = zeroed(layout.size);
+        let sq = SendQueue::new(&memory[..], &layout.sq, CAPS.max_send_sge, CAPS.max_inline).unwrap();
+        let rq = RecvQueue::new(&memory[..], &layout.rq, CAPS.max_recv_sge).unwrap();
+        // Work requests outstanding, and the next one's id and index.
+        let (mut sends, mut receives) = (VecDeque::new(), VecDeque::new());
+        let mut next = [0u64; 2];
+        let mut post = |sends: &mut VecDeque<_>, receives: &mut VecDeque<_>| {
+            let wqe = SendWqe { opcode: 4, wr_id: 1000 + next[0], ..SendWqe::default() };
+            if sq.post(&wqe, []).is_ok() {
+                sends.push_back((1000 + next[0], next[0] as u16 % 8));
+                next[0] += 1;
+            }
+            if rq.post(2000 + next[1], []).is_ok() {
+                receives.push_back((2000 + next[1], next[1] as u16 % 4));
+                next[1] += 1;
+            }
+        };
+        for _ in 0..before {
+            post(&mut sends, &mut receives);
+            // The device is a little behind.
+            if sends.len() > done % 8 {
+                sq.complete(sends.pop_front().unwrap().1);
+            }
+            if receives.len() > done % 4 {
+                rq.complete(receives.pop_front().unwrap().1);
+            }
+        }
+        prop_assert_eq!(sq.room() as usize, 8 - sends.len());
+        for (posts, flushes) in steps {
+            for _ in 0..posts {
+                post(&mut sends, &mut receives);
+            }
+            for _ in 0..flushes {
+                let cqe = sq.flush_next(7);
+                // Until it is completed it is the oldest.
+                prop_assert_eq!(sq.flush_next(7), cqe);
+                let expected = sends.pop_front().map(|(wr_id, wqe_index)| Cqe {
+                    wr_id, wqe_index, qp_num: 7, status: wc_status::WR_FLUSH_ERR, vendor_err: vendor_err::FLUSHED,
+                    opcode: wc_opcode::RDMA_READ, ..Cqe::default()
+                });
+                prop_assert_eq!(cqe, expected);
+                cqe.iter().for_each(|cqe| sq.complete(cqe.wqe_index));
+                let cqe = rq.flush_next(9);
+                let expected = receives.pop_front().map(|(wr_id, wqe_index)| Cqe {
+                    wr_id, wqe_index, qp_num: 9, status: wc_status::WR_FLUSH_ERR, vendor_err: vendor_err::FLUSHED,
+                    opcode: wc_opcode::RECV, ..Cqe::default()
+                });
+                prop_assert_eq!(cqe, expected);
+                cqe.iter().for_each(|cqe| rq.complete(cqe.wqe_index));
+            }
+        }
+        if scribbled {
+            memory.iter().for_each(|word| word.store(u64::MAX, Relaxed));
+        }
+        // It ends: with as many as are outstanding, whatever is in the memory.
+        let rest = std::iter::from_fn(|| sq.flush_next(7).inspect(|cqe| sq.complete(cqe.wqe_index)));
+        prop_assert_eq!(rest.count(), sends.len());
+        let rest = std::iter::from_fn(|| rq.flush_next(9).inspect(|cqe| rq.complete(cqe.wqe_index)));
+        prop_assert_eq!(rest.count(), receives.len());
+        prop_assert_eq!((sq.room(), rq.room()), (8, 4));
     }
 
     /// What is posted to a shared receive queue arrives in order; it is full until the device has consumed.
@@ -470,6 +544,29 @@ proptest! {
                 prop_assert_eq!(word(0), root.to_le());
                 prop_assert_eq!(set, 3);
             }
+        }
+    }
+}
+
+/// A lost device is asked for nothing, whichever of its words is looked at.
+// G-RST-005.
+#[test]
+fn a_lost_device_is_not_woken() {
+    let (blocks, status) = (zeroed(2 * BLOCK_SIZE), zeroed(4096));
+    let page = StatusPage::new(&status[..]);
+    let doorbells = [(0, 3), (1, 3), (1, 3000)]
+        .map(|(queue, slot)| Doorbell::new(&blocks[..], &status[..], queue, slot).unwrap());
+    for (word, wake, lost) in [
+        (worker_status::POLLING, false, false),
+        (worker_status::SLEEPING, true, false),
+        (worker_status::LOST, false, true),
+    ] {
+        for status in status.iter().step_by(STATUS_STRIDE / 8) {
+            status.store(u64::from(word).to_le(), Relaxed);
+        }
+        assert_eq!(page.is_lost(), lost);
+        for doorbell in &doorbells {
+            assert_eq!((doorbell.ring(), doorbell.is_lost()), (wake, lost));
         }
     }
 }

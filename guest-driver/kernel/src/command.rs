@@ -37,7 +37,7 @@ impl Device {
         let used = self
             .commands()
             .execute(command, answer)
-            .inspect_err(|_| self.note_death())?;
+            .inspect_err(|_| self.note_loss())?;
         // A chain that the device cannot make sense of comes back empty.
         if used < ResponseHeader::SIZE {
             return Err(Errno::EIO);
@@ -73,7 +73,7 @@ impl Device {
     pub(crate) fn must_destroy(&self, code: u16, handle: u32) {
         if let Err(error) = self.destroy(code, handle) {
             let name = opcode::name(code).unwrap_or("a command");
-            self.virtio().error(name, error.number());
+            self.virtio().failed(name, error);
             self.fail("the device does not let go of an object");
         }
     }

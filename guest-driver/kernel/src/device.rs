@@ -6,9 +6,9 @@ use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage, Words};
 use crate::sys::error::{Errno, Result};
 use crate::sys::net::Pairing;
 use crate::sys::rdma::{CqTarget, IbDevice, QpTarget, SrqTarget};
-use crate::sys::sync::{SetOnce, Work};
+use crate::sys::sync::{sleep, Completion, SetOnce, Work};
 use crate::sys::table::Table;
-use crate::sys::virtio::{CommandQueue, EventQueue, Notifier, VirtioDevice, Virtqueues};
+use crate::sys::virtio::{CommandQueue, EventQueue, Notifier, Rebind, VirtioDevice, Virtqueues};
 use crate::verbs::DM_TOTAL;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use virtio_rdma_spec::command::{opcode, QueryDeviceResponse, SetStatusPage};
@@ -16,9 +16,20 @@ use virtio_rdma_spec::config::{
     feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE,
     MAX_QUEUES,
 };
-use virtio_rdma_spec::doorbell::STATUS_STRIDE;
+use virtio_rdma_spec::doorbell::{worker_status, STATUS_STRIDE};
 use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::PAGE_SIZE;
+
+/// How long binding the driver waits for the device to come up. Longer than that, it comes up later, by itself.
+const START_WAIT_MS: u32 = 3_000;
+/// How long processes have to see what became of their work requests before a lost device is taken from them.
+const LOST_DELAY_MS: u32 = 500;
+/// How long users in the kernel may take to destroy the queue pairs that they have on a lost device. Those that have
+/// done so by the time the device is unregistered connect again by themselves; of others it takes more (an NVMe
+/// controller, for one, is removed for good).
+const LET_GO_MS: u32 = 10_000;
+/// How often that is looked at.
+const LET_GO_POLL_MS: u32 = 20;
 
 /// Where the notify pages of the doorbell queues are.
 #[derive(Clone, Copy)]
@@ -61,9 +72,12 @@ impl Features {
 /// One RDMA device. The order of the fields is the order in which they are dropped: what may still call in comes first,
 /// the queues come after everything that uses them.
 pub(crate) struct Device {
+    rebind: Rebind,
+    starting: Work,
     pairing: Pairing,
     refresh: Work,
     async_work: Work,
+    lost_work: Work,
 
     virtio: VirtioDevice,
     dma: DmaDevice,
@@ -90,12 +104,22 @@ pub(crate) struct Device {
     _queues: Virtqueues,
 
     link_up: AtomicBool,
+    /// The device was told that the interface is up, which is what it starts from.
+    port_told_up: AtomicBool,
     /// The last state of the port that was reported.
     port_active: AtomicBool,
-    /// Its users were told that the device died.
-    death_reported: AtomicBool,
+    /// The start is over, and how it ended (an errno, or zero).
+    started: Completion,
+    start_error: AtomicU32,
     /// The device told that it failed.
     failed: AtomicBool,
+    /// The device was reset because it was lost: it completes nothing any more, and the driver does.
+    lost: AtomicBool,
+    /// What follows of a loss was begun; its users were told.
+    loss_seen: AtomicBool,
+    loss_reported: AtomicBool,
+    /// Queue pairs of users in the kernel, but for those of the core itself.
+    kernel_qps: AtomicU32,
     /// The driver lets go of the device: nothing new.
     closing: AtomicBool,
     registered: AtomicBool,
@@ -170,9 +194,12 @@ impl Device {
             queues.notifier(first_doorbell.saturating_add(i as u16))
         })?;
         Ok(Self {
+            rebind: Rebind::new(virtio)?,
+            starting: Work::new(ib, Device::bring_up)?,
             pairing: Pairing::new(ib, Device::netdev_changed)?,
             refresh: Work::new(ib, Device::refresh)?,
             async_work: Work::new(ib, Device::deliver_async)?,
+            lost_work: Work::new(ib, Device::after_loss)?,
             virtio,
             dma,
             ib,
@@ -191,9 +218,15 @@ impl Device {
             status_page,
             _queues: queues,
             link_up: AtomicBool::new(config.link_up != 0),
+            port_told_up: AtomicBool::new(true),
             port_active: AtomicBool::new(false),
-            death_reported: AtomicBool::new(false),
+            started: Completion::new()?,
+            start_error: AtomicU32::new(0),
             failed: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
+            loss_seen: AtomicBool::new(false),
+            loss_reported: AtomicBool::new(false),
+            kernel_qps: AtomicU32::new(0),
             closing: AtomicBool::new(false),
             registered: AtomicBool::new(false),
             next_key: AtomicU32::new(0),
@@ -201,7 +234,8 @@ impl Device {
         })
     }
 
-    /// Takes the device into use. On an error, [`Self::stop`] must follow.
+    /// Takes the device into use. On an error, [`Self::stop`] must follow. The process behind the device may be away, and
+    /// then the device comes up when it is there.
     pub(crate) fn start(&self) -> Result<()> {
         self.async_queue.fill()?;
         for queue in self.completion_queues.iter() {
@@ -212,8 +246,36 @@ impl Device {
         for queue in self.completion_queues.iter() {
             queue.kick();
         }
+        self.starting.schedule();
+        if !self.started.wait(START_WAIT_MS) {
+            self.virtio.warning(
+                "the device does not answer yet: it comes up when its process on the host does",
+            );
+            return Ok(());
+        }
+        match self.start_error.load(Ordering::Acquire) {
+            0 => Ok(()),
+            // It is taken into use again by itself.
+            _ if self.commands.is_dead() => Ok(()),
+            code => Err(Errno::from_number(code)),
+        }
+    }
 
+    /// The part of the start that needs answers; the work item for that.
+    fn bring_up(&self) {
+        if let Err(error) = self.try_bring_up() {
+            if !self.is_closing() {
+                self.virtio.failed("the device cannot be used", error);
+            }
+            self.start_error.store(error.number(), Ordering::Release);
+        }
+        self.started.complete();
+        self.note_loss();
+    }
+
+    fn try_bring_up(&self) -> Result<()> {
         let limits: QueryDeviceResponse = self.command(opcode::QUERY_DEVICE, &[0u8; 0])?;
+        self.commands.expect_answers();
         if limits.gid_table_len == 0
             || limits.pkey_table_len == 0
             || limits.page_size_cap & PAGE_SIZE == 0
@@ -232,6 +294,7 @@ impl Device {
         }
 
         self.pairing.pair(&self.config.mac);
+        self.tell_port_state();
         self.port_active
             .store(self.port_is_active(), Ordering::Relaxed);
         let vectors = self.config.num_completion_queues;
@@ -249,35 +312,108 @@ impl Device {
 
     /// Ends all use of the device. Afterwards nothing calls in any more, and the device is reset.
     pub(crate) fn stop(&self) {
-        self.pairing.stop();
         self.closing.store(true, Ordering::Release);
+        if !self.registered.load(Ordering::Acquire) {
+            // A start that still waits for an answer waits no longer.
+            self.commands.die();
+        }
+        self.starting.cancel();
+        self.pairing.stop();
         self.refresh.cancel();
         self.async_work.cancel();
         if self.registered.swap(false, Ordering::AcqRel) {
+            self.wait_for_kernel_users();
             self.ib.unregister();
         }
         self.commands.die();
+        // A system that was suspended has set it up again meanwhile.
+        self.virtio.reset();
         // Interrupts are over; these may have come in between.
         self.refresh.cancel();
         self.async_work.cancel();
+        self.lost_work.cancel();
     }
 
-    /// The device cannot be used any longer: resets it, so that it has no access to memory, and tells its users.
+    /// Gives users in the kernel the time to let go of a device that was lost.
+    fn wait_for_kernel_users(&self) {
+        let mut waited = 0u32;
+        while self.is_lost() && self.kernel_qps.load(Ordering::Acquire) != 0 {
+            if waited >= LET_GO_MS {
+                self.virtio.error(
+                    "users in the kernel do not let go of the device that was lost; queue pairs",
+                    i64::from(self.kernel_qps.load(Ordering::Acquire)),
+                );
+                break;
+            }
+            sleep(LET_GO_POLL_MS);
+            waited = waited.saturating_add(LET_GO_POLL_MS);
+        }
+    }
+
+    /// The system is suspended: the device, which forgets everything now, is given up like one that was lost, and taken
+    /// into use again when the system goes on.
+    pub(crate) fn freeze(&self) {
+        self.commands.die();
+        self.note_loss();
+    }
+
+    /// The system ends: the device touches no memory any more.
+    pub(crate) fn shut_down(&self) {
+        self.closing.store(true, Ordering::Release);
+        self.commands.die();
+    }
+
+    /// The device cannot be used any longer: resets it, so that it has no access to memory, and sees to what follows.
     /// Process context.
     pub(crate) fn fail(&self, why: &str) {
         if !self.commands.is_dead() {
-            self.virtio.error(why, Errno::EIO.number());
+            self.virtio.warning(why);
         }
         self.commands.die();
-        self.note_death();
+        self.note_loss();
     }
 
-    /// Tells the device's users, once, if it died. Process context.
-    pub(crate) fn note_death(&self) {
-        let wanted = self.registered.load(Ordering::Acquire) && !self.is_closing();
-        if wanted && self.commands.is_dead() && !self.death_reported.swap(true, Ordering::AcqRel) {
+    /// If the device was lost, begins what follows of that: see [`Self::after_loss`]. Any context.
+    pub(crate) fn note_loss(&self) {
+        if self.commands.is_dead() && !self.loss_seen.swap(true, Ordering::AcqRel) {
+            self.lost_work.schedule();
+        }
+    }
+
+    /// Was the device lost? Then the driver completes all work requests.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// Something was posted: if the device was lost, it has to be completed. Any context.
+    pub(crate) fn posted(&self) {
+        if self.is_lost() {
+            self.lost_work.schedule();
+        }
+    }
+
+    /// What follows when the device was lost: its users are told, all work requests complete (by the driver, in whoever
+    /// polls), and the device is taken into use again. The work item for that, and for what is posted later.
+    fn after_loss(&self) {
+        // Returns when the device is reset, whoever does it: so it overwrites the status words no more.
+        self.commands.die();
+        self.status_page
+            .words()
+            .iter()
+            .step_by(STATUS_STRIDE / 8)
+            .for_each(|word| word.store(u64::from(worker_status::LOST).to_le(), Ordering::SeqCst));
+        self.lost.store(true, Ordering::SeqCst);
+        let first = !self.loss_reported.swap(true, Ordering::AcqRel);
+        if first && self.registered.load(Ordering::Acquire) && !self.is_closing() {
             self.ib.dispatch(event_type::DEVICE_FATAL);
             self.report_port();
+        }
+        self.cqs.for_each(CqTarget::flushed);
+        if first {
+            self.qps.for_each(QpTarget::lost);
+            if !self.is_closing() {
+                self.rebind.schedule(LOST_DELAY_MS);
+            }
         }
     }
 
@@ -396,6 +532,11 @@ impl Device {
         &self.srqs
     }
 
+    /// Queue pairs of users in the kernel.
+    pub(crate) fn kernel_qps(&self) -> &AtomicU32 {
+        &self.kernel_qps
+    }
+
     pub(crate) fn dm_budget(&self) -> &Budget {
         &self.dm_budget
     }
@@ -417,6 +558,10 @@ impl Device {
 
     pub(crate) fn link_up(&self) -> &AtomicBool {
         &self.link_up
+    }
+
+    pub(crate) fn port_told_up(&self) -> &AtomicBool {
+        &self.port_told_up
     }
 
     pub(crate) fn port_active(&self) -> &AtomicBool {

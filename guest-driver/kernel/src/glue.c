@@ -3,6 +3,7 @@
  * The thin C side of the module: see glue.h. HAVE_* come from probes of the kernel's headers (Kbuild).
  */
 #include <linux/completion.h>
+#include <linux/delay.h>
 #include <linux/cpumask.h>
 #include <linux/etherdevice.h>
 #include <linux/if_arp.h>
@@ -61,6 +62,8 @@ static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_SRQ_RESIZE,
 	VRDMA_FEATURE_CQ_MODERATION,
 	VRDMA_FEATURE_FAST_REG,
+	VRDMA_FEATURE_PORT_STATE,
+	VRDMA_FEATURE_HEADER_TYPE,
 };
 /* The rest of the driver asks for each, and asking for one that is not here is a BUG. */
 static_assert(ARRAY_SIZE(vrdma_features) == VRDMA_FEATURES);
@@ -77,8 +80,15 @@ static int vrdma_validate(struct virtio_device *vdev)
 	return 0;
 }
 
+static void vrdma_device_shutdown(struct device *dev)
+{
+	vrdma_shutdown(dev_to_virtio(dev));
+}
+
 static struct virtio_driver vrdma_driver = {
 	.driver.name = KBUILD_MODNAME,
+	/* Where the virtio core has one of its own, this is not called, and need not be: it resets the device. */
+	.driver.shutdown = vrdma_device_shutdown,
 	.id_table = vrdma_ids,
 	.feature_table = vrdma_features,
 	.feature_table_size = ARRAY_SIZE(vrdma_features),
@@ -86,8 +96,36 @@ static struct virtio_driver vrdma_driver = {
 	.probe = vrdma_probe,
 	.remove = vrdma_remove,
 	.config_changed = vrdma_config_changed,
+#ifdef CONFIG_PM_SLEEP
+	.freeze = vrdma_freeze,
+	.restore = vrdma_restore,
+#endif
 };
-module_virtio_driver(vrdma_driver);
+
+/* Frozen with the processes: a device is taken into use again only when the whole system is back. */
+static struct workqueue_struct *vrdma_rebinds;
+
+static int __init vrdma_init(void)
+{
+	int ret;
+
+	vrdma_rebinds = alloc_workqueue("virtio_rdma", WQ_UNBOUND | WQ_FREEZABLE, 0);
+	if (!vrdma_rebinds)
+		return -ENOMEM;
+	ret = register_virtio_driver(&vrdma_driver);
+	if (ret)
+		destroy_workqueue(vrdma_rebinds);
+	return ret;
+}
+module_init(vrdma_init);
+
+static void __exit vrdma_exit(void)
+{
+	unregister_virtio_driver(&vrdma_driver);
+	/* Waits for the last item: it runs code of this module. */
+	destroy_workqueue(vrdma_rebinds);
+}
+module_exit(vrdma_exit);
 
 MODULE_DESCRIPTION("Virtio RDMA driver");
 MODULE_AUTHOR("virtio-rdma developers");
@@ -106,6 +144,16 @@ void vrdma_panic(void)
 void vrdma_log_error(struct device *dev, const char *text, size_t length, s64 number)
 {
 	dev_err(dev, "%.*s (%lld)\n", (int)length, text, number);
+}
+
+void vrdma_log_errno(struct device *dev, const char *text, size_t length, int error)
+{
+	dev_err(dev, "%.*s: %pe\n", (int)length, text, ERR_PTR(error));
+}
+
+void vrdma_log_warning(struct device *dev, const char *text, size_t length)
+{
+	dev_warn(dev, "%.*s\n", (int)length, text);
 }
 
 void vrdma_log_info(struct device *dev, const char *text, size_t length, s64 number)
@@ -256,6 +304,11 @@ bool vrdma_completion_wait(struct completion *done, unsigned int milliseconds)
 	return wait_for_completion_timeout(done, msecs_to_jiffies(milliseconds)) != 0;
 }
 
+void vrdma_sleep(unsigned int milliseconds)
+{
+	msleep(milliseconds);
+}
+
 struct semaphore *vrdma_semaphore_new(int count)
 {
 	struct semaphore *sem = kzalloc(sizeof(*sem), GFP_KERNEL);
@@ -306,6 +359,72 @@ void vrdma_work_free(struct vrdma_work *work)
 	kfree(work);
 }
 
+/*
+ * Unbinding the driver from a device that was lost, and binding it again. The item outlives the binding that asked for
+ * it: that one goes in the middle. Held by the binding, and by the work while it is scheduled.
+ */
+struct vrdma_rebind {
+	struct delayed_work work;
+	struct virtio_device *vdev;
+	refcount_t users;
+	/* Somebody else unbound the device meanwhile: then it is theirs to bind it. */
+	bool cancelled;
+	struct task_struct *runner;
+};
+
+static void vrdma_rebind_put(struct vrdma_rebind *rebind)
+{
+	if (refcount_dec_and_test(&rebind->users)) {
+		put_device(&rebind->vdev->dev);
+		kfree(rebind);
+	}
+}
+
+static void vrdma_rebind_run(struct work_struct *work)
+{
+	struct vrdma_rebind *rebind = container_of(to_delayed_work(work), struct vrdma_rebind, work);
+	struct device *dev = &rebind->vdev->dev;
+
+	WRITE_ONCE(rebind->runner, current);
+	if (!READ_ONCE(rebind->cancelled))
+		device_release_driver(dev);
+	/* Failed probes have logged why. */
+	if (!READ_ONCE(rebind->cancelled) && device_attach(dev) <= 0)
+		dev_err(dev, "the device could not be taken into use again; binding the driver by hand may help\n");
+	vrdma_rebind_put(rebind);
+}
+
+struct vrdma_rebind *vrdma_rebind_new(struct virtio_device *vdev)
+{
+	struct vrdma_rebind *rebind = kzalloc(sizeof(*rebind), GFP_KERNEL);
+
+	if (rebind) {
+		INIT_DELAYED_WORK(&rebind->work, vrdma_rebind_run);
+		get_device(&vdev->dev);
+		rebind->vdev = vdev;
+		refcount_set(&rebind->users, 1);
+	}
+	return rebind;
+}
+
+/* At most once. */
+void vrdma_rebind_schedule(struct vrdma_rebind *rebind, unsigned int milliseconds)
+{
+	refcount_inc(&rebind->users);
+	queue_delayed_work(vrdma_rebinds, &rebind->work, msecs_to_jiffies(milliseconds));
+}
+
+/* The binding goes: because of the work, or of somebody else. */
+void vrdma_rebind_free(struct vrdma_rebind *rebind)
+{
+	if (READ_ONCE(rebind->runner) != current) {
+		WRITE_ONCE(rebind->cancelled, true);
+		if (cancel_delayed_work(&rebind->work))
+			vrdma_rebind_put(rebind);
+	}
+	vrdma_rebind_put(rebind);
+}
+
 struct xarray *vrdma_table_new(void)
 {
 	struct xarray *table = kzalloc(sizeof(*table), GFP_KERNEL);
@@ -330,6 +449,12 @@ int vrdma_table_insert(struct xarray *table, u32 index, void *entry)
 void vrdma_table_remove(struct xarray *table, u32 index, void *entry)
 {
 	xa_cmpxchg_irq(table, index, entry, NULL, GFP_KERNEL);
+}
+
+/* The first entry from `index` on, which is then its index. Under the lock. */
+void *vrdma_table_next(struct xarray *table, unsigned long *index)
+{
+	return xa_find(table, index, ULONG_MAX, XA_PRESENT);
 }
 
 unsigned long vrdma_table_lock(struct xarray *table)

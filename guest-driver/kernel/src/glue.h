@@ -39,7 +39,9 @@ enum vrdma_numbers {
 	VRDMA_FEATURE_SRQ_RESIZE = 12,
 	VRDMA_FEATURE_CQ_MODERATION = 13,
 	VRDMA_FEATURE_FAST_REG = 14,
-	VRDMA_FEATURES = 15,
+	VRDMA_FEATURE_PORT_STATE = 15,
+	VRDMA_FEATURE_HEADER_TYPE = 16,
+	VRDMA_FEATURES = 17,
 	VRDMA_EVENT_QUEUE = 1,
 	VRDMA_FIRST_COMPLETION_QUEUE = 2,
 	VRDMA_MAX_QUEUES = 64,
@@ -68,12 +70,17 @@ struct vrdma_detail {
 int vrdma_probe(struct virtio_device *vdev);
 void vrdma_remove(struct virtio_device *vdev);
 void vrdma_config_changed(struct virtio_device *vdev);
+void vrdma_shutdown(struct virtio_device *vdev);
+int vrdma_freeze(struct virtio_device *vdev);
+int vrdma_restore(struct virtio_device *vdev);
 void vrdma_vq_callback(struct virtqueue *vq);
 void vrdma_dm_response(struct ib_dm *dm, struct vrdma_dm_info *to);
 
 struct module *vrdma_this_module(void);
 __noreturn void vrdma_panic(void);
 void vrdma_log_error(struct device *dev, const char *text, size_t length, s64 number);
+void vrdma_log_errno(struct device *dev, const char *text, size_t length, int error);
+void vrdma_log_warning(struct device *dev, const char *text, size_t length);
 void vrdma_log_info(struct device *dev, const char *text, size_t length, s64 number);
 
 /* Memory. Without `may_sleep` for any context. */
@@ -106,6 +113,7 @@ void vrdma_mutex_lock(struct mutex *lock);
 void vrdma_mutex_unlock(struct mutex *lock);
 struct completion *vrdma_completion_new(void);
 bool vrdma_completion_wait(struct completion *done, unsigned int milliseconds);
+void vrdma_sleep(unsigned int milliseconds);
 struct semaphore *vrdma_semaphore_new(int count);
 
 struct vrdma_work;
@@ -114,10 +122,16 @@ void vrdma_work_schedule(struct vrdma_work *work);
 void vrdma_work_free(struct vrdma_work *work);
 void vrdma_work_cancel(struct vrdma_work *work);
 
+struct vrdma_rebind;
+struct vrdma_rebind *vrdma_rebind_new(struct virtio_device *vdev);
+void vrdma_rebind_schedule(struct vrdma_rebind *rebind, unsigned int milliseconds);
+void vrdma_rebind_free(struct vrdma_rebind *rebind);
+
 struct xarray *vrdma_table_new(void);
 void vrdma_table_free(struct xarray *table);
 int vrdma_table_insert(struct xarray *table, u32 index, void *entry);
 void vrdma_table_remove(struct xarray *table, u32 index, void *entry);
+void *vrdma_table_next(struct xarray *table, unsigned long *index);
 unsigned long vrdma_table_lock(struct xarray *table);
 void vrdma_table_unlock(struct xarray *table, unsigned long flags);
 

@@ -12,7 +12,7 @@ use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::QpTarget;
 use crate::sys::sync::{which, SpinLock};
 use crate::sys::virtio::Notifier;
-use core::sync::atomic::{AtomicU8, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::{
     ArmMode, BadLayout, CompletionQueue, Doorbell, PostError, RecvBatch, RecvQueue, SendBatch,
@@ -96,10 +96,22 @@ pub(crate) fn queue_memory(device: &Device, bytes: usize) -> Result<Arc<DmaBuffe
     Arc::new(DmaBuffer::new(device.dma(), bytes / PAGE_SIZE as usize)?)
 }
 
+/// A completion.
+pub(crate) struct Polled<'a> {
+    pub(crate) cqe: Cqe,
+    /// VLAN id of a datagram (0xffff: none), where completions tell.
+    pub(crate) vlan: Option<u16>,
+    pub(crate) qp: &'a QpTarget,
+}
+
 /// A completion queue.
 pub(crate) struct KernelCq {
     lock: SpinLock,
     queue: CompletionQueue<Words>,
+    /// Its entries have extensions.
+    extended: bool,
+    /// Its user waits for an event.
+    armed: AtomicBool,
 }
 
 impl KernelCq {
@@ -108,6 +120,8 @@ impl KernelCq {
         Ok(Self {
             lock: SpinLock::new(which::CQ)?,
             queue: CompletionQueue::new(Words(memory), &layout.ring)?,
+            extended: layout.ring.stride as usize > Cqe::SIZE,
+            armed: AtomicBool::new(false),
         })
     }
 
@@ -116,9 +130,11 @@ impl KernelCq {
         &self,
         device: &Device,
         wanted: usize,
-        mut take: impl FnMut(usize, &Cqe, &QpTarget),
+        mut take: impl FnMut(usize, &Polled<'_>),
     ) -> usize {
         self.lock.with(|| {
+            // Asked before the ring is looked at: a device that was lost before that writes no more to it.
+            let lost = device.is_lost();
             let mut taken = 0usize;
             // However the device fills the ring, this ends.
             for _ in 0..self.queue.entries() {
@@ -128,30 +144,62 @@ impl KernelCq {
                 let Some(cqe) = self.queue.poll() else {
                     break;
                 };
+                let vlan = self.queue.extension().vlan;
                 device.qps().with(cqe.qp_num, |qp| {
                     // None: a receive of an XRC target, which has no queues of its own.
                     if let Some(kernel) = qp.kernel() {
                         kernel.complete(&cqe);
                     }
-                    take(taken, &cqe, qp);
+                    let vlan = Some(vlan).filter(|_| self.extended);
+                    take(taken, &Polled { cqe, vlan, qp });
                     taken = taken.wrapping_add(1);
                 });
             }
             self.queue.publish();
+            if lost && taken < wanted {
+                device.qps().for_each(|qp| {
+                    let Some(kernel) = qp.kernel() else {
+                        return;
+                    };
+                    while taken < wanted {
+                        let Some(cqe) = kernel.flush_next(self) else {
+                            break;
+                        };
+                        kernel.complete(&cqe);
+                        let vlan = None;
+                        take(taken, &Polled { cqe, vlan, qp });
+                        taken = taken.wrapping_add(1);
+                    }
+                });
+            }
             taken
         })
     }
 
     /// Asks for an event; returns whether there are completions that it will not come for.
-    pub(crate) fn arm(&self, mode: ArmMode) -> bool {
+    pub(crate) fn arm(&self, device: &Device, mode: ArmMode) -> bool {
         self.lock.with(|| {
             self.queue.arm(mode);
-            self.queue.is_pending()
+            // Whoever loses the device looks at this after it said that it is lost.
+            self.armed.store(true, Ordering::SeqCst);
+            let mut pending = self.queue.is_pending();
+            if device.is_lost() {
+                device.qps().for_each(|qp| {
+                    pending |= qp.kernel().is_some_and(|qp| qp.flush_next(self).is_some());
+                });
+            }
+            pending
         })
+    }
+
+    /// Does its user wait for an event? Then no longer.
+    pub(crate) fn take_armed(&self) -> bool {
+        self.armed.swap(false, Ordering::SeqCst)
     }
 
     /// An event came.
     pub(crate) fn event_received(&self) {
+        self.armed.store(false, Ordering::Relaxed);
         self.queue.event_received();
     }
 
@@ -336,6 +384,17 @@ impl KernelQp {
             }
             queue.complete(cqe.wqe_index);
         }
+    }
+
+    /// The completion of the next work request that a lost device has left behind, if it is for this completion queue. Under
+    /// the lock of that.
+    fn flush_next(&self, cq: &KernelCq) -> Option<Cqe> {
+        let [send_cq, recv_cq] = &self.cqs;
+        let sends = self.send.as_ref().filter(|_| core::ptr::eq(&**send_cq, cq));
+        let receives = self.recv.as_ref().filter(|_| core::ptr::eq(&**recv_cq, cq));
+        sends
+            .and_then(|queue| queue.flush_next(self.number))
+            .or_else(|| receives.and_then(|queue| queue.flush_next(self.number)))
     }
 
     /// Keeps tables as long as the entry with this index, which is being posted, is in the send queue.

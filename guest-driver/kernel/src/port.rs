@@ -3,7 +3,12 @@
 //! and the interface are up.
 use crate::device::Device;
 use core::sync::atomic::Ordering;
+use virtio_rdma_spec::command::{opcode, SetPortState};
+use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::event::event_type;
+
+/// The only port.
+pub(crate) const PORT: u8 = 1;
 
 /// States of a port, as in verbs.
 pub(crate) mod state {
@@ -26,7 +31,7 @@ impl Device {
             return;
         }
         if self.take_failed() || self.virtio().needs_reset() {
-            self.fail("the device says that it failed");
+            self.fail("the device failed, or its process on the host ended");
             return;
         }
         self.link_up()
@@ -34,7 +39,30 @@ impl Device {
         if self.pair() {
             self.ib().rescan_gids();
         }
+        self.tell_port_state();
         self.report_port();
+    }
+
+    /// Tells the device when the interface came up or went down, so that the port's traffic goes on or stops with it. Process
+    /// context.
+    pub(crate) fn tell_port_state(&self) {
+        let up = self.netdev_is_up();
+        if !self.features().has(feature::PORT_STATE)
+            || self.port_told_up().swap(up, Ordering::AcqRel) == up
+        {
+            return;
+        }
+        let body = SetPortState {
+            port_num: PORT,
+            up: u8::from(up),
+            ..Default::default()
+        };
+        if let Err(error) = self.simple_command(opcode::SET_PORT_STATE, &body) {
+            if !self.commands().is_dead() {
+                self.virtio()
+                    .failed("the device was not told of the state of the port", error);
+            }
+        }
     }
 
     /// Tells the users of the port when it came up or went down.

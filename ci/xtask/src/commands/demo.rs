@@ -27,6 +27,7 @@ pub fn run(kernel: Kernel) -> Result<bool> {
         kernel: everything.images.kernel(kernel)?,
         vms: 2,
         memory: 1024,
+        bare: 0,
         disk: None,
         logs: shell::target().join("logs/demo"),
         interactive: false,

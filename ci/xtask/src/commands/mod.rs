@@ -6,5 +6,6 @@ pub mod build_root;
 pub mod demo;
 pub mod instructions;
 pub mod lane;
+pub mod soak;
 pub mod test;
 pub mod vm;

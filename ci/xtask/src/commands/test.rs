@@ -34,10 +34,15 @@ impl Count {
 }
 
 /// The VM lanes that have to pass, and which of their cases. What rxe makes of rdma-core's tests is no matter of a change.
-const LANES: [(&str, Option<&str>); 2] = [
+const LANES: [(&str, Option<&str>); 3] = [
     ("smoke", None),
     ("rdma-core-56", Some("the tests on our device")),
+    ("recovery", Some(RECOVERY)),
 ];
+
+/// Five minutes of a card that comes back.
+const RECOVERY: &str = "killed while idle|killed under rping|killed under NVMe|unbound and bound|\
+     unplugged and plugged under applications|VLAN|suspended to RAM under applications|reset under";
 
 /// Unit, property and documentation tests of the workspace.
 const TESTS: &[&str] = &["test", "--workspace", "--no-fail-fast"];
@@ -187,6 +192,8 @@ fn lane(name: &str, only: Option<&str>) -> Result<Count> {
     let means = Means::prepare(std::slice::from_ref(&lane), None)?;
     let choice = Choice {
         only,
+        // What has a short form has a long one for whoever has the time.
+        quick: true,
         ..Choice::default()
     };
     let report = lanes::run(&lane, &means, &choice)?;

@@ -37,6 +37,7 @@ pub fn run(number: u8, kernel: Kernel, image: Image, plain: bool, memory: u32) -
         kernel: images.kernel(kernel)?,
         vms: number,
         memory,
+        bare: 0,
         disk: None,
         logs: shell::target().join("logs/vm"),
         interactive: true,

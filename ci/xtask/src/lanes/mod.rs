@@ -8,9 +8,12 @@ pub mod bench;
 mod boot;
 mod kernel_verbs;
 mod perftest;
+mod recovery;
 mod scale;
 mod smoke;
+pub mod soak;
 mod stock;
+pub mod storage;
 mod suite;
 pub mod tools;
 mod ulp;
@@ -31,6 +34,7 @@ use crate::images::{Image, Kernel};
 use crate::report::{self, CaseReport, Outcome, Report};
 use crate::shell;
 use crate::vm::{Bed, Plan, Vm};
+use soak::Soak;
 
 /// A lane.
 pub struct Lane {
@@ -52,6 +56,25 @@ pub struct Lane {
 
 /// The disk of a guest with storage, MiB.
 const STORAGE_DISK: u64 = 512;
+
+/// What a guest's kernel says when something has gone wrong in it, or was left behind.
+const COMPLAINTS: [&str; 14] = [
+    "WARNING:",
+    "BUG:",
+    "Oops",
+    "UBSAN",
+    "Call Trace",
+    "blocked for more than",
+    "rcu_sched detected",
+    // A connection that somebody uses for ever.
+    "cm_destroy_id_wait_timeout",
+    "failed to drain",
+    "restrack",
+    "refcount",
+    "still has objects",
+    "to become free. Usage count",
+    "kmemleak",
+];
 
 /// One case.
 #[derive(Clone, Copy)]
@@ -87,6 +110,7 @@ pub fn all() -> Vec<Lane> {
         stock::lane(),
         perftest::lane(),
         ulp::lane(),
+        recovery::lane(),
         bench::lane(),
     ]
 }
@@ -115,6 +139,8 @@ pub struct Ground<'a> {
     pub kernel: Kernel,
     /// True if it is to be shorter than usual.
     pub quick: bool,
+    /// How a soak runs.
+    soak: Option<Soak>,
     plan: Plan<'a>,
     figures: Vec<(String, Value)>,
     sub_cases: Vec<CaseReport>,
@@ -189,18 +215,9 @@ impl Ground<'_> {
                 .append(true)
                 .open(self.plan.logs.join(format!("vm{}.dmesg", vm.number)))?;
             file.write_all(log.as_bytes())?;
-            let bad = [
-                "WARNING:",
-                "BUG:",
-                "Oops",
-                "UBSAN",
-                "Call Trace",
-                "blocked for more than",
-                "rcu_sched detected",
-            ];
             if let Some(at) = log
                 .lines()
-                .position(|line| bad.iter().any(|word| line.contains(word)))
+                .position(|line| COMPLAINTS.iter().any(|word| line.contains(word)))
             {
                 // What was said shortly before may name who is to blame.
                 let lines: Vec<_> = log.lines().skip(at.saturating_sub(5)).take(45).collect();
@@ -221,11 +238,16 @@ impl Ground<'_> {
             .device
             .as_mut()
             .is_none_or(|device| device.check().is_ok());
+        let healthy = match self.plan.stack {
+            Some(_) => "/payload/wait-active && /payload/stuck 5",
+            None => "true",
+        };
         let alive = |vm: &mut Vm| {
             // Whatever state it was left in.
             let _ = vm.thaw();
             let _ = vm.qmp("cont");
-            vm.run("true", Duration::from_secs(15)).is_ok()
+            let output = vm.run(healthy, Duration::from_secs(30));
+            output.is_ok_and(|output| output.status == 0)
         };
         if device_lives && self.bed.vms.iter_mut().all(alive) {
             // Its own warnings are not the next case's.
@@ -312,10 +334,19 @@ impl Means {
 pub struct Choice<'a> {
     /// Only this guest kernel.
     pub kernel: Option<Kernel>,
-    /// Only cases with this in their names.
+    /// Only cases with this in their names, or one of these, separated by `|`.
     pub only: Option<&'a str>,
     /// Shorter than usual.
     pub quick: bool,
+    /// How a soak runs.
+    pub soak: Option<Soak>,
+}
+
+impl Choice<'_> {
+    fn wants(&self, name: &str) -> bool {
+        self.only
+            .is_none_or(|parts| parts.split('|').any(|part| name.contains(part)))
+    }
 }
 
 /// Runs a lane and writes its report.
@@ -324,10 +355,10 @@ pub fn run(lane: &Lane, means: &Means, choice: &Choice) -> Result<Report> {
     for (on, cases) in (lane.runs)() {
         let cases: Vec<Case> = cases
             .into_iter()
-            .filter(|case| choice.only.is_none_or(|part| case.name.contains(part)))
+            .filter(|case| choice.wants(case.name))
             .collect();
         if choice.kernel.is_none_or(|wanted| wanted == on) && !cases.is_empty() {
-            run_on(lane, means, on, &cases, choice.quick, &mut lane_report)?;
+            run_on(lane, means, on, &cases, choice, &mut lane_report)?;
         }
     }
     let path = lane_report.write()?;
@@ -344,7 +375,7 @@ fn run_on(
     means: &Means,
     kernel: Kernel,
     cases: &[Case],
-    quick: bool,
+    choice: &Choice,
     lane_report: &mut Report,
 ) -> Result<()> {
     let stock = PathBuf::from("qemu-system-x86_64");
@@ -367,6 +398,7 @@ fn run_on(
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
         memory: lane.memory,
+        bare: choice.soak.map_or(0, |_| soak::BARE),
         disk: (lane.image == Image::Storage).then_some(STORAGE_DISK),
         logs,
         interactive: false,
@@ -386,7 +418,8 @@ fn run_on(
     let mut ground = Ground {
         bed,
         kernel,
-        quick,
+        quick: choice.quick,
+        soak: choice.soak,
         plan,
         figures: Vec::new(),
         sub_cases: Vec::new(),

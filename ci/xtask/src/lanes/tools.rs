@@ -56,7 +56,7 @@ impl Pair {
     }
 
     /// Starts the server and waits until it is ready.
-    fn serve_when(self, ready: Ready, bed: &Bed, command: &str) -> Result<Job> {
+    pub fn serve_when(self, ready: Ready, bed: &Bed, command: &str) -> Result<Job> {
         let vm = bed.vm(self.server)?;
         let job = vm.spawn(command)?;
         let there = match ready {
@@ -117,7 +117,7 @@ impl Pair {
     }
 
     /// The command line of `ibv_rc_pingpong` for the server or the client.
-    fn pingpong_command(self, arguments: &str, host: &str) -> String {
+    pub fn pingpong_command(self, arguments: &str, host: &str) -> String {
         format!(
             "ibv_rc_pingpong -g $(/payload/gid) -p {} -c {arguments} {host}",
             self.port

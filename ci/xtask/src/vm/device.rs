@@ -2,15 +2,17 @@
 //! The device process of a bed: started with one socket per VM, asked for its status.
 
 use std::io::Read;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Child;
-use std::time::Duration;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
 
-use anyhow::{bail, Context, Result};
+use anyhow::{bail, ensure, Context, Result};
+use rustix::process::Signal;
 use serde_json::Value;
 
-use super::{spawn, wait_for};
+use super::{signal_child, spawn, wait_for};
 
 /// A running `vhost-device-rdma`.
 pub struct Device {
@@ -18,6 +20,7 @@ pub struct Device {
     status: PathBuf,
     log: PathBuf,
     command: Vec<String>,
+    sockets: Vec<PathBuf>,
 }
 
 impl Device {
@@ -40,15 +43,66 @@ impl Device {
             status: status.to_owned(),
             log: log.to_owned(),
             command,
+            sockets: sockets.iter().map(|(socket, _)| socket.clone()).collect(),
         };
-        for (socket, _) in sockets {
-            wait_for(Duration::from_secs(10), || {
-                device.check()?;
-                Ok(socket.exists().then_some(()))
-            })?
-            .with_context(|| format!("the device did not make {}", socket.display()))?;
-        }
+        device.wait_up()?;
         Ok(device)
+    }
+
+    /// Waits until the process listens on all its sockets.
+    fn wait_up(&mut self) -> Result<()> {
+        let up = wait_for(Duration::from_secs(10), || {
+            self.check()?;
+            // The status socket is the last one that it makes.
+            Ok(self.status().is_ok().then_some(()))
+        })?;
+        up.context("the device does not tell its status")?;
+        for socket in &self.sockets {
+            ensure!(
+                socket.exists(),
+                "the device did not make {}",
+                socket.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// Ends the process by a signal and waits for its end: KILL is a crash, TERM is how it is
+    /// stopped for an upgrade.
+    pub fn end(&mut self, signal: Signal) -> Result<()> {
+        signal_child(&self.child, signal)?;
+        let end = Instant::now() + Duration::from_secs(20);
+        while self.child.try_wait()?.is_none() {
+            if Instant::now() > end {
+                self.child.kill()?;
+                self.child.wait()?;
+                bail!("the device did not end by signal {}", signal.as_raw());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// Starts the process again after [`Self::end`], on the same sockets.
+    pub fn start_again(&mut self) -> Result<()> {
+        self.child = spawn(&self.command, &self.log)?;
+        self.wait_up()
+    }
+
+    /// Takes the link of a VM's device down or up, as the host's operator does.
+    pub fn set_link(&self, number: usize, up: bool) -> Result<()> {
+        let program = self.command.first().context("no command")?;
+        let mut command = Command::new(program);
+        command.arg("link").arg(&self.status);
+        command.arg(self.socket(number)?);
+        command.arg(if up { "up" } else { "down" });
+        crate::shell::capture(&mut command).map(drop)
+    }
+
+    /// Where its socket for a VM is: `number` counts from 1.
+    pub fn socket(&self, number: usize) -> Result<&Path> {
+        let socket = number.checked_sub(1).and_then(|at| self.sockets.get(at));
+        Ok(socket.context("the device has no such socket")?)
     }
 
     /// The command line it was started with.
@@ -82,6 +136,8 @@ impl Device {
         let read = || -> Result<Value> {
             let mut stream = UnixStream::connect(&self.status)?;
             stream.set_read_timeout(Some(Duration::from_secs(20)))?;
+            // No request comes: the device need not wait for one.
+            stream.shutdown(Shutdown::Write)?;
             let mut text = String::new();
             stream.read_to_string(&mut text)?;
             Ok(serde_json::from_str(&text)?)

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
 use rustix::process::{kill_process, Pid, Signal};
+use serde_json::{json, Value};
 
 pub use agent::{Job, Output};
 pub use device::Device;
@@ -27,6 +28,11 @@ use qmp::Qmp;
 
 /// How long a guest may take from power-on to its agent, on a machine that is busy with other things.
 const BOOT: Duration = Duration::from_secs(120);
+
+/// QEMU's names of the RDMA device, of the slot it is in, and of the network interface.
+const CARD: &str = "rdma-card";
+const SLOT: &str = "rdma-port";
+const NIC: &str = "nic";
 
 /// How long a short command may take.
 pub const SHORT: Duration = Duration::from_secs(60);
@@ -45,6 +51,8 @@ pub struct Plan<'a> {
     pub vms: u8,
     /// Memory of each in MiB.
     pub memory: u32,
+    /// For how many guests that are no VMs the device has sockets, behind those of the VMs.
+    pub bare: u8,
     /// MiB of a disk for each that keeps its contents when the VM is killed, `/dev/vdc`.
     pub disk: Option<u64>,
     /// Where console and device logs go.
@@ -76,7 +84,7 @@ impl Bed {
             directory,
         };
         if let Some(stack) = plan.stack {
-            let sockets: Vec<_> = (1..=plan.vms)
+            let sockets: Vec<_> = (1..=plan.vms + plan.bare)
                 .map(|number| (bed.directory.join(format!("rdma-{number}")), mac(number)))
                 .collect();
             let (status, log) = (bed.directory.join("status"), plan.logs.join("device.log"));
@@ -104,7 +112,11 @@ impl Bed {
     pub fn stop(&mut self) {
         self.vms.clear();
         self.device = None;
-        let _ = fs::remove_dir_all(&self.directory);
+        // The next bed of this process has the same directory, and may be there before this one is dropped.
+        let directory = std::mem::take(&mut self.directory);
+        if !directory.as_os_str().is_empty() {
+            let _ = fs::remove_dir_all(directory);
+        }
     }
 
     /// Where its sockets are.
@@ -273,14 +285,67 @@ impl Vm {
         Ok(output.text)
     }
 
-    /// Runs a QMP command.
-    pub fn qmp(&mut self, command: &str) -> Result<serde_json::Value> {
+    /// Runs a QMP command without arguments.
+    pub fn qmp(&mut self, command: &str) -> Result<Value> {
+        self.qmp_with(command, json!({}))
+    }
+
+    /// Runs a QMP command with arguments.
+    pub fn qmp_with(&mut self, command: &str, arguments: Value) -> Result<Value> {
         let number = self.number;
-        self.qmp
-            .as_mut()
-            .context("the VM is not running")?
-            .execute(command)
+        self.monitor()?
+            .execute(command, arguments)
             .with_context(|| format!("vm{number}"))
+    }
+
+    fn monitor(&mut self) -> Result<&mut Qmp> {
+        self.qmp.as_mut().context("the VM is not running")
+    }
+
+    /// Pulls the RDMA device out of its slot, and waits until the guest has let go of it.
+    pub fn unplug(&mut self) -> Result<()> {
+        let number = self.number;
+        self.monitor()?.forget_events();
+        self.qmp_with("device_del", json!({ "id": CARD }))?;
+        self.monitor()?
+            .wait_event("DEVICE_DELETED", SHORT)
+            .with_context(|| format!("vm{number} does not let go of the RDMA device"))?;
+        Ok(())
+    }
+
+    /// Puts the RDMA device into its slot again.
+    pub fn plug(&mut self) -> Result<()> {
+        let card = json!({
+            "driver": "vhost-user-rdma-pci", "id": CARD, "chardev": "rdma", "bus": SLOT
+        });
+        self.qmp_with("device_add", card).map(drop)
+    }
+
+    /// Pulls the cable of the network interface, or puts it in again.
+    pub fn set_link(&mut self, up: bool) -> Result<()> {
+        self.qmp_with("set_link", json!({ "name": NIC, "up": up }))
+            .map(drop)
+    }
+
+    /// True if the guest is suspended to RAM.
+    pub fn suspended(&mut self) -> Result<bool> {
+        Ok(self.qmp("query-status")?["status"] == "suspended")
+    }
+
+    /// Wakes the guest from suspend to RAM.
+    pub fn wake(&mut self) -> Result<()> {
+        self.qmp("system_wakeup").map(drop)
+    }
+
+    /// Waits until QEMU ends by itself, as it does when the guest powers off.
+    pub fn wait_end(&mut self, timeout: Duration) -> Result<()> {
+        let number = self.number;
+        let child = &mut self.child;
+        let ended = wait_for(timeout, || Ok(child.try_wait()?))?;
+        let status = ended.with_context(|| format!("vm{number} runs after {timeout:?}"))?;
+        (self.qmp, self.agent, self.boot) = (None, None, None);
+        ensure!(status.success(), "QEMU of vm{number} ended: {status}");
+        Ok(())
     }
 
     /// Resets the guest, as the button would; [`Self::wait_up`] waits for it.
@@ -299,11 +364,7 @@ impl Vm {
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
-        let pid = i32::try_from(self.child.id())
-            .ok()
-            .and_then(Pid::from_raw)
-            .context("no process")?;
-        Ok(kill_process(pid, signal)?)
+        signal_child(&self.child, signal)
     }
 
     /// Kills QEMU, as a crash would.
@@ -498,7 +559,7 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     add(
         "-device",
         format!(
-            "virtio-net-pci,netdev={device_net},mac={},romfile=",
+            "virtio-net-pci,id={NIC},netdev={device_net},mac={},romfile=",
             mac(number)
         ),
     );
@@ -515,11 +576,21 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
             "-device virtio-9p-pci,fsdev=payload,mount_tag=payload",
             String::new(),
         );
+        // QEMU connects again to a device process that was started again.
         add(
             "-chardev",
-            format!("socket,id=rdma,path={}", socket("rdma")),
+            format!("socket,id=rdma,path={},reconnect-ms=1000", socket("rdma")),
         );
-        add("-device vhost-user-rdma-pci,chardev=rdma", String::new());
+        // In a slot of its own it can be unplugged and plugged. The window is for the doorbells of
+        // one that is not there when the firmware looks.
+        add(
+            "-device",
+            format!("pcie-root-port,id={SLOT},chassis=1,slot=1,pref64-reserve=32M"),
+        );
+        add(
+            "-device",
+            format!("vhost-user-rdma-pci,id={CARD},chardev=rdma,bus={SLOT}"),
+        );
     }
     words
 }
@@ -540,6 +611,15 @@ fn spawn(command: &[String], log: &Path) -> Result<Child> {
         .stderr(out)
         .spawn()
         .with_context(|| format!("cannot start {program}"))
+}
+
+/// Sends a signal to a process that was started here.
+fn signal_child(child: &Child, signal: Signal) -> Result<()> {
+    let pid = i32::try_from(child.id())
+        .ok()
+        .and_then(Pid::from_raw)
+        .context("no process")?;
+    Ok(kill_process(pid, signal)?)
 }
 
 /// Asks until there is an answer; None when the time is over.

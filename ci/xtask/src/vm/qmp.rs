@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A small QMP client: one command at a time, events are skipped.
+//! A small QMP client: one command at a time, and events are kept until somebody waits for them.
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
 use serde_json::{json, Value};
@@ -12,9 +13,13 @@ use serde_json::{json, Value};
 /// QEMU answers at once or something is wrong.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How many events are kept: nobody waits for most of them.
+const EVENTS: usize = 64;
+
 /// A connection to a VM's QMP socket.
 pub struct Qmp {
     reader: BufReader<UnixStream>,
+    events: VecDeque<Value>,
 }
 
 impl Qmp {
@@ -25,15 +30,16 @@ impl Qmp {
         stream.set_write_timeout(Some(TIMEOUT))?;
         let mut qmp = Qmp {
             reader: BufReader::new(stream),
+            events: VecDeque::new(),
         };
         qmp.line().context("no QMP greeting")?;
-        qmp.execute("qmp_capabilities")?;
+        qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
     }
 
-    /// Runs a command without arguments and returns its result.
-    pub fn execute(&mut self, command: &str) -> Result<Value> {
-        let request = json!({ "execute": command }).to_string() + "\n";
+    /// Runs a command and returns its result. Its arguments are an object, which may be empty.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
+        let request = json!({ "execute": command, "arguments": arguments }).to_string() + "\n";
         self.reader.get_mut().write_all(request.as_bytes())?;
         loop {
             let mut answer = self.line().with_context(|| format!("QMP {command}"))?;
@@ -43,7 +49,37 @@ impl Qmp {
             if let Some(error) = answer.get("error") {
                 bail!("QMP {command}: {error}");
             }
+            self.keep(answer);
         }
+    }
+
+    /// Forgets the events of before, so that the next that is waited for is a new one.
+    pub fn forget_events(&mut self) {
+        self.events.clear();
+    }
+
+    /// Waits for an event and returns its data.
+    pub fn wait_event(&mut self, name: &str, timeout: Duration) -> Result<Value> {
+        let end = Instant::now() + timeout;
+        loop {
+            if let Some(at) = self.events.iter().position(|event| event["event"] == name) {
+                let event = self.events.remove(at).unwrap_or_default();
+                return Ok(event["data"].clone());
+            }
+            if Instant::now() > end {
+                bail!("no event {name} in {timeout:?}");
+            }
+            // QEMU is asked for something, so that a read never waits for long.
+            self.execute("query-status", json!({}))?;
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn keep(&mut self, event: Value) {
+        if self.events.len() == EVENTS {
+            self.events.pop_front();
+        }
+        self.events.push_back(event);
     }
 
     fn line(&mut self) -> Result<Value> {

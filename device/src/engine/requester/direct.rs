@@ -14,11 +14,10 @@ use arrayvec::ArrayVec;
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, MIN_SEND_STRIDE, PHASE, SEND_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
-    access, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wr_opcode,
+    access, completion_opcode, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wr_opcode,
 };
 
 use super::Requester;
-use crate::engine::operation::completion_opcode;
 use crate::engine::queue::{Entries, WorkQueue};
 use crate::engine::{settle, Budget};
 use crate::fabric::local::{Peer, Route, Target};

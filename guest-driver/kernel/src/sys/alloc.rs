@@ -119,8 +119,7 @@ impl<T> Array<T> {
         }
         // SAFETY: the caller says whether it may sleep; the result is null or memory for that many values (the product
         // is checked in there).
-        let memory =
-            unsafe { bindings::vrdma_kvzalloc(length, size_of::<T>(), wait == Wait::Yes) };
+        let memory = unsafe { bindings::vrdma_kvzalloc(length, size_of::<T>(), wait == Wait::Yes) };
         let start = NonNull::new(memory.cast::<T>()).ok_or(Errno::ENOMEM)?;
         let mut array = Self { start, length: 0 };
         for i in 0..length {

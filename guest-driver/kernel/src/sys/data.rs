@@ -7,18 +7,20 @@ use super::bindings::*;
 use super::dma::Words;
 use super::error::{code, Errno, Result};
 use super::ops::{device, Object};
-use super::rdma::QpTarget;
-use crate::kverbs::{KernelCq, KernelQp};
+use crate::kverbs::{KernelCq, KernelQp, Polled};
+use crate::verbs::Mr;
 use core::ffi::c_int;
 use core::ptr::NonNull;
 use virtio_rdma_driver_core::{ArmMode, RecvBatch, SendBatch, SendEntry};
-use crate::verbs::Mr;
-use virtio_rdma_spec::ring::{Cqe, FastReg, MaskedOperands, SendWqe, Sge, UdWqe};
+use virtio_rdma_spec::ring::{FastReg, MaskedOperands, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{send_flag, wc_flag, wc_opcode, wc_status, wr_opcode};
 
 /// Flags of send work requests that mean the same to the device.
 const SEND_FLAGS: u8 =
     send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
+
+/// The highest VLAN id.
+const MAX_VLAN: u16 = 4094;
 
 const _: () = {
     assert!(IB_SEND_FENCE as u8 == send_flag::FENCE);
@@ -78,7 +80,7 @@ pub(super) unsafe extern "C" fn post_send(
     // SAFETY: see the module.
     let result = unsafe {
         kernel_qp(qp).and_then(|kernel| {
-            kernel.post_send(|batch| {
+            let result = kernel.post_send(|batch| {
                 while let Some(wr) = at.as_ref() {
                     if kernel.is_datagram() {
                         push_datagram(batch, wr)?;
@@ -90,7 +92,9 @@ pub(super) unsafe extern "C" fn post_send(
                     at = wr.next;
                 }
                 Ok(())
-            })
+            });
+            device((*qp).device)?.posted();
+            result
         })
     };
     if result.is_err() && !bad.is_null() {
@@ -304,7 +308,11 @@ pub(super) unsafe extern "C" fn post_recv(
     let mut at = list;
     // SAFETY: see the module.
     let result = unsafe {
-        kernel_qp(qp).and_then(|kernel| kernel.post_recv(|batch| push_receives(batch, &mut at)))
+        kernel_qp(qp).and_then(|kernel| {
+            let result = kernel.post_recv(|batch| push_receives(batch, &mut at));
+            device((*qp).device)?.posted();
+            result
+        })
     };
     if result.is_err() && !bad.is_null() {
         // SAFETY: a place to write to.
@@ -338,8 +346,8 @@ pub(super) unsafe extern "C" fn poll_cq(cq: *mut ib_cq, wanted: c_int, to: *mut 
     let taken = unsafe {
         kernel_cq(cq).and_then(|kernel| {
             let device = device((*cq).device)?;
-            Ok(kernel.poll(device, wanted, |index, cqe, qp| {
-                to.add(index).write(completion(cqe, qp));
+            Ok(kernel.poll(device, wanted, |index, polled| {
+                to.add(index).write(completion(polled));
             }))
         })
     };
@@ -350,7 +358,8 @@ pub(super) unsafe extern "C" fn poll_cq(cq: *mut ib_cq, wanted: c_int, to: *mut 
 }
 
 /// A completion as the core has it.
-fn completion(cqe: &Cqe, qp: &QpTarget) -> ib_wc {
+fn completion(polled: &Polled<'_>) -> ib_wc {
+    let Polled { cqe, vlan, qp } = polled;
     // SAFETY: plain data for which zero is a value.
     let mut wc: ib_wc = unsafe { core::mem::zeroed() };
     wc.__bindgen_anon_1.wr_id = cqe.wr_id;
@@ -369,6 +378,13 @@ fn completion(cqe: &Cqe, qp: &QpTarget) -> ib_wc {
     ] {
         if cqe.wc_flags & flag != 0 {
             wc.wc_flags |= meaning as c_int;
+        }
+    }
+    // The communication managers answer in the VLAN that they are asked in.
+    if let Some(vlan @ 0..=MAX_VLAN) = *vlan {
+        if cqe.opcode & wc_opcode::RECV != 0 && cqe.status == wc_status::SUCCESS {
+            wc.vlan_id = vlan;
+            wc.wc_flags |= IB_WC_WITH_VLAN as c_int;
         }
     }
     if cqe.wc_flags & wc_flag::WITH_INV != 0 {
@@ -414,9 +430,9 @@ pub(super) unsafe extern "C" fn req_notify_cq(cq: *mut ib_cq, flags: ib_cq_notif
         ArmMode::Any
     };
     // SAFETY: see the module.
-    match unsafe { kernel_cq(cq) } {
-        Ok(kernel) => {
-            let missed = kernel.arm(mode);
+    match unsafe { kernel_cq(cq).and_then(|kernel| Ok((kernel, device((*cq).device)?))) } {
+        Ok((kernel, device)) => {
+            let missed = kernel.arm(device, mode);
             c_int::from(missed && flags & IB_CQ_REPORT_MISSED_EVENTS != 0)
         }
         Err(error) => error.code(),

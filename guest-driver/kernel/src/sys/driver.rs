@@ -96,6 +96,40 @@ unsafe extern "C" fn vrdma_config_changed(vdev: *mut bindings::virtio_device) {
     }
 }
 
+/// The system ends, or another kernel takes over: the device must touch no memory any more.
+///
+/// # Safety
+/// As called by the driver core.
+#[no_mangle]
+unsafe extern "C" fn vrdma_shutdown(vdev: *mut bindings::virtio_device) {
+    // SAFETY: the caller's.
+    if let Some(device) = unsafe { device_of(vdev) } {
+        device.shut_down();
+    }
+}
+
+/// The system is suspended.
+///
+/// # Safety
+/// As called by the virtio core.
+#[no_mangle]
+unsafe extern "C" fn vrdma_freeze(vdev: *mut bindings::virtio_device) -> c_int {
+    // SAFETY: the caller's.
+    if let Some(device) = unsafe { device_of(vdev) } {
+        device.freeze();
+    }
+    0
+}
+
+/// The system goes on. The device was given up when it was suspended, and is taken into use again when processes run.
+///
+/// # Safety
+/// As called by the virtio core.
+#[no_mangle]
+unsafe extern "C" fn vrdma_restore(_vdev: *mut bindings::virtio_device) -> c_int {
+    0
+}
+
 /// A queue has used buffers. Interrupt context.
 ///
 /// # Safety

@@ -51,9 +51,14 @@ impl Errno {
         -c_int::from(self.0)
     }
 
-    /// As a number to print.
-    pub(crate) fn number(self) -> i64 {
-        i64::from(self.0)
+    /// As a number, to keep it in an atomic.
+    pub(crate) fn number(self) -> u32 {
+        u32::from(self.0)
+    }
+
+    /// What [`Self::number`] returned.
+    pub(crate) fn from_number(number: u32) -> Self {
+        u16::try_from(number).map_or(Self::EIO, Self)
     }
 }
 

@@ -50,6 +50,8 @@ const _: () = {
     assert!(bindings::VRDMA_FEATURE_SRQ_RESIZE == feature::SRQ_RESIZE);
     assert!(bindings::VRDMA_FEATURE_CQ_MODERATION == feature::CQ_MODERATION);
     assert!(bindings::VRDMA_FEATURE_FAST_REG == feature::FAST_REG);
+    assert!(bindings::VRDMA_FEATURE_PORT_STATE == feature::PORT_STATE);
+    assert!(bindings::VRDMA_FEATURE_HEADER_TYPE == feature::HEADER_TYPE);
     assert!(bindings::VRDMA_FEATURES as usize == feature::ALL.len());
     assert!(bindings::VRDMA_EVENT_QUEUE == config::EVENT_QUEUE as u32);
     assert!(bindings::VRDMA_FIRST_COMPLETION_QUEUE == config::FIRST_COMPLETION_QUEUE as u32);

@@ -10,6 +10,7 @@ use crate::kverbs::{KernelCq, KernelQp};
 use crate::verbs;
 use core::ffi::{c_int, c_void};
 use core::ptr::NonNull;
+use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::PAGE_SIZE;
 
 pub(crate) use super::bindings::{ib_device_attr as DeviceAttr, ib_port_attr as PortAttr};
@@ -164,6 +165,18 @@ impl CqTarget {
         }
     }
 
+    /// The device was lost, and there may be something to flush: tells its user, like [`Self::complete`]. One in the kernel
+    /// is told if it asked to be; what a process asked for is in its memory, and a word too many does it no harm.
+    pub(crate) fn flushed(&self) {
+        if self
+            .kernel
+            .as_ref()
+            .is_none_or(|kernel| kernel.take_armed())
+        {
+            self.complete();
+        }
+    }
+
     /// Tells its user of an asynchronous event. Process context.
     pub(crate) fn event(&self, event_type: u16) {
         let cq = self.cq.as_ptr();
@@ -228,6 +241,15 @@ impl QpTarget {
 
     pub(super) fn as_ptr(&self) -> *mut bindings::ib_qp {
         self.qp.as_ptr()
+    }
+
+    /// The device was lost: receives that are shared are not flushed, and users wait for the word that no more of them is
+    /// used. Process context.
+    pub(crate) fn lost(&self) {
+        // SAFETY: the registration in the table keeps the queue pair alive; the field is set at its creation.
+        if unsafe { !(*self.qp.as_ptr()).srq.is_null() } {
+            self.event(event_type::QP_LAST_WQE_REACHED);
+        }
     }
 
     /// Tells its user of an asynchronous event. Process context.

@@ -169,6 +169,12 @@ impl Semaphore {
     }
 }
 
+/// Sleeps. Process context.
+pub(crate) fn sleep(milliseconds: u32) {
+    // SAFETY: callers are in process context.
+    unsafe { bindings::vrdma_sleep(milliseconds) }
+}
+
 /// A work item that runs a function on the device, in process context, never twice at a time.
 pub(crate) struct Work {
     work: NonNull<bindings::vrdma_work>,

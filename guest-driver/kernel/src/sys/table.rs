@@ -5,6 +5,7 @@ use super::alloc::Box;
 use super::bindings;
 use super::error::{Errno, Result};
 use super::sync::Completion;
+use core::ffi::c_void;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -66,24 +67,48 @@ impl<T> Table<T> {
 
     /// Runs `deliver` on the object with this number, if there is one. Any context; no lock is held meanwhile.
     pub(crate) fn with(&self, number: u32, deliver: impl FnOnce(&T)) {
+        // SAFETY: initialized, and called under the lock.
+        self.find(
+            |table| unsafe { bindings::xa_load(table, u64::from(number)) },
+            deliver,
+        );
+    }
+
+    /// Runs `deliver` on all objects that are there all the time. Any context; no lock is held meanwhile.
+    pub(crate) fn for_each(&self, mut deliver: impl FnMut(&T)) {
+        let mut number = 0u64;
+        // SAFETY: initialized, and called under the lock.
+        while self.find(
+            |table| unsafe { bindings::vrdma_table_next(table, &mut number) },
+            &mut deliver,
+        ) {
+            number = number.saturating_add(1);
+        }
+    }
+
+    /// Runs `deliver` on what `look` finds under the lock; false if that is nothing.
+    fn find(
+        &self,
+        look: impl FnOnce(*mut bindings::xarray) -> *mut c_void,
+        deliver: impl FnOnce(&T),
+    ) -> bool {
         // SAFETY: initialized; released below with the flags from here.
         let flags = unsafe { bindings::vrdma_table_lock(self.0.as_ptr()) };
         // SAFETY: what is in the table are entries of type Entry<T> (insert), and while the lock is held none is freed
         // (Registration::drop takes the lock to remove it).
-        let entry = unsafe {
-            let entry = bindings::xa_load(self.0.as_ptr(), u64::from(number)).cast::<Entry<T>>();
-            entry.as_ref()
-        };
+        let entry = unsafe { look(self.0.as_ptr()).cast::<Entry<T>>().as_ref() };
         if let Some(entry) = entry {
             entry.users.fetch_add(1, Ordering::Relaxed);
         }
         // SAFETY: held since above.
         unsafe { bindings::vrdma_table_unlock(self.0.as_ptr(), flags) };
-        if let Some(entry) = entry {
-            // The entry stays until its last user has left: Registration::drop waits for that.
-            deliver(&entry.target);
-            entry.leave();
-        }
+        let Some(entry) = entry else {
+            return false;
+        };
+        // The entry stays until its last user has left: Registration::drop waits for that.
+        deliver(&entry.target);
+        entry.leave();
+        true
     }
 }
 

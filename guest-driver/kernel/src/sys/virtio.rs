@@ -141,6 +141,24 @@ impl VirtioDevice {
         }
     }
 
+    /// Logs what failed, and the error's name.
+    pub(crate) fn failed(self, text: &str, error: Errno) {
+        // SAFETY: a bound device; the text has this length.
+        unsafe {
+            let dev = &raw mut (*self.0.as_ptr()).dev;
+            bindings::vrdma_log_errno(dev, text.as_ptr().cast(), text.len(), error.code());
+        }
+    }
+
+    /// Logs something that its operator should know.
+    pub(crate) fn warning(self, text: &str) {
+        // SAFETY: a bound device; the text has this length.
+        unsafe {
+            let dev = &raw mut (*self.0.as_ptr()).dev;
+            bindings::vrdma_log_warning(dev, text.as_ptr().cast(), text.len());
+        }
+    }
+
     /// Logs something of interest, and a number that says more.
     pub(crate) fn info(self, text: &str, number: i64) {
         // SAFETY: a bound device; the text has this length.
@@ -148,6 +166,35 @@ impl VirtioDevice {
             let dev = &raw mut (*self.0.as_ptr()).dev;
             bindings::vrdma_log_info(dev, text.as_ptr().cast(), text.len(), number);
         }
+    }
+}
+
+/// Has the driver be unbound from the device, and bound again.
+pub(crate) struct Rebind(NonNull<bindings::vrdma_rebind>);
+
+// SAFETY: a handle; `schedule` is called once, by whoever comes first, and it is dropped by its owner.
+unsafe impl Send for Rebind {}
+// SAFETY: as above.
+unsafe impl Sync for Rebind {}
+
+impl Rebind {
+    pub(crate) fn new(device: VirtioDevice) -> Result<Self> {
+        // SAFETY: a bound device, of which it takes a reference.
+        let rebind = unsafe { bindings::vrdma_rebind_new(device.0.as_ptr()) };
+        NonNull::new(rebind).map(Self).ok_or(Errno::ENOMEM)
+    }
+
+    /// Does it after this time, unless somebody else unbinds the driver first. At most once; any context.
+    pub(crate) fn schedule(&self, milliseconds: u32) {
+        // SAFETY: initialized; the work holds a reference of its own.
+        unsafe { bindings::vrdma_rebind_schedule(self.0.as_ptr(), milliseconds) }
+    }
+}
+
+impl Drop for Rebind {
+    fn drop(&mut self) {
+        // SAFETY: our reference, given back once.
+        unsafe { bindings::vrdma_rebind_free(self.0.as_ptr()) }
     }
 }
 
@@ -254,6 +301,8 @@ pub(crate) struct CommandQueue {
     dead: AtomicBool,
     /// Who makes it dead holds this until no request is left.
     dying: Mutex,
+    /// While the device is taken into use: who answers commands may come later than the device.
+    starting: AtomicBool,
 }
 
 // SAFETY: `queue` is used under `lock` only.
@@ -275,7 +324,13 @@ impl CommandQueue {
             room: Semaphore::new(room)?,
             dead: AtomicBool::new(false),
             dying: Mutex::new(which::DYING)?,
+            starting: AtomicBool::new(true),
         })
+    }
+
+    /// From here on a command that takes too long means that the device is lost.
+    pub(crate) fn expect_answers(&self) {
+        self.starting.store(false, Ordering::Relaxed);
     }
 
     pub(crate) fn is_dead(&self) -> bool {
@@ -347,11 +402,15 @@ impl CommandQueue {
             // SAFETY: only looks.
             let broken = unsafe { bindings::virtqueue_is_broken(self.queue.as_ptr()) };
             let lost = broken || self.device.is_gone() || self.device.needs_reset();
-            if lost || waited >= COMMAND_TIMEOUT_MS {
-                self.device.error(
-                    "the device does not answer commands; waited ms",
-                    i64::from(waited),
-                );
+            let late = waited >= COMMAND_TIMEOUT_MS && !self.starting.load(Ordering::Relaxed);
+            if lost || late {
+                if !self.is_dead() {
+                    self.device.warning(if lost {
+                        "the device was lost with a command under way"
+                    } else {
+                        "the device did not answer a command for a minute"
+                    });
+                }
                 self.die();
                 // Whoever made it dead completes all requests.
                 request.done.wait_forever();

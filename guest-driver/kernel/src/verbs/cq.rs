@@ -80,7 +80,13 @@ pub(crate) fn create_cq(
     } else if !device.features().kernel_verbs() {
         return Err(Errno::EOPNOTSUPP);
     } else {
-        let layout = CqLayout::new(init.entries).ok_or(Errno::EINVAL)?;
+        // Only with their extensions do completions tell the VLAN of a datagram.
+        let layout = if device.features().has(feature::CQ_TIMESTAMP) {
+            CqLayout::extended(init.entries)
+        } else {
+            CqLayout::new(init.entries)
+        };
+        let layout = layout.ok_or(Errno::EINVAL)?;
         let memory = kverbs::queue_memory(device, layout.size)?;
         let kernel = Arc::new(KernelCq::new(memory.clone(), &layout)?)?;
         (QueueMemory::Kernel(memory), layout.ring, Some(kernel))

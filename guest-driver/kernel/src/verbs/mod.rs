@@ -28,7 +28,7 @@ pub(crate) use srq::{
 
 use crate::device::Device;
 use crate::pages::PageTree;
-use crate::port::state;
+use crate::port::{state, PORT};
 use crate::sys::alloc::{Arc, Array};
 use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage};
 use crate::sys::error::{Errno, Result};
@@ -46,8 +46,6 @@ use virtio_rdma_spec::doorbell::BLOCK_PAGES;
 use virtio_rdma_spec::verbs::{access, mtu};
 use virtio_rdma_spec::PAGE_SIZE;
 
-/// The only port.
-const PORT: u8 = 1;
 /// The clock of completion time stamps counts nanoseconds.
 const CLOCK_KHZ: u64 = 1_000_000;
 

@@ -105,7 +105,9 @@ impl Mr {
     /// Pages of pinned memory, and log2 of their size.
     pub(crate) fn pages(&self) -> Option<(u32, u32)> {
         match self {
-            Self::Plain(region) => region.with(|region| region.user.as_ref().map(|user| user.pages)),
+            Self::Plain(region) => {
+                region.with(|region| region.user.as_ref().map(|user| user.pages))
+            }
             Self::Fast(_) => None,
         }
     }

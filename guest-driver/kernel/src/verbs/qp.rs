@@ -7,14 +7,15 @@ use crate::sys::alloc::Arc;
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{QpTarget, Udata};
 use crate::sys::table::Registration;
+use core::sync::atomic::Ordering;
 use virtio_rdma_driver_core::abi;
-use virtio_rdma_driver_core::buffer::{self, QpLayout, RingLayout};
+use virtio_rdma_driver_core::buffer::{self, RingLayout};
 use virtio_rdma_spec::command::{
     create_qp_flag, opcode, CreateQp, CreateQpResponse, Handle, ModifyQp, QpAttr, QueryQpResponse,
 };
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::QpRecord;
-use virtio_rdma_spec::verbs::{qp_attr, qp_type};
+use virtio_rdma_spec::verbs::{qp_attr, qp_state, qp_type};
 
 /// The number by which the GSI queue pair is known, whatever the device calls it.
 const GSI_NUMBER: u32 = 1;
@@ -61,6 +62,11 @@ impl Qp {
     pub(crate) fn kernel(&self) -> Option<&KernelQp> {
         self.kernel.as_deref()
     }
+
+    /// Does it belong to a user in the kernel? The one for management is the core's own, as long as there is the device.
+    fn of_kernel_user(&self) -> bool {
+        self.kernel.is_some() && self.caps.qp_type != qp_type::GSI
+    }
 }
 
 /// What a queue pair was created with.
@@ -75,6 +81,7 @@ pub(crate) struct QpCaps {
 }
 
 /// What a queue pair is to be.
+#[derive(Clone, Copy)]
 pub(crate) struct QpInit<'a> {
     pub(crate) qp_type: u8,
     /// Flags of verbs, those of `create_qp_flag` that verbs have.
@@ -171,14 +178,18 @@ pub(crate) fn create_qp(
     udata: Udata<'_>,
 ) -> Result<Qp> {
     init.check(device, udata.is_user())?;
+    let mut init = *init;
     let rings = if init.qp_type == qp_type::XRC_TGT {
         udata.none()?;
         Rings::none()
     } else if udata.is_user() {
         user_rings(device, udata)?
     } else {
-        kernel_rings(device, init)?
+        let (rings, max_inline) = kernel_rings(device, &init)?;
+        init.max_inline = max_inline;
+        rings
     };
+    let init = &init;
     let max_recv_wr = if init.receives() { init.max_recv_wr } else { 0 };
     if init.qp_type != qp_type::XRC_TGT {
         for (ring, wanted) in [(rings.sq, init.max_send_wr), (rings.rq, max_recv_wr)] {
@@ -210,22 +221,28 @@ pub(crate) fn create_qp(
         Ok((registration, kernel))
     };
     match finish() {
-        Ok((registration, kernel)) => Ok(Qp {
-            handle: made.qpn,
-            caps: QpCaps {
-                qp_type: init.qp_type,
-                max_send_wr: rings.sq.entries,
-                max_recv_wr: rings.rq.entries,
-                max_send_sge: init.max_send_sge,
-                max_recv_sge: init.max_recv_sge,
-                max_inline: init.max_inline,
-                signal_all: init.signal_all,
-            },
-            bell: (made.doorbell_queue, made.slot),
-            _registration: registration,
-            kernel,
-            _memory: rings.memory,
-        }),
+        Ok((registration, kernel)) => {
+            let qp = Qp {
+                handle: made.qpn,
+                caps: QpCaps {
+                    qp_type: init.qp_type,
+                    max_send_wr: rings.sq.entries,
+                    max_recv_wr: rings.rq.entries,
+                    max_send_sge: init.max_send_sge,
+                    max_recv_sge: init.max_recv_sge,
+                    max_inline: init.max_inline,
+                    signal_all: init.signal_all,
+                },
+                bell: (made.doorbell_queue, made.slot),
+                _registration: registration,
+                kernel,
+                _memory: rings.memory,
+            };
+            if qp.of_kernel_user() {
+                device.kernel_qps().fetch_add(1, Ordering::AcqRel);
+            }
+            Ok(qp)
+        }
         Err(error) => {
             device.must_destroy(opcode::DESTROY_QP, made.qpn);
             Err(error)
@@ -316,16 +333,19 @@ fn core_caps(init: &QpInit<'_>) -> buffer::QpCaps {
     }
 }
 
-fn kernel_rings(device: &Device, init: &QpInit<'_>) -> Result<Rings> {
+/// A buffer for the rings, and the inline bytes to grant.
+fn kernel_rings(device: &Device, init: &QpInit<'_>) -> Result<(Rings, u32)> {
     let context = device.kernel_context().ok_or(Errno::EOPNOTSUPP)?;
     let masked = device.features().has(feature::ATOMIC);
-    let QpLayout { sq, rq, size } = kverbs::qp_layout(init.qp_type, &core_caps(init), masked)?;
-    Ok(Rings {
-        memory: QueueMemory::Kernel(kverbs::queue_memory(device, size)?),
-        sq,
-        rq,
+    let caps = core_caps(init);
+    let layout = kverbs::qp_layout(init.qp_type, &caps, masked)?;
+    let rings = Rings {
+        memory: QueueMemory::Kernel(kverbs::queue_memory(device, layout.size)?),
+        sq: layout.sq,
+        rq: layout.rq,
         context: context.handle(),
-    })
+    };
+    Ok((rings, layout.max_inline(&caps, device.limits().max_inline)))
 }
 
 fn kernel_qp(
@@ -386,11 +406,21 @@ pub(crate) fn modify_qp(device: &Device, qp: &Qp, mask: u32, attr: QpAttr) -> Re
         attr_mask: mask,
         attr,
     };
-    device.simple_command(opcode::MODIFY_QP, &body)?;
+    match device.simple_command(opcode::MODIFY_QP, &body) {
+        // On a device that was lost everything is flushed, and these states are what they look like. Users drain their
+        // queues by going there.
+        Err(_) if device.commands().is_dead() && mask == qp_attr::STATE && ends(attr.qp_state) => {}
+        result => result?,
+    }
     if let (Some(kernel), true) = (&qp.kernel, mask & qp_attr::STATE != 0) {
         kernel.changed(attr.qp_state);
     }
     Ok(())
+}
+
+/// Is it a state in which a queue pair takes no part in anything?
+fn ends(state: u8) -> bool {
+    matches!(state, qp_state::ERR | qp_state::RESET)
 }
 
 /// The attributes of a queue pair.
@@ -408,6 +438,9 @@ pub(crate) fn destroy_qp(device: &Device, qp: &Qp) -> Result<()> {
     device.destroy(opcode::DESTROY_QP, qp.handle)?;
     if let Some(kernel) = &qp.kernel {
         kernel.forget();
+    }
+    if qp.of_kernel_user() {
+        device.kernel_qps().fetch_sub(1, Ordering::AcqRel);
     }
     Ok(())
 }

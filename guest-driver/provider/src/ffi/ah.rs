@@ -6,7 +6,7 @@ use core::ffi::c_int;
 use virtio_rdma_driver_core::abi::CreateAhResponse;
 use virtio_rdma_spec::ring::UdWqe;
 
-use super::{object, sys, zeroed, Errno, With};
+use super::{context, object, sys, zeroed, Errno, With};
 
 /// An address handle: the part that libibverbs knows, and ours.
 #[repr(C)]
@@ -60,7 +60,7 @@ pub unsafe extern "C" fn create_ah(
 pub unsafe extern "C" fn destroy_ah(ah: *mut sys::ibv_ah) -> c_int {
     // SAFETY: objects are ours and alive; made by create_ah.
     unsafe {
-        let rc = sys::ibv_cmd_destroy_ah(ah);
+        let rc = context::destroyed((*ah).context, sys::ibv_cmd_destroy_ah(ah));
         if rc == 0 {
             drop(Box::from_raw(ah.cast::<Ah>()));
         }

@@ -201,6 +201,33 @@ impl Words {
 }
 
 #[cfg(test)]
+impl Mapping {
+    /// Zeroed memory.
+    pub fn fixture(length: usize) -> Self {
+        let (read, write) = (libc::PROT_READ, libc::PROT_WRITE);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        Self::new(length, read | write, flags, -1, 0).unwrap()
+    }
+
+    /// Memory that is not to be touched.
+    pub fn forbidden(length: usize) -> Self {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        Self::new(length, libc::PROT_NONE, flags, -1, 0).unwrap()
+    }
+}
+
+/// Stands in for libibverbs, which is not there in tests.
+#[cfg(test)]
+mod libibverbs {
+    use super::{c_int, c_void};
+
+    #[no_mangle]
+    extern "C" fn ibv_dofork_range(_address: *mut c_void, _length: usize) -> c_int {
+        panic!("no mapping of a test was kept out of children");
+    }
+}
+
+#[cfg(test)]
 impl Words {
     /// Zeroed words that stay for ever. (Mappings need libibverbs, which is not there in tests.)
     pub fn leaked(length: usize) -> Self {

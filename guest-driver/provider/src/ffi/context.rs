@@ -7,7 +7,7 @@ use core::ptr;
 use std::sync::Arc;
 
 use virtio_rdma_driver_core::abi::{self, AllocContextResponse, QueryDeviceResponse};
-use virtio_rdma_driver_core::Doorbell;
+use virtio_rdma_driver_core::{Doorbell, StatusPage};
 use virtio_rdma_spec::config::MAX_QUEUES;
 use virtio_rdma_spec::doorbell::BLOCK_SIZE;
 use virtio_rdma_spec::PAGE_SIZE;
@@ -89,6 +89,21 @@ impl Shared {
         (self.response.null_lkey != 0).then_some(self.response.null_lkey)
     }
 
+    /// Where it says whether the device is lost.
+    ///
+    /// # Safety
+    /// This context outlives it.
+    pub unsafe fn status_page(&self) -> StatusPage<Words> {
+        // SAFETY: the mapping is part of the context, and only loaded from.
+        StatusPage::new(unsafe { Words::new(&self.status) })
+    }
+
+    /// Whether the device is lost: it was reset, and accesses no memory any more.
+    fn is_lost(&self) -> bool {
+        // SAFETY: not kept.
+        unsafe { self.status_page() }.is_lost()
+    }
+
     /// The doorbell of a slot of a doorbell queue, and how to wake its worker.
     ///
     /// # Safety
@@ -114,6 +129,34 @@ impl Shared {
     }
 }
 
+#[cfg(test)]
+impl Shared {
+    /// Of a device with one worker, which polls: whoever wakes it writes to a page that cannot be written to.
+    pub fn fixture() -> Self {
+        Self {
+            response: AllocContextResponse {
+                num_doorbell_queues: 1,
+                ..AllocContextResponse::default()
+            },
+            doorbells: Mapping::fixture(BLOCK_SIZE),
+            notify: Mapping::forbidden(PAGE_SIZE as usize),
+            status: Mapping::fixture(PAGE_SIZE as usize),
+        }
+    }
+
+    /// What the driver does when the device is lost.
+    pub fn lose(&self) {
+        use virtio_rdma_spec::doorbell::{worker_status, STATUS_STRIDE};
+        // SAFETY: not kept; the mapping of the fixture is writable.
+        let status = unsafe { Words::new(&self.status) };
+        for word in status.iter().step_by(STATUS_STRIDE / 8) {
+            let lost = u64::from(worker_status::LOST).to_le();
+            word.store(lost, core::sync::atomic::Ordering::SeqCst);
+        }
+        assert!(self.is_lost());
+    }
+}
+
 /// What we share in a context.
 ///
 /// # Safety
@@ -121,6 +164,19 @@ impl Shared {
 pub unsafe fn shared(context: *mut sys::ibv_context) -> Arc<Shared> {
     // SAFETY: the context is part of a `Context`, made by alloc_context; `shared` never changes.
     unsafe { Arc::clone(&(*container(context)).shared) }
+}
+
+/// What destroying an object comes to, when the kernel returned `rc`. Of a device that is lost the kernel has destroyed all
+/// objects, and answers EIO: then the rest is to be freed here.
+///
+/// # Safety
+/// The context is ours and alive.
+pub unsafe fn destroyed(context: *mut sys::ibv_context, rc: c_int) -> c_int {
+    match Errno::check(rc) {
+        // SAFETY: as the caller says.
+        Err(Errno(libc::EIO)) if unsafe { shared(context) }.is_lost() => 0,
+        result => status(result),
+    }
 }
 
 fn container(context: *mut sys::ibv_context) -> *mut Context {

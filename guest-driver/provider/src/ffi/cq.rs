@@ -12,7 +12,7 @@ use virtio_rdma_driver_core::abi::{
     CreateCqRequest, CreateCqResponse, ResizeCqRequest, ResizeCqResponse,
 };
 use virtio_rdma_driver_core::buffer::CqLayout;
-use virtio_rdma_driver_core::{ArmMode, CompletionQueue};
+use virtio_rdma_driver_core::{ArmMode, CompletionQueue, StatusPage};
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{wc_flag, wc_opcode, wc_status};
@@ -55,11 +55,17 @@ struct Cq {
 pub struct State {
     queue: CompletionQueue<Words>,
     /// The queue pairs that complete here.
-    qps: HashMap<u32, Arc<Queues>, BuildHasherDefault<QpnHasher>>,
+    qps: HashMap<u32, Attached, BuildHasherDefault<QpnHasher>>,
     /// The one that was looked for last.
     last: Option<(u32, Arc<Queues>)>,
     /// XRC shared receive queues that complete here, for queue pairs that are anybody's.
     xrc_srqs: u32,
+    /// Says whether the device is lost.
+    status: StatusPage<Words>,
+    /// It is, and what it had written is polled: what comes now is flushed.
+    flushing: bool,
+    /// The device says which kind of header is in front of a datagram.
+    header_types: bool,
     /// Completions have time stamps.
     stamped: bool,
     /// The completion that extended polling is at, and its time stamp.
@@ -69,12 +75,85 @@ pub struct State {
     wall_clock: Option<WallClock>,
     // The memory of the queue, so after it.
     buffer: Mapping,
+    // The memory of the status page, so after it.
+    _context: Arc<context::Shared>,
+}
+
+/// What of a queue pair completes in a completion queue.
+#[derive(Debug, Clone, Copy)]
+pub struct Roles {
+    pub sends: bool,
+    pub receives: bool,
+}
+
+/// A queue pair that completes in a completion queue.
+#[derive(Debug)]
+struct Attached {
+    queues: Arc<Queues>,
+    roles: Roles,
+}
+
+/// The opcode for user space, which has no names for masked atomic operations.
+#[inline(always)]
+fn plain_opcode(opcode: u8) -> u8 {
+    match opcode {
+        wc_opcode::MASKED_COMP_SWAP => wc_opcode::COMP_SWAP,
+        wc_opcode::MASKED_FETCH_ADD => wc_opcode::FETCH_ADD,
+        opcode => opcode,
+    }
+}
+
+/// What `sl` of a datagram's completion is told as: the kind of its header, of RoCE v2 over IPv6 or over IPv4. mlx5's
+/// provider tells that there, and UCX goes by it, for any device. RoCE has no service level that would be lost.
+const IPV6_HEADER: u8 = 1;
+const IPV4_HEADER: u8 = 2;
+
+/// Puts the kind of the header where applications look for it.
+#[inline(always)]
+fn tell_header_type(cqe: &mut Cqe) {
+    cqe.sl = match cqe.wc_flags & wc_flag::IPV4 {
+        0 => IPV6_HEADER,
+        _ => IPV4_HEADER,
+    };
+    // Verbs have no such flag.
+    cqe.wc_flags &= !wc_flag::IPV4;
 }
 
 impl State {
     /// The next completion, with its queue entry freed.
     #[inline(always)]
     fn poll(&mut self) -> Option<Cqe> {
+        match self.poll_ring() {
+            None if self.status.is_lost() => self.poll_lost(),
+            polled => polled,
+        }
+    }
+
+    /// The next completion of a lost device (G-RST-004 of the specification).
+    #[cold]
+    #[inline(never)]
+    fn poll_lost(&mut self) -> Option<Cqe> {
+        if !self.flushing {
+            // Something may have been written between the look at the ring and that at the status.
+            if let Some(cqe) = self.poll_ring() {
+                return Some(cqe);
+            }
+            self.flushing = true;
+        }
+        // The queue pair that was flushed last may well have more.
+        let last = self.last.as_ref().and_then(|(qpn, _)| self.qps.get(qpn));
+        let mut cqe = last
+            .into_iter()
+            .chain(self.qps.values())
+            .find_map(|attached| attached.queues.flush(attached.roles))?;
+        cqe.opcode = plain_opcode(cqe.opcode);
+        self.find(cqe.qp_num);
+        Some(cqe)
+    }
+
+    /// The next completion that the device wrote, with its queue entry freed.
+    #[inline(always)]
+    fn poll_ring(&mut self) -> Option<Cqe> {
         loop {
             let mut cqe = self.queue.poll()?;
             let of_srq = self.xrc_srqs > 0 && cqe.opcode & wc_opcode::RECV != 0;
@@ -87,12 +166,10 @@ impl State {
             if cqe.status > wc_status::GENERAL_ERR {
                 cqe.status = wc_status::GENERAL_ERR;
             }
-            // User space has no names for masked atomic operations.
-            cqe.opcode = match cqe.opcode {
-                wc_opcode::MASKED_COMP_SWAP => wc_opcode::COMP_SWAP,
-                wc_opcode::MASKED_FETCH_ADD => wc_opcode::FETCH_ADD,
-                opcode => opcode,
-            };
+            cqe.opcode = plain_opcode(cqe.opcode);
+            if cqe.wc_flags & wc_flag::GRH != 0 && self.header_types {
+                tell_header_type(&mut cqe);
+            }
             return Some(cqe);
         }
     }
@@ -100,7 +177,7 @@ impl State {
     #[inline(always)]
     fn find(&mut self, qpn: u32) -> Option<&Queues> {
         if !matches!(&self.last, Some((last, _)) if *last == qpn) {
-            self.last = Some((qpn, Arc::clone(self.qps.get(&qpn)?)));
+            self.last = Some((qpn, Arc::clone(&self.qps.get(&qpn)?.queues)));
         }
         self.last.as_ref().map(|(_, queues)| &**queues)
     }
@@ -135,16 +212,17 @@ unsafe fn state<'a>(cq: *mut sys::ibv_cq) -> &'a SpinLock<State> {
     unsafe { &(*cq.cast::<Cq>()).state }
 }
 
-/// Makes completions of a queue pair acceptable.
+/// Makes completions of a queue pair acceptable; `roles` says of which of its queues there are any.
 ///
 /// # Safety
 /// The completion queue is ours and alive.
-pub unsafe fn attach(cq: *mut sys::ibv_cq, qpn: u32, queues: &Arc<Queues>) {
+pub unsafe fn attach(cq: *mut sys::ibv_cq, qpn: u32, queues: &Arc<Queues>, roles: Roles) {
+    let queues = Arc::clone(queues);
     // SAFETY: as the caller says.
     unsafe { state(cq) }
         .lock()
         .qps
-        .insert(qpn, Arc::clone(queues));
+        .insert(qpn, Attached { queues, roles });
 }
 
 /// Drops the completions of a queue pair that are in the queue now.
@@ -219,8 +297,8 @@ unsafe fn create(
     command: impl FnOnce(&mut sys::verbs_cq, [u8; CreateCqRequest::SIZE]) -> c_int,
 ) -> Result<*mut Cq, Errno> {
     // SAFETY: as the caller says.
-    let limits = unsafe { context::shared(context) }.limits();
-    if cqe > limits.max_cqe {
+    let shared = unsafe { context::shared(context) };
+    if cqe > shared.limits().max_cqe {
         return Err(EINVAL);
     }
     let layout = layout(cqe, options.stamped)?;
@@ -240,11 +318,16 @@ unsafe fn create(
         qps: HashMap::default(),
         last: None,
         xrc_srqs: 0,
+        // SAFETY: `State` keeps the context.
+        status: unsafe { shared.status_page() },
+        flushing: false,
+        header_types: shared.has(feature::HEADER_TYPE),
         stamped: options.stamped,
         current: Cqe::default(),
         timestamp: 0,
         wall_clock: options.wall_clock,
         buffer,
+        _context: shared,
     };
     let mut cq = Box::new(Cq {
         base: zeroed(),
@@ -392,7 +475,7 @@ unsafe fn try_create_cq_ex(
 pub unsafe extern "C" fn destroy_cq(cq: *mut sys::ibv_cq) -> c_int {
     // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
     unsafe {
-        let rc = sys::ibv_cmd_destroy_cq(cq);
+        let rc = context::destroyed((*cq).context, sys::ibv_cmd_destroy_cq(cq));
         if rc == 0 {
             drop(Box::from_raw(cq.cast::<Cq>()));
         }
@@ -551,7 +634,8 @@ unsafe fn step(cq: *mut sys::ibv_cq_ex, state: &mut State) -> bool {
         (*cq).status = cqe.status.into();
         (*cq).wr_id = cqe.wr_id;
     }
-    if state.stamped {
+    // What is flushed has no time of its own: that of the last completion stays.
+    if state.stamped && !state.flushing {
         state.timestamp = state.queue.extension().timestamp;
     }
     state.current = cqe;
@@ -642,4 +726,212 @@ readers! {
     read_slid -> u32, |_cqe| 0;
     read_sl -> u8, |cqe| cqe.sl;
     read_dlid_path_bits -> u8, |_cqe| 0;
+}
+
+#[cfg(test)]
+mod tests {
+    use core::sync::atomic::Ordering;
+
+    use virtio_rdma_driver_core::buffer::QpCaps;
+    use virtio_rdma_spec::doorbell::worker_status;
+    use virtio_rdma_spec::ring::SendWqe;
+    use virtio_rdma_spec::verbs::{vendor_err, wr_opcode};
+
+    use super::*;
+
+    const CAPS: QpCaps = QpCaps {
+        max_send_wr: 4,
+        max_recv_wr: 4,
+        max_send_sge: 1,
+        max_recv_sge: 1,
+        max_inline: 0,
+    };
+
+    /// A completion queue as the device sees it.
+    struct Fixture {
+        shared: Arc<context::Shared>,
+        layout: CqLayout,
+        state: State,
+        /// Completions that the device wrote.
+        written: u32,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let shared = Arc::new(context::Shared::fixture());
+            Self::of(&shared)
+        }
+
+        fn of(shared: &Arc<context::Shared>) -> Self {
+            let layout = layout(16, false).unwrap();
+            let buffer = Mapping::fixture(layout.size);
+            // SAFETY: the mapping is kept behind the queue.
+            let (words, status) = unsafe { (Words::new(&buffer), shared.status_page()) };
+            let state = State {
+                queue: CompletionQueue::new(words, &layout.ring).unwrap(),
+                qps: HashMap::default(),
+                last: None,
+                xrc_srqs: 0,
+                status,
+                flushing: false,
+                header_types: true,
+                stamped: false,
+                current: Cqe::default(),
+                timestamp: 0,
+                wall_clock: None,
+                buffer,
+                _context: Arc::clone(shared),
+            };
+            Self {
+                shared: Arc::clone(shared),
+                layout,
+                state,
+                written: 0,
+            }
+        }
+
+        fn attach(&mut self, qpn: u32, queues: &Arc<Queues>, sends: bool, receives: bool) {
+            let roles = Roles { sends, receives };
+            let queues = Arc::clone(queues);
+            self.state.qps.insert(qpn, Attached { queues, roles });
+        }
+
+        /// Writes a completion of a success, as the device does.
+        fn write(&mut self, qp_num: u32, opcode: u8, wr_id: u64, wqe_index: u16) {
+            let cqe = Cqe {
+                wr_id,
+                qp_num,
+                wqe_index,
+                opcode,
+                phase: 1,
+                ..Cqe::default()
+            };
+            let at = self.layout.ring.offset + self.written * self.layout.ring.stride;
+            // SAFETY: the mapping is there.
+            let words = unsafe { Words::new(&self.state.buffer) };
+            for (to, from) in words[at as usize / 8..]
+                .iter()
+                .zip(cqe.to_bytes().chunks_exact(8))
+            {
+                to.store(
+                    u64::from_ne_bytes(from.try_into().unwrap()),
+                    Ordering::Release,
+                );
+            }
+            self.written += 1;
+        }
+
+        /// What there is to poll: ids and statuses.
+        fn poll(&mut self) -> Vec<(u64, u8)> {
+            std::iter::from_fn(|| self.state.poll())
+                .map(|cqe| {
+                    let flushed = cqe.status == wc_status::WR_FLUSH_ERR;
+                    assert_eq!(cqe.vendor_err == vendor_err::FLUSHED, flushed);
+                    (cqe.wr_id, cqe.status)
+                })
+                .collect()
+        }
+    }
+
+    fn send(queues: &Queues, wr_id: u64) {
+        let wqe = SendWqe {
+            opcode: wr_opcode::RDMA_READ,
+            wr_id,
+            ..SendWqe::default()
+        };
+        queues.sq.as_ref().unwrap().post(&wqe, []).unwrap();
+        queues.ring();
+    }
+
+    const OK: u8 = wc_status::SUCCESS;
+    const FLUSH: u8 = wc_status::WR_FLUSH_ERR;
+
+    // G-RST-004, G-RST-005.
+    #[test]
+    fn a_lost_device_leaves_nothing_outstanding() {
+        let mut cq = Fixture::new();
+        let queues = Arc::new(Queues::fixture(&cq.shared, &CAPS, 7));
+        cq.attach(7, &queues, true, true);
+        for wr_id in 1..=3 {
+            send(&queues, wr_id);
+            queues.receive(10 + wr_id);
+        }
+        cq.write(7, wc_opcode::RDMA_READ, 1, 0);
+        assert_eq!(cq.poll(), [(1, OK)]);
+        // The device goes on until it is lost.
+        cq.write(7, wc_opcode::RECV, 11, 0);
+        cq.shared.lose();
+        cq.write(7, wc_opcode::RDMA_READ, 2, 1);
+        let polled = cq.poll();
+        assert_eq!(polled[..2], [(11, OK), (2, OK)]);
+        let of = |sends: bool| {
+            let of = polled[2..]
+                .iter()
+                .filter(|(wr_id, _)| (*wr_id < 10) == sends);
+            of.copied().collect::<Vec<_>>()
+        };
+        assert_eq!(of(true), [(3, FLUSH)]);
+        assert_eq!(of(false), [(12, FLUSH), (13, FLUSH)]);
+        assert_eq!(cq.poll(), []);
+        // Later ones as well, lap after lap.
+        for wr_id in 100..110 {
+            send(&queues, wr_id);
+            assert_eq!(cq.poll(), [(wr_id, FLUSH)]);
+        }
+        let room = queues.sq.as_ref().unwrap().room();
+        assert_eq!(room, CAPS.max_send_wr);
+        // Nobody was woken: see `Shared::fixture`, whose notify pages cannot be written to.
+    }
+
+    #[test]
+    fn flushed_work_requests_complete_where_they_belong() {
+        let mut sends = Fixture::new();
+        let mut receives = Fixture::of(&sends.shared);
+        let (one, other) = (
+            Arc::new(Queues::fixture(&sends.shared, &CAPS, 7)),
+            Arc::new(Queues::fixture(&sends.shared, &CAPS, 8)),
+        );
+        for (qpn, queues) in [(7, &one), (8, &other)] {
+            sends.attach(qpn, queues, true, false);
+            receives.attach(qpn, queues, false, true);
+        }
+        send(&one, 1);
+        one.receive(2);
+        other.receive(3);
+        sends.shared.lose();
+        assert_eq!(sends.poll(), [(1, FLUSH)]);
+        let mut polled = receives.poll();
+        polled.sort_unstable();
+        assert_eq!(polled, [(2, FLUSH), (3, FLUSH)]);
+        // What is detached completes nothing any more.
+        send(&other, 4);
+        sends.state.qps.remove(&8);
+        assert_eq!(sends.poll(), []);
+    }
+
+    #[test]
+    fn without_a_loss_nothing_is_flushed() {
+        let mut cq = Fixture::new();
+        let queues = Arc::new(Queues::fixture(&cq.shared, &CAPS, 7));
+        cq.attach(7, &queues, true, true);
+        queues.receive(1);
+        assert_eq!(worker_status::POLLING, 0);
+        assert_eq!(cq.poll(), []);
+    }
+
+    #[test]
+    fn the_kind_of_a_header_is_told_as_service_level() {
+        let of = |wc_flags| {
+            let mut cqe = Cqe {
+                sl: 3,
+                wc_flags,
+                ..Cqe::default()
+            };
+            tell_header_type(&mut cqe);
+            (cqe.sl, cqe.wc_flags)
+        };
+        let (grh, imm) = (wc_flag::GRH, wc_flag::WITH_IMM);
+        assert_eq!(of(grh | imm), (IPV6_HEADER, grh | imm));
+        assert_eq!(of(grh | imm | wc_flag::IPV4), (IPV4_HEADER, grh | imm));
+    }
 }

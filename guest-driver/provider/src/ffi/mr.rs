@@ -96,8 +96,9 @@ pub unsafe extern "C" fn dereg_mr(mr: *mut sys::verbs_mr) -> c_int {
     // SAFETY: objects are ours and alive; made by one of the functions here.
     unsafe {
         if (*mr).mr_type != sys::IBV_MR_TYPE_NULL_MR {
-            if let Err(error) = Errno::check(sys::ibv_cmd_dereg_mr(mr)) {
-                return status(Err(error));
+            let rc = context::destroyed((*mr).ibv_mr.context, sys::ibv_cmd_dereg_mr(mr));
+            if rc != 0 {
+                return rc;
             }
         }
         drop(Box::from_raw(mr));
@@ -143,7 +144,7 @@ pub unsafe extern "C" fn alloc_mw(
 pub unsafe extern "C" fn dealloc_mw(mw: *mut sys::ibv_mw) -> c_int {
     // SAFETY: objects are ours and alive; made by alloc_mw.
     unsafe {
-        let rc = sys::ibv_cmd_dealloc_mw(mw);
+        let rc = context::destroyed((*mw).context, sys::ibv_cmd_dealloc_mw(mw));
         if rc == 0 {
             drop(Box::from_raw(mw));
         }
@@ -223,7 +224,8 @@ pub unsafe extern "C" fn free_dm(dm: *mut sys::ibv_dm) -> c_int {
     let dm = dm.cast::<Dm>();
     // SAFETY: objects are ours and alive; made by alloc_dm.
     unsafe {
-        let rc = sys::ibv_cmd_free_dm(&raw mut (*dm).base);
+        let base = &raw mut (*dm).base;
+        let rc = context::destroyed((*base).dm.context, sys::ibv_cmd_free_dm(base));
         if rc == 0 {
             drop(Box::from_raw(dm));
         }

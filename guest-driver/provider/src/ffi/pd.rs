@@ -9,7 +9,7 @@ use virtio_rdma_driver_core::abi::AllocPdResponse;
 
 use super::buffer::Allocator;
 use super::lock::SpinLock;
-use super::{object, status, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
+use super::{context, object, status, sys, zeroed, Errno, With, EINVAL, EOPNOTSUPP};
 
 /// Something that must not go away yet.
 const EBUSY: Errno = Errno(libc::EBUSY);
@@ -191,7 +191,10 @@ pub unsafe extern "C" fn dealloc_pd(base: *mut sys::ibv_pd) -> c_int {
             return Err(EBUSY);
         }
         match &mut (*pd).parent {
-            None => Errno::check(sys::ibv_cmd_dealloc_pd(base))?,
+            None => {
+                let rc = sys::ibv_cmd_dealloc_pd(base);
+                Errno::check(context::destroyed((*base).context, rc))?;
+            }
             Some(parent) => {
                 // A queue that has memory of the application has its allocator, too.
                 if parent
@@ -272,6 +275,7 @@ pub unsafe extern "C" fn close_xrcd(xrcd: *mut sys::ibv_xrcd) -> c_int {
     // SAFETY: objects are ours and alive; made by open_xrcd.
     unsafe {
         let rc = sys::ibv_cmd_close_xrcd(xrcd);
+        let rc = context::destroyed((*xrcd).xrcd.context, rc);
         if rc == 0 {
             drop(Box::from_raw(xrcd));
         }

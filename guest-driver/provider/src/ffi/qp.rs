@@ -141,6 +141,17 @@ impl Queues {
         }
     }
 
+    /// Of a lost device: the completion of the work request that is to be flushed next, with its queue entry freed.
+    pub fn flush(&self, roles: cq::Roles) -> Option<Cqe> {
+        let send = |queues: &Self| queues.sq.as_ref()?.flush_next(queues.qpn);
+        let receive = |queues: &Self| queues.rq.as_ref()?.flush_next(queues.qpn);
+        let cqe = None
+            .or_else(|| roles.receives.then(|| receive(self))?)
+            .or_else(|| roles.sends.then(|| send(self))?)?;
+        self.complete(&cqe);
+        Some(cqe)
+    }
+
     /// Tells the device that there is new work.
     #[inline(always)]
     pub fn ring(&self) {
@@ -189,6 +200,38 @@ impl Queues {
         if let Some(rq) = &self.rq {
             let _lock = self.rq_lock.lock();
             rq.reset();
+        }
+    }
+}
+
+#[cfg(test)]
+impl Queues {
+    /// The queues of a connected queue pair that is ready to send.
+    pub fn fixture(shared: &Arc<context::Shared>, caps: &QpCaps, qpn: u32) -> Self {
+        let layout = QpLayout::new(caps).unwrap();
+        let buffer = Mapping::fixture(layout.size);
+        // SAFETY: `Queues` keeps the memory and the context.
+        let (words, doorbell) = unsafe { (Words::new(&buffer), shared.doorbell(0, qpn).unwrap()) };
+        let (sge, inline) = (caps.max_send_sge, caps.max_inline);
+        Self {
+            sq: Some(SendQueue::new(words, &layout.sq, sge, inline).unwrap()),
+            sq_lock: SpinLock::new(()),
+            rq: Some(RecvQueue::new(words, &layout.rq, caps.max_recv_sge).unwrap()),
+            rq_lock: SpinLock::new(()),
+            state: AtomicU32::new(sys::IBV_QPS_RTS),
+            doorbell: Some(doorbell),
+            kind: Kind::Connected,
+            opcodes: u32::MAX,
+            qpn,
+            _buffer: Some(buffer),
+            _context: Arc::clone(shared),
+        }
+    }
+
+    /// Posts a receive, as `post_recv`.
+    pub fn receive(&self, wr_id: u64) {
+        if self.receivable().unwrap().post(wr_id, []).unwrap() {
+            self.ring();
         }
     }
 }
@@ -262,13 +305,13 @@ impl Request {
 type Driver = [u8; CreateQpRequest::SIZE];
 type Created = [u8; CreateQpResponse::SIZE];
 
-/// Creates a queue pair; `command` has the kernel create it.
+/// Creates a queue pair; `command` has the kernel create it, with the number of inline bytes that it is given.
 ///
 /// # Safety
 /// The objects of the request are ours and alive.
 unsafe fn create(
     request: &Request,
-    command: impl FnOnce(&mut sys::verbs_qp, Driver) -> Result<Created, Errno>,
+    command: impl FnOnce(&mut sys::verbs_qp, Driver, u32) -> Result<Created, Errno>,
 ) -> Result<*mut Qp, Errno> {
     // SAFETY: as the caller says.
     let (shared, allocator, single) = unsafe {
@@ -291,7 +334,7 @@ unsafe fn create(
         return Err(EOPNOTSUPP);
     }
     let cqs = request.cqs()?;
-    let (caps, limits) = (request.caps(), shared.limits());
+    let (mut caps, limits) = (request.caps(), shared.limits());
     if caps.max_send_wr > limits.max_qp_wr
         || caps.max_recv_wr > limits.max_qp_wr
         || caps.max_send_sge > limits.max_sge
@@ -307,6 +350,7 @@ unsafe fn create(
     }
     .ok_or(EINVAL)?;
     let mut driver = CreateQpRequest::default();
+    caps.max_inline = layout.max_inline(&caps, limits.max_inline);
     let (mut sq, mut rq, mut buffer) = (None, None, None);
     if request.qp_type != sys::IBV_QPT_XRC_RECV {
         let memory = Mapping::queue(layout.size, allocator.as_ref(), Resource::Qp)?;
@@ -344,7 +388,8 @@ unsafe fn create(
         field.write(zeroed());
         &mut *field
     };
-    let created = CreateQpResponse::from_bytes(&command(base_field, driver.to_bytes())?);
+    let created = command(base_field, driver.to_bytes(), caps.max_inline)?;
+    let created = CreateQpResponse::from_bytes(&created);
     // An XRC target is the kernel's: the module is not told of the process, and answers nothing to it.
     // SAFETY: the two forms begin alike.
     let qpn = unsafe { base_field.__bindgen_anon_1.qp.qp_num };
@@ -378,7 +423,11 @@ unsafe fn create(
     // SAFETY: the completion queues are ours and alive. With the three fields written the value is complete.
     unsafe {
         for cq in cqs.into_iter().filter(|cq| !cq.is_null()) {
-            cq::attach(cq, qpn, &queues);
+            let roles = cq::Roles {
+                sends: cq == cqs[0],
+                receives: cq == cqs[1],
+            };
+            cq::attach(cq, qpn, &queues, roles);
         }
         (&raw mut (*qp).queues).write(queues);
         (&raw mut (*qp).cqs).write(cqs);
@@ -404,7 +453,8 @@ pub unsafe extern "C" fn create_qp(
             send_ops: 0,
             masked: 0,
         };
-        let command = |base: &mut sys::verbs_qp, driver| {
+        let command = |base: &mut sys::verbs_qp, driver, max_inline| {
+            (*attr).cap.max_inline_data = max_inline;
             let mut cmd = With::<sys::ibv_create_qp, _>::new(driver);
             let mut response =
                 With::<sys::ib_uverbs_create_qp_resp, _>::new([0; CreateQpResponse::SIZE]);
@@ -472,7 +522,8 @@ pub unsafe fn create_extended(
             send_ops: if with_ops { (*attr).send_ops_flags } else { 0 },
             masked,
         };
-        let command = |base: &mut sys::verbs_qp, driver| {
+        let command = |base: &mut sys::verbs_qp, driver, max_inline| {
+            (*attr).cap.max_inline_data = max_inline;
             let mut cmd = With::<sys::ibv_create_qp_ex, _>::new(driver);
             let mut response =
                 With::<sys::ib_uverbs_ex_create_qp_resp, _>::new([0; CreateQpResponse::SIZE]);
@@ -548,7 +599,7 @@ pub unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
     // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
     unsafe {
         let (cqs, qpn) = ((*qp.cast::<Qp>()).cqs, queues(qp).qpn);
-        let rc = sys::ibv_cmd_destroy_qp(qp);
+        let rc = context::destroyed((*qp).context, sys::ibv_cmd_destroy_qp(qp));
         if rc == 0 {
             for cq in cqs.into_iter().filter(|cq| !cq.is_null()) {
                 cq::detach(cq, qpn);

@@ -197,7 +197,7 @@ pub unsafe extern "C" fn destroy_srq(srq: *mut sys::ibv_srq) -> c_int {
     // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
     unsafe {
         let cq = (*srq.cast::<Srq>()).cq;
-        let rc = sys::ibv_cmd_destroy_srq(srq);
+        let rc = context::destroyed((*srq).context, sys::ibv_cmd_destroy_srq(srq));
         if rc == 0 {
             if !cq.is_null() {
                 cq::detach_xrc_srq(cq);

@@ -2,10 +2,10 @@
 //! Protection domains, memory regions, windows, device memory. The safety requirements are those of [`super`].
 use super::{create, destroy, detail, device, fill, write_attr, Base, Object};
 use crate::device::Device;
+use crate::pages::Kind;
 use crate::sys::alloc::Box;
 use crate::sys::bindings::*;
 use crate::sys::error::{code, Errno, Result};
-use crate::pages::Kind;
 use crate::sys::rdma::{SgList, Udata, UserContext};
 use crate::verbs::{self, Change, Place};
 use core::ffi::c_int;

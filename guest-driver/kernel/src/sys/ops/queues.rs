@@ -108,7 +108,7 @@ pub(in crate::sys) unsafe extern "C" fn create_qp(
     // SAFETY: see the module; the queues that the attributes name were created, and the core holds them.
     code(unsafe {
         create(qp, |device, target| {
-            let attr = &*attr;
+            let attr = &mut *attr;
             let wanted = verbs::QpInit {
                 qp_type: u8::try_from(attr.qp_type).map_err(|_| Errno::EOPNOTSUPP)?,
                 create_flags: attr.create_flags,
@@ -127,6 +127,7 @@ pub(in crate::sys) unsafe extern "C" fn create_qp(
             let target = QpTarget::new(target);
             let data = verbs::create_qp(device, target, &wanted, Udata::new(udata))?;
             (*qp).qp_num = data.number();
+            attr.cap.max_inline_data = data.caps().max_inline;
             Ok(data)
         })
     })

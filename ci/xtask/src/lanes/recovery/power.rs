@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The guest is suspended, hibernated, reset, started by kexec, and powered off.
+
+use std::time::Duration;
+
+use anyhow::{ensure, Context, Result};
+
+use super::traffic::{self, Kernel, Kind, Traffic};
+use super::{comes_back, nothing_left, nothing_stuck, wait_active_in};
+use crate::lanes::{Case, Ground};
+use crate::vm::{wait_for, Vm, SHORT};
+
+pub const CASES: &[Case] = &[
+    Case {
+        name: "guest: suspended to RAM under applications",
+        run: |ground| sleeps(ground, Depth::Ram, false),
+    },
+    Case {
+        name: "guest: suspended to RAM under NVMe over Fabrics and NFS",
+        run: |ground| sleeps(ground, Depth::Ram, true),
+    },
+    Case {
+        name: "guest: suspended to idle under applications",
+        run: |ground| sleeps(ground, Depth::Idle, false),
+    },
+    Case {
+        name: "guest: suspended to disk under applications",
+        run: |ground| sleeps(ground, Depth::Disk, false),
+    },
+    Case {
+        name: "guest: reset under traffic, and the first rping after it",
+        run: reset,
+    },
+    Case {
+        name: "guest: kexec under traffic",
+        run: kexec,
+    },
+    Case {
+        name: "guest: powered off under traffic, and on",
+        run: power_off,
+    },
+];
+
+/// How deep a guest sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Depth {
+    Ram,
+    Idle,
+    Disk,
+}
+
+/// How long going to sleep may take, and waking up.
+const SLEEPS: Duration = Duration::from_secs(60);
+
+/// The guest sleeps and wakes, and the card is there.
+fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
+    own_payload(ground.vm(2)?)?;
+    let storage = if storage {
+        Some(Kernel::start(ground, true, true)?)
+    } else {
+        None
+    };
+    let mut running = Vec::new();
+    for kind in [Kind::Rping, Kind::Perftest, Kind::Flow] {
+        running.push(Traffic::start(ground, kind, 2, 1)?);
+        running.push(Traffic::start(ground, kind, 1, 2)?);
+    }
+    let vm = ground.vm_mut(2)?;
+    let command = match depth {
+        Depth::Ram => "echo deep >/sys/power/mem_sleep && echo mem >/sys/power/state",
+        Depth::Idle => "echo freeze >/sys/power/state",
+        // The image is written and read, and the devices go through all of it; only the power stays
+        // on.
+        Depth::Disk => {
+            "mkswap /dev/vdc >/dev/null && swapon /dev/vdc && cat /sys/block/vdc/dev >/sys/power/resume && \
+             echo test_resume >/sys/power/disk && echo disk >/sys/power/state && swapoff /dev/vdc"
+        }
+    };
+    let job = vm.spawn(command)?;
+    match depth {
+        Depth::Ram => {
+            let asleep = wait_for(SLEEPS, || {
+                ensure!(
+                    job.running(),
+                    "the guest does not go to sleep: {}",
+                    job.text()
+                );
+                Ok(vm.suspended()?.then_some(()))
+            })?;
+            asleep.context("the guest does not go to sleep")?;
+            std::thread::sleep(Duration::from_secs(3));
+            vm.wake()?;
+        }
+        Depth::Idle => {
+            std::thread::sleep(Duration::from_secs(8));
+            // The button wakes what is idle.
+            vm.qmp("system_powerdown")?;
+        }
+        Depth::Disk => {}
+    }
+    let output = job.wait(SLEEPS * 2).context("the guest does not wake up")?;
+    ensure!(
+        output.status == 0,
+        "going to sleep ended with {}: {}",
+        output.status,
+        output.text
+    );
+    for traffic in running {
+        traffic.stop(ground)?;
+    }
+    let name = format!("{depth:?}").to_lowercase();
+    comes_back(ground, &format!("suspend_{name}"))?;
+    if let Some(storage) = storage {
+        storage.wait_moving(ground)?;
+        storage.finish(ground)?;
+    }
+    nothing_left(ground)
+}
+
+/// The guest's payload comes over 9p, whose driver for virtio does not live through a suspend: from
+/// now on it is in memory.
+fn own_payload(vm: &Vm) -> Result<()> {
+    vm.sh(
+        "if ! mountpoint -q /run/payload; then mkdir /run/payload && mount -t tmpfs payload /run/payload && \
+         cp -a /payload/. /run/payload && umount -l /payload && mount --bind /run/payload /payload && \
+         umount -q /exchange; rmmod 9pnet_virtio; fi",
+    )
+    .map(drop)
+}
+
+/// Both sides of a guest that goes away.
+fn traffic_of_both(ground: &mut Ground) -> Result<Vec<Traffic>> {
+    let mut running = Vec::new();
+    for kind in [Kind::Rping, Kind::Flow] {
+        running.push(Traffic::start(ground, kind, 2, 1)?);
+        running.push(Traffic::start(ground, kind, 1, 2)?);
+    }
+    Ok(running)
+}
+
+fn end(ground: &mut Ground, running: Vec<Traffic>) -> Result<()> {
+    for traffic in running {
+        traffic.stop(ground)?;
+    }
+    wait_active_in(ground, 2)?;
+    traffic::rping(ground, 2, 1)?;
+    traffic::rping(ground, 1, 2)?;
+    nothing_stuck(ground)?;
+    nothing_left(ground)
+}
+
+fn reset(ground: &mut Ground) -> Result<()> {
+    for _ in 0..if ground.quick { 1 } else { 5 } {
+        let running = traffic_of_both(ground)?;
+        ground.vm_mut(2)?.reset()?;
+        ground.vm_mut(2)?.wait_up()?;
+        end(ground, running)?;
+    }
+    Ok(())
+}
+
+fn kexec(ground: &mut Ground) -> Result<()> {
+    ground.vm(2)?.sh(
+        "kexec -l /payload/vmlinuz --initrd=/payload/initrd.img --command-line=\"$(cat /proc/cmdline)\"",
+    )?;
+    let running = traffic_of_both(ground)?;
+    let job = ground.vm(2)?.spawn("exec kexec -e")?;
+    ground.vm_mut(2)?.wait_up()?;
+    drop(job);
+    end(ground, running)
+}
+
+fn power_off(ground: &mut Ground) -> Result<()> {
+    let running = traffic_of_both(ground)?;
+    let job = ground.vm(2)?.spawn("exec busybox poweroff -f")?;
+    ground.vm_mut(2)?.wait_end(SHORT)?;
+    drop(job);
+    ground.vm_mut(2)?.start_again()?;
+    end(ground, running)
+}

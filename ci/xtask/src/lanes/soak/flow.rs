@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The traffic of a soak: applications in the VMs, one after the other in a few places at a time,
+//! and the bare guests.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, Context, Result};
+
+use super::bare::{limits, Seen as BareSeen, Traffic};
+use super::Random;
+use crate::lanes::tools::{Pair, Ready};
+use crate::lanes::Ground;
+use crate::vm::{wait_for, Job};
+
+/// How many applications run at a time.
+const PLACES: usize = 3;
+
+/// How long a run may take that nobody disturbs, on a busy machine without KVM.
+const LONG: Duration = Duration::from_secs(240);
+
+/// How long one may take to end that was disturbed and then killed.
+const ENDS: Duration = Duration::from_secs(20);
+
+/// What an application says of data that is not as it was sent.
+const CORRUPT: [&str; 5] = [
+    "is not what was sent",
+    "is not what was written",
+    "wrong data",
+    "data mismatch",
+    "invalid data in page",
+];
+
+/// A run of an application.
+struct Run {
+    what: String,
+    pair: Pair,
+    server: Job,
+    client: Job,
+    since: Instant,
+    disturbed: bool,
+}
+
+/// What was seen of all traffic.
+#[derive(Default)]
+pub struct Seen {
+    pub runs: u64,
+    pub disturbed: u64,
+    pub lost: u64,
+    pub corrupt: u64,
+    pub messages: Vec<String>,
+    pub bare: BareSeen,
+}
+
+impl Seen {
+    /// Adds what was seen at another time.
+    pub fn add(&mut self, other: Seen) {
+        self.runs += other.runs;
+        self.disturbed += other.disturbed;
+        self.lost += other.lost;
+        self.corrupt += other.corrupt;
+        self.messages.extend(other.messages);
+        self.bare.blocks += other.bare.blocks;
+        self.bare.bytes += other.bare.bytes;
+        self.bare.lost += other.bare.lost;
+        self.bare.corrupt += other.bare.corrupt;
+        self.bare.messages.extend(other.bare.messages);
+    }
+}
+
+/// All traffic.
+pub struct Flows {
+    random: Random,
+    runs: Vec<Run>,
+    bare: Traffic,
+    seen: Seen,
+}
+
+impl Flows {
+    /// Starts it.
+    pub fn start(ground: &mut Ground, seed: u64) -> Result<Self> {
+        let device = ground.bed.device.as_ref().context("there is no device")?;
+        let sockets = [3, 4].map(|number| device.socket(number).map(ToOwned::to_owned));
+        let [a, b] = sockets;
+        let mut flows = Flows {
+            random: Random::new(seed),
+            runs: Vec::new(),
+            bare: Traffic::start([a?, b?], seed),
+            seen: Seen::default(),
+        };
+        flows.tend(ground)?;
+        Ok(flows)
+    }
+
+    /// Judges what has ended, and starts something else in its place.
+    pub fn tend(&mut self, ground: &mut Ground) -> Result<()> {
+        self.judge()?;
+        while self.runs.len() < PLACES {
+            let run = start(ground, &mut self.random)?;
+            self.runs.push(run);
+        }
+        Ok(())
+    }
+
+    fn judge(&mut self) -> Result<()> {
+        let (ended, running): (Vec<_>, Vec<_>) = std::mem::take(&mut self.runs)
+            .into_iter()
+            .partition(|run| !run.client.running() || run.since.elapsed() > LONG);
+        self.runs = running;
+        for run in ended {
+            self.judge_one(run)?;
+        }
+        Ok(())
+    }
+
+    fn judge_one(&mut self, run: Run) -> Result<()> {
+        self.seen.runs += 1;
+        let client = run.client.wait(Duration::from_millis(100));
+        let server = if run.disturbed {
+            Ok(None)
+        } else {
+            run.server.wait(ENDS).map(Some)
+        };
+        let text = run.client.text() + &run.server.text();
+        if CORRUPT.iter().any(|word| text.contains(word)) {
+            self.seen.corrupt += 1;
+            self.seen.messages.push(format!("{}: {text}", run.what));
+        } else if run.disturbed {
+            self.seen.disturbed += 1;
+        } else {
+            let good = client.as_ref().is_ok_and(|output| output.status == 0)
+                && server
+                    .as_ref()
+                    .is_ok_and(|output| output.as_ref().is_none_or(|output| output.status == 0));
+            if !good {
+                self.seen.lost += 1;
+                self.seen.messages.push(format!(
+                    "{} between vm{} and vm{}: {client:?}, {server:?}",
+                    run.what, run.pair.client, run.pair.server
+                ));
+            }
+        }
+        end(&run)
+    }
+
+    /// What runs in a VM, or with one, is disturbed; in all of them without a number.
+    pub fn disturb(&mut self, number: Option<u8>) {
+        for run in &mut self.runs {
+            let there =
+                number.is_none_or(|number| number == run.pair.server || number == run.pair.client);
+            run.disturbed |= there;
+        }
+    }
+
+    /// Ends what was disturbed and runs all the same: what waits for a peer that is gone waits for
+    /// ever.
+    pub fn end_disturbed(&mut self, ground: &mut Ground) -> Result<()> {
+        let (disturbed, running): (Vec<_>, Vec<_>) = std::mem::take(&mut self.runs)
+            .into_iter()
+            .partition(|run| run.disturbed);
+        self.runs = running;
+        for run in disturbed {
+            end(&run)?;
+            self.judge_one(run)?;
+        }
+        self.tend(ground)
+    }
+
+    /// Kills one side of one application.
+    pub fn kill_one(&mut self, which: u64) -> Result<()> {
+        let at = usize::try_from(which % PLACES as u64)?;
+        if let Some(run) = self.runs.get_mut(at) {
+            run.disturbed = true;
+            let side = if which & (1 << 32) == 0 {
+                &run.client
+            } else {
+                &run.server
+            };
+            side.kill(9)?;
+        }
+        Ok(())
+    }
+
+    /// Breaks the connections of the bare guests.
+    pub fn kill_bare(&self) {
+        self.bare.kill();
+    }
+
+    /// The device process goes away.
+    pub fn device_goes(&mut self) {
+        self.disturb(None);
+        self.bare.device_goes();
+    }
+
+    /// The device process is there again.
+    pub fn device_is_back(&self) {
+        self.bare.device_is_back();
+    }
+
+    /// Waits until the bare guests move data.
+    pub fn wait_moving(&self) -> Result<()> {
+        self.bare.wait_moving()
+    }
+
+    /// Lets a guest create objects until it is refused any more, beside all others.
+    pub fn limits(&self, ground: &Ground) -> Result<[usize; 3]> {
+        let device = ground.bed.device.as_ref().context("there is no device")?;
+        limits(device.socket(5)?)
+    }
+
+    /// Lets all come to its end.
+    pub fn stop(mut self, _: &Ground) -> Result<Seen> {
+        let start = Instant::now();
+        while !self.runs.is_empty() && start.elapsed() < LONG {
+            self.judge()?;
+            // One side of what was disturbed may wait for the other for ever.
+            let (disturbed, running): (Vec<_>, Vec<_>) = std::mem::take(&mut self.runs)
+                .into_iter()
+                .partition(|run| run.disturbed);
+            self.runs = running;
+            for run in disturbed {
+                end(&run)?;
+                self.judge_one(run)?;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        self.seen.bare = self.bare.stop()?;
+        Ok(self.seen)
+    }
+}
+
+/// Kills what runs of a run; it has to go.
+fn end(run: &Run) -> Result<()> {
+    for job in [&run.client, &run.server] {
+        if !job.running() {
+            continue;
+        }
+        job.kill(9)?;
+        if wait_for(ENDS, || Ok((!job.running()).then_some(())))?.is_none() {
+            bail!("{} cannot be killed: {}", run.what, job.text());
+        }
+    }
+    Ok(())
+}
+
+/// Starts a random application between random VMs.
+fn start(ground: &mut Ground, random: &mut Random) -> Result<Run> {
+    let (server, client) = random.of(&[(2, 1), (1, 2), (1, 1), (2, 2)], (2, 1));
+    let pair = ground.pair(server, client);
+    let (host, port) = (pair.host(), pair.port);
+    let largest = random_size(random);
+    let size = 1 + random.below(largest);
+    let (ready, serve, call) = match random.below(6) {
+        0 => {
+            let run = |side: &str| {
+                format!(
+                    "exec rping {side} -a {host} -p {port} -C 300 -V -S {}",
+                    16 + size % 60000
+                )
+            };
+            (Ready::Cm(port), run("-s"), run("-c"))
+        }
+        1 => (Ready::Tcp(port), pair.target(), pair.rdma("verify", "")),
+        2 => (Ready::Tcp(port), pair.target(), pair.rdma("flow", "3000")),
+        3 => (Ready::Tcp(port), pair.target(), pair.rdma("writes", "300")),
+        4 => {
+            let tool = random.of(&["ib_write_bw", "ib_send_bw", "ib_read_bw"], "ib_write_bw");
+            let arguments = format!("-s {size} -n 3000");
+            let of = |client| pair.perftest_command(tool, &arguments, client);
+            (Ready::Tcp(port), of(false), of(true))
+        }
+        _ => {
+            let arguments = format!("-n 500 -s {size}");
+            (
+                Ready::Tcp(port),
+                pair.pingpong_command(&arguments, ""),
+                pair.pingpong_command(&arguments, &host),
+            )
+        }
+    };
+    let server = pair.serve_when(ready, &ground.bed, &serve)?;
+    let job = ground.vm(client)?.spawn(&call)?;
+    Ok(Run {
+        what: call,
+        pair,
+        server,
+        client: job,
+        since: Instant::now(),
+        disturbed: false,
+    })
+}
+
+/// Small messages as often as large ones.
+fn random_size(random: &mut Random) -> u64 {
+    random.of(&[64, 4096, 65536, 1 << 20], 64)
+}

@@ -1,0 +1,423 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! `cargo xtask soak`: two VMs and two guests that are no VMs on one device process, random traffic
+//! whose data is verified, and random events among it. After each event everything comes back; at
+//! the end nothing is lost, corrupt or left over, and the device has as much memory as before.
+//!
+//! The events are drawn from the seed alone, so that the same seed gives the same sequence; how
+//! many of them there are is a matter of time.
+
+mod bare;
+mod flow;
+
+use std::collections::BTreeMap;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, ensure, Context, Result};
+use rustix::process::Signal;
+
+use super::recovery::{nothing_stuck, rping, wait_active_in, wait_noticed};
+use super::tools::{counts, device_memory, settled};
+use super::{Case, Ground, Lane};
+use crate::images::{Image, Kernel};
+use crate::vm::{wait_for, SHORT};
+use flow::Flows;
+
+/// How long it runs, and what its events are drawn from.
+#[derive(Clone, Copy, Debug)]
+pub struct Soak {
+    /// For how long events happen.
+    pub time: Duration,
+    /// The same seed gives the same events.
+    pub seed: u64,
+}
+
+/// How many guests that are no VMs it has: two with traffic between them, and one that goes to its
+/// limits.
+pub const BARE: u8 = 3;
+
+/// What remains of the device's memory after all is over may differ by this part of it, as the
+/// allocator likes.
+const FLAT: f64 = 0.01;
+
+/// What runs as a lane, though it is none of those that `cargo xtask lane` knows.
+pub fn lane() -> Lane {
+    Lane {
+        name: "soak",
+        about: "random traffic and random events",
+        with_device: true,
+        vms: 2,
+        memory: 1024,
+        image: Image::Plain,
+        runs: || {
+            let kernels = Kernel::STABLE.iter();
+            kernels.map(|kernel| (*kernel, CASES.to_vec())).collect()
+        },
+    }
+}
+
+const CASES: &[Case] = &[
+    Case {
+        name: "events that the device process lives through",
+        run: |ground| phase(ground, &Event::OTHERS, 1),
+    },
+    Case {
+        name: "events, and the device process killed and stopped",
+        run: |ground| phase(ground, &Event::ALL, 2),
+    },
+    Case {
+        name: "everything stopped",
+        run: everything_stopped,
+    },
+];
+
+/// Numbers drawn from a seed (splitmix64).
+pub struct Random(u64);
+
+impl Random {
+    fn new(seed: u64) -> Self {
+        Random(seed)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `limit`, which is small beside 2^64.
+    fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit.max(1)
+    }
+
+    fn of<T: Copy>(&mut self, choices: &[T], default: T) -> T {
+        let at = usize::try_from(self.below(choices.len() as u64)).unwrap_or(0);
+        choices.get(at).copied().unwrap_or(default)
+    }
+
+    fn bytes(&mut self, length: usize) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(length + 8);
+        while bytes.len() < length {
+            bytes.extend_from_slice(&self.next().to_le_bytes());
+        }
+        bytes.truncate(length);
+        bytes
+    }
+}
+
+/// What happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    ApplicationKilled,
+    VmReset,
+    InterfaceDownAndUp,
+    CablePulled,
+    CardUnplugged,
+    DriverReloaded,
+    QemuFrozen,
+    VmStopped,
+    BareGuestsKilled,
+    LimitsReached,
+    DeviceKilled,
+    DeviceStopped,
+}
+
+impl Event {
+    const ALL: [Event; 12] = [
+        Event::ApplicationKilled,
+        Event::VmReset,
+        Event::InterfaceDownAndUp,
+        Event::CablePulled,
+        Event::CardUnplugged,
+        Event::DriverReloaded,
+        Event::QemuFrozen,
+        Event::VmStopped,
+        Event::BareGuestsKilled,
+        Event::LimitsReached,
+        Event::DeviceKilled,
+        Event::DeviceStopped,
+    ];
+
+    /// Those that the device process lives through.
+    const OTHERS: [Event; 10] = [
+        Event::ApplicationKilled,
+        Event::VmReset,
+        Event::InterfaceDownAndUp,
+        Event::CablePulled,
+        Event::CardUnplugged,
+        Event::DriverReloaded,
+        Event::QemuFrozen,
+        Event::VmStopped,
+        Event::BareGuestsKilled,
+        Event::LimitsReached,
+    ];
+}
+
+/// An event with what it is about: always the same number of draws.
+#[derive(Clone, Copy, Debug)]
+struct Draw {
+    event: Event,
+    vm: u8,
+    /// How long traffic runs undisturbed before it.
+    before: Duration,
+    /// How long what goes away is away.
+    away: Duration,
+    /// Which application.
+    which: u64,
+}
+
+impl Draw {
+    fn next(random: &mut Random, events: &[Event]) -> Self {
+        Draw {
+            event: random.of(events, Event::ApplicationKilled),
+            vm: if random.below(2) == 0 { 1 } else { 2 },
+            before: Duration::from_millis(1000 + random.below(6000)),
+            away: Duration::from_millis(200 + random.below(4000)),
+            which: random.next(),
+        }
+    }
+}
+
+/// Events of these kinds for half of the time, after one of each for a start, by which the device
+/// has grown as large as it will.
+fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
+    let soak = ground.soak.context("no time and no seed")?;
+    let mut random = Random::new(soak.seed.wrapping_add(number));
+    println!("         seed {}", soak.seed);
+    let restarts = events.contains(&Event::DeviceKilled);
+    let before = counts(&ground.bed)?;
+    let mut happened = BTreeMap::new();
+    let warm = events.iter().map(|event| Draw {
+        event: *event,
+        ..Draw::next(&mut random, events)
+    });
+    let warm: Vec<Draw> = warm.collect();
+    let mut flows = Flows::start(ground, soak.seed ^ number)?;
+    let warmed_up = warm
+        .into_iter()
+        .try_for_each(|draw| event(ground, &mut flows, draw, &mut happened));
+    let mut seen = flows.stop(ground)?;
+    warmed_up?;
+    settled(&ground.bed, &before)?;
+    let memory = device_memory(&ground.bed)?;
+
+    let mut flows = Flows::start(ground, soak.seed ^ number ^ 0xff)?;
+    let end = Instant::now() + soak.time / 2;
+    let mut result = Ok(());
+    while result.is_ok() && Instant::now() < end {
+        let draw = Draw::next(&mut random, events);
+        result = event(ground, &mut flows, draw, &mut happened);
+    }
+    seen.add(flows.stop(ground)?);
+    let left = settled(&ground.bed, &before);
+    let after = device_memory(&ground.bed)?;
+    for (what, value) in [
+        ("events", happened.values().sum::<u64>()),
+        ("runs", seen.runs),
+        ("runs_disturbed", seen.disturbed),
+        ("bare_blocks", seen.bare.blocks),
+        ("bare_mib", seen.bare.bytes >> 20),
+        ("lost", seen.lost + seen.bare.lost),
+        ("corrupt", seen.corrupt + seen.bare.corrupt),
+        ("leaked", u64::from(left.is_err())),
+        ("memory_before_kib", memory >> 10),
+        ("memory_after_kib", after >> 10),
+    ] {
+        ground.figure(&format!("phase_{number}_{what}"), value);
+    }
+    ground.figure("seed", soak.seed);
+    for (event, times) in &happened {
+        ground.cell(
+            &format!("{event:?}"),
+            &format!("phase {number}"),
+            &times.to_string(),
+        );
+    }
+    println!(
+        "         {} events, {} runs of applications ({} of them disturbed), {} blocks of bare guests; \
+         {} lost, {} corrupt; {} KiB before, {} after",
+        happened.values().sum::<u64>(),
+        seen.runs,
+        seen.disturbed,
+        seen.bare.blocks,
+        seen.lost + seen.bare.lost,
+        seen.corrupt + seen.bare.corrupt,
+        memory >> 10,
+        after >> 10
+    );
+    result?;
+    left?;
+    let messages: Vec<&String> = seen.messages.iter().chain(&seen.bare.messages).collect();
+    ensure!(
+        seen.lost + seen.bare.lost + seen.corrupt + seen.bare.corrupt == 0,
+        "lost or corrupt: {messages:#?}"
+    );
+    // A process that was started anew has nothing to be compared with.
+    let (memory, after) = (memory as f64, after as f64);
+    ensure!(
+        restarts || (after - memory).abs() <= memory * FLAT,
+        "the device has {after} bytes of memory after {memory} before"
+    );
+    Ok(())
+}
+
+/// One event among the traffic, and what has to be true after it.
+fn event(
+    ground: &mut Ground,
+    flows: &mut Flows,
+    draw: Draw,
+    happened: &mut BTreeMap<Event, u64>,
+) -> Result<()> {
+    let end = Instant::now() + draw.before;
+    while Instant::now() < end {
+        flows.tend(ground)?;
+        sleep(Duration::from_millis(100));
+    }
+    *happened.entry(draw.event).or_default() += 1;
+    let what = format!("{:?}, vm{}, away {:?}", draw.event, draw.vm, draw.away);
+    println!("         {what}");
+    disturb(ground, flows, draw)
+        .and_then(|()| whole(ground, flows))
+        .and_then(|()| ground.aftermath())
+        .with_context(|| format!("event {what}"))
+}
+
+fn disturb(ground: &mut Ground, flows: &mut Flows, draw: Draw) -> Result<()> {
+    let number = draw.vm;
+    match draw.event {
+        Event::ApplicationKilled => flows.kill_one(draw.which)?,
+        Event::VmReset => {
+            flows.disturb(Some(number));
+            ground.vm_mut(number)?.reset()?;
+            ground.vm_mut(number)?.wait_up()?;
+        }
+        Event::InterfaceDownAndUp => {
+            flows.disturb(Some(number));
+            let seconds = draw.away.as_secs_f64();
+            ground.vm(number)?.sh(&format!(
+                "ip link set eth0 down && sleep {seconds} && ip link set eth0 up"
+            ))?;
+        }
+        Event::CablePulled => {
+            flows.disturb(Some(number));
+            ground.vm_mut(number)?.set_link(false)?;
+            sleep(draw.away);
+            ground.vm_mut(number)?.set_link(true)?;
+        }
+        Event::CardUnplugged => {
+            flows.disturb(Some(number));
+            ground.vm_mut(number)?.unplug()?;
+            sleep(draw.away);
+            ground.vm_mut(number)?.plug()?;
+        }
+        Event::DriverReloaded => {
+            flows.disturb(Some(number));
+            let vm = ground.vm(number)?;
+            // Applications that use it are to let go of it first.
+            let gone = wait_for(SHORT, || {
+                Ok((vm.run("rmmod virtio_rdma", SHORT)?.status == 0).then_some(()))
+            })?;
+            gone.context("the driver cannot be removed")?;
+            vm.sh("insmod /payload/virtio_rdma.ko")?;
+        }
+        Event::QemuFrozen => {
+            ground.vm(number)?.freeze()?;
+            sleep(draw.away);
+            ground.vm(number)?.thaw()?;
+        }
+        Event::VmStopped => {
+            ground.vm_mut(number)?.qmp("stop")?;
+            sleep(draw.away);
+            ground.vm_mut(number)?.qmp("cont")?;
+        }
+        Event::BareGuestsKilled => flows.kill_bare(),
+        Event::LimitsReached => {
+            let reached = flows.limits(ground)?;
+            ensure!(
+                reached.iter().all(|count| *count > 100),
+                "limits are reached too early: {reached:?}"
+            );
+        }
+        Event::DeviceKilled | Event::DeviceStopped => {
+            let signal = if draw.event == Event::DeviceKilled {
+                Signal::KILL
+            } else {
+                Signal::TERM
+            };
+            flows.device_goes();
+            let device = ground.bed.device.as_mut().context("there is no device")?;
+            device.end(signal)?;
+            wait_noticed(ground)?;
+            sleep(draw.away);
+            let device = ground.bed.device.as_mut().context("there is no device")?;
+            device.start_again()?;
+            flows.device_is_back();
+        }
+    }
+    Ok(())
+}
+
+/// Every guest has its card and reaches the others, and nothing hangs.
+fn whole(ground: &mut Ground, flows: &mut Flows) -> Result<()> {
+    for number in [1, 2] {
+        wait_active_in(ground, number)?;
+    }
+    flows.end_disturbed(ground)?;
+    rping(ground, 2, 1)?;
+    rping(ground, 1, 2)?;
+    flows.wait_moving()?;
+    nothing_stuck(ground)
+}
+
+/// Without drivers and guests the device has nothing at all.
+fn everything_stopped(ground: &mut Ground) -> Result<()> {
+    for number in [1, 2] {
+        ground.vm(number)?.sh("rmmod virtio_rdma")?;
+    }
+    let status = || {
+        let device = ground.bed.device.as_ref().context("there is no device")?;
+        let status = device.status()?;
+        let devices = status["devices"].as_array().context("no devices")?.clone();
+        let left: Vec<String> = devices
+            .iter()
+            .filter_map(|device| device["counts"].as_object())
+            .flatten()
+            .filter(|(_, count)| count.as_u64() != Some(0))
+            .map(|(kind, count)| format!("{kind}: {count}"))
+            .collect();
+        Ok::<_, anyhow::Error>(left)
+    };
+    let empty = wait_for(SHORT, || Ok(status()?.is_empty().then_some(())))?;
+    let left = status()?;
+    ground.figure("left_at_the_end", left.len());
+    if empty.is_none() {
+        bail!("objects are left when everything is stopped: {left:?}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_seed_gives_the_same_events() {
+        let sequence = |seed| {
+            let mut random = Random::new(seed);
+            let draws = (0..100).map(|_| Draw::next(&mut random, &Event::ALL));
+            draws.map(|draw| format!("{draw:?}")).collect::<Vec<_>>()
+        };
+        assert_eq!(sequence(7), sequence(7));
+        assert_ne!(sequence(7), sequence(8));
+    }
+
+    #[test]
+    fn every_event_is_drawn() {
+        let mut random = Random::new(1);
+        for event in Event::ALL {
+            assert!((0..1000).any(|_| Draw::next(&mut random, &Event::ALL).event == event));
+        }
+    }
+}

@@ -1,0 +1,428 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Storage over RDMA from VM to VM, with the kernel's own NVMe over Fabrics and NFS, and fio, which uses it and verifies what it
+//! reads: for the lanes that serve storage.
+//!
+//! vm2 serves, vm1 uses.
+
+use std::time::Duration;
+
+use anyhow::{bail, ensure, Context, Result};
+use serde_json::Value;
+
+use super::tools::{counts, settled, Counts};
+use super::Ground;
+use crate::vm::{wait_for, Job, SHORT};
+
+/// The VM that uses the storage.
+pub const CLIENT: u8 = 1;
+
+/// The VM that serves it.
+pub const SERVER: u8 = 2;
+
+/// How long traffic may take to begin, and to go on after the server came back. A client of NFS gives way to its server for longer each
+/// time it finds nobody, and the server asks its clients of before first.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    Nvme,
+    Nfs,
+}
+
+impl Protocol {
+    /// Its part of the names of figures, and of commands.
+    pub fn word(self) -> &'static str {
+        match self {
+            Protocol::Nvme => "nvme",
+            Protocol::Nfs => "nfs",
+        }
+    }
+
+    /// Its name for people.
+    pub fn title(self) -> &'static str {
+        match self {
+            Protocol::Nvme => "NVMe",
+            Protocol::Nfs => "NFS",
+        }
+    }
+}
+
+/// By which way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Ours,
+    Rxe,
+    Tcp,
+}
+
+impl Way {
+    /// Its column in the report.
+    pub fn title(self) -> &'static str {
+        match self {
+            Way::Ours => "this device",
+            Way::Rxe => "rxe",
+            Way::Tcp => "TCP",
+        }
+    }
+
+    /// Its part of the names of figures.
+    pub fn word(self) -> &'static str {
+        match self {
+            Way::Ours => "ours",
+            Way::Rxe => "rxe",
+            Way::Tcp => "tcp",
+        }
+    }
+
+    /// What the kernel calls it.
+    pub fn transport(self) -> &'static str {
+        match self {
+            Way::Ours | Way::Rxe => "rdma",
+            Way::Tcp => "tcp",
+        }
+    }
+
+    /// The RDMA device that guests have meanwhile.
+    pub fn device(self) -> &'static str {
+        match self {
+            Way::Ours | Way::Tcp => "vrdma0",
+            Way::Rxe => "rxe0",
+        }
+    }
+}
+
+/// Where the server has its data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Gone with the VM.
+    Memory,
+    /// A disk that outlives the VM.
+    Disk,
+}
+
+impl Place {
+    fn word(self) -> &'static str {
+        match self {
+            Place::Memory => "memory",
+            Place::Disk => "disk",
+        }
+    }
+}
+
+/// Storage that a client has at hand.
+pub struct Storage {
+    /// What is served.
+    pub protocol: Protocol,
+    /// By which way.
+    pub way: Way,
+    place: Place,
+    /// What the client reads and writes: a block device, or a directory.
+    pub path: String,
+    /// What the device held before.
+    before: Vec<Counts>,
+}
+
+impl Storage {
+    /// Serves and connects. Whatever a case before this one left behind goes first.
+    pub fn set_up(ground: &mut Ground, protocol: Protocol, way: Way, place: Place) -> Result<Self> {
+        if clean(ground).is_err() {
+            ground.restart()?;
+        }
+        for number in [SERVER, CLIENT] {
+            let device = way.device();
+            ground
+                .vm(number)?
+                .sh(&format!("/payload/rdma-device {device}"))?;
+        }
+        if place == Place::Disk && protocol == Protocol::Nfs {
+            ground.vm(SERVER)?.sh("/payload/storage-server format")?;
+        }
+        let mut storage = Storage {
+            protocol,
+            way,
+            place,
+            path: "/mnt".to_owned(),
+            // With rxe, there is no driver for ours in the guests.
+            before: counts(&ground.bed)?,
+        };
+        storage.serve(ground)?;
+        let (word, transport) = (protocol.word(), way.transport());
+        let said = ground.vm(CLIENT)?.sh(&format!(
+            "/payload/storage-client {word} {} {transport}",
+            address(SERVER)
+        ))?;
+        if protocol == Protocol::Nvme {
+            let device = said.lines().last().unwrap_or_default();
+            ensure!(device.starts_with("/dev/nvme"), "no NVMe device: {said}");
+            device.clone_into(&mut storage.path);
+        }
+        Ok(storage)
+    }
+
+    /// Starts the server.
+    fn serve(&self, ground: &Ground) -> Result<()> {
+        let place = self.place.word();
+        let command = match self.protocol {
+            Protocol::Nvme => {
+                let transport = self.way.transport();
+                format!("nvme {place} {} {transport}", address(SERVER))
+            }
+            Protocol::Nfs => format!("nfs {place}"),
+        };
+        let server = ground.vm(SERVER)?;
+        server
+            .sh(&format!("/payload/storage-server {command}"))
+            .map(drop)
+    }
+
+    /// What fio works on. On NFS that is a file, which the server makes: reads are to find something there.
+    pub fn fio_file(&self, ground: &Ground) -> Result<String> {
+        match self.protocol {
+            Protocol::Nvme => Ok(self.path.clone()),
+            Protocol::Nfs => {
+                let size = Fio::SIZE * Fio::JOBS;
+                ground.vm(SERVER)?.sh(&format!(
+                    "dd if=/dev/zero of=/export/data/fio bs=1M count={size} status=none && sync /export/data/fio"
+                ))?;
+                Ok(format!("{}/fio", self.path))
+            }
+        }
+    }
+
+    /// Kills the server's VM, and brings both back.
+    pub fn kill_server(&self, ground: &mut Ground) -> Result<()> {
+        let server = ground.vm_mut(SERVER)?;
+        server.kill()?;
+        server.start_again()?;
+        server.sh(&format!("/payload/rdma-device {}", self.way.device()))?;
+        self.serve(ground)
+    }
+
+    /// Disconnects, ends the server, and sees that the device has nothing left of it.
+    pub fn tear_down(self, ground: &mut Ground) -> Result<()> {
+        clean(ground)?;
+        if self.way == Way::Ours {
+            // As long as it knows the device, the kernel keeps the completion queues that its consumers shared.
+            for number in [SERVER, CLIENT] {
+                ground
+                    .vm(number)?
+                    .sh("rmmod virtio_rdma && /payload/rdma-device vrdma0")?;
+            }
+        }
+        settled(&ground.bed, &self.before)
+    }
+}
+
+/// Ends clients and servers.
+pub fn clean(ground: &Ground) -> Result<()> {
+    ground.vm(CLIENT)?.sh("/payload/storage-client stop")?;
+    ground
+        .vm(SERVER)?
+        .sh("/payload/storage-server stop")
+        .map(drop)
+}
+
+/// The address of a VM.
+pub fn address(number: u8) -> String {
+    format!("10.10.0.{number}")
+}
+
+/// A run of fio: random reads and writes, each block written with its checksum, and read again to verify it, soon after and at the end.
+pub struct Fio {
+    /// Tells it from others that run at the same time.
+    pub name: &'static str,
+    /// What it reads and writes.
+    pub file: String,
+    /// Bytes that it reads and writes at a time.
+    pub block: u32,
+    /// For how long.
+    pub seconds: u64,
+    /// How many processes.
+    pub jobs: u32,
+    /// MiB for each of them.
+    pub size: u32,
+}
+
+impl Fio {
+    /// As long as it is asked to, with four processes and 48 MiB for each.
+    pub fn new(file: String, block: u32, seconds: u64) -> Self {
+        Fio {
+            name: "ulp",
+            file,
+            block,
+            seconds,
+            jobs: Self::JOBS,
+            size: Self::SIZE,
+        }
+    }
+
+    const JOBS: u32 = 4;
+
+    const SIZE: u32 = 48;
+
+    /// Where it leaves its report in the guest.
+    pub fn result(&self) -> String {
+        format!("/tmp/fio-{}.json", self.name)
+    }
+
+    /// The command line.
+    pub fn command(&self) -> String {
+        let Fio {
+            name,
+            file,
+            block,
+            seconds,
+            jobs,
+            size,
+        } = self;
+        let result = self.result();
+        format!(
+            "fio --name={name} --filename={file} --rw=randrw --bs={block} --iodepth=32 --numjobs={jobs} --size={size}m \
+             --offset_increment={size}m --time_based --runtime={seconds} --direct=1 --ioengine=libaio --verify=crc32c \
+             --verify_backlog=64 --verify_fatal=1 --group_reporting --eta=never --output-format=json --output={result}"
+        )
+    }
+
+    /// Starts it.
+    pub fn start(&self, ground: &Ground) -> Result<Job> {
+        ground.vm(CLIENT)?.spawn(&self.command())
+    }
+
+    /// Waits for its end and reads what it measured; an error if it found any.
+    pub fn finish(&self, ground: &Ground, job: &Job) -> Result<Rates> {
+        // Large blocks on a slow way are many seconds of work that has begun when the time is over, and verifying takes as long again.
+        let output = job.wait(Duration::from_secs(self.seconds * 2 + 300))?;
+        let vm = ground.vm(CLIENT)?;
+        let text = vm.sh(&format!("cat {}", self.result())).unwrap_or_default();
+        ensure!(
+            output.status == 0,
+            "fio ended with {}:\n{}\n{}",
+            output.status,
+            output.text,
+            text.chars().take(4000).collect::<String>()
+        );
+        Rates::parse(&text)
+    }
+
+    /// Runs it to its end.
+    pub fn run(&self, ground: &Ground) -> Result<Rates> {
+        let job = self.start(ground)?;
+        self.finish(ground, &job)
+    }
+}
+
+/// What fio measured.
+#[derive(Debug, PartialEq)]
+pub struct Rates {
+    /// Reads and writes, per second.
+    pub iops: [f64; 2],
+    /// Of reads and writes.
+    pub mib_per_s: [f64; 2],
+    /// How many reads and writes there were.
+    pub total: [u64; 2],
+}
+
+impl Rates {
+    /// Reads fio's report; an error if it has errors.
+    fn parse(text: &str) -> Result<Self> {
+        let (_, json) = text.split_once('{').context("no report of fio")?;
+        let report: Value = serde_json::from_str(&format!("{{{json}"))
+            .with_context(|| format!("not a report of fio:\n{text}"))?;
+        let jobs = report["jobs"]
+            .as_array()
+            .context("no jobs in the report of fio")?;
+        let [job] = jobs.as_slice() else {
+            bail!("{} jobs in a report of fio on a group", jobs.len());
+        };
+        for key in ["error", "total_err"] {
+            ensure!(
+                job[key].as_u64().is_none_or(|errors| errors == 0),
+                "fio reports errors: {key} is {}",
+                job[key]
+            );
+        }
+        let number = |direction: &str, key: &str| {
+            job[direction][key]
+                .as_f64()
+                .with_context(|| format!("no {direction} {key} in the report of fio"))
+        };
+        let total = |direction: &str| {
+            job[direction]["total_ios"]
+                .as_u64()
+                .with_context(|| format!("no {direction} total_ios in the report of fio"))
+        };
+        let mib = f64::from(1 << 20);
+        Ok(Rates {
+            iops: [number("read", "iops")?, number("write", "iops")?],
+            mib_per_s: [
+                number("read", "bw_bytes")? / mib,
+                number("write", "bw_bytes")? / mib,
+            ],
+            total: [total("read")?, total("write")?],
+        })
+    }
+
+    /// For a table.
+    pub fn cell(&self) -> String {
+        let [read, write] = self.mib_per_s;
+        let [reads, writes] = self.iops;
+        format!("{read:.1} + {write:.1} MiB/s ({reads:.0} + {writes:.0} IOPS)")
+    }
+}
+
+/// How much the fio of that name has read and written so far.
+pub fn moved(ground: &Ground, name: &str) -> Result<u64> {
+    let command = format!("/payload/storage-client moved {name}");
+    let text = ground.vm(CLIENT)?.sh(&command)?;
+    text.trim()
+        .parse()
+        .with_context(|| format!("not a number: {text}"))
+}
+
+/// Waits until a fio has moved some MiB beyond so many bytes.
+pub fn wait_moved(ground: &Ground, fio: &Fio, job: &Job, from: u64) -> Result<()> {
+    let there = wait_for(PATIENCE, || {
+        if !job.running() {
+            let ended = job.wait(SHORT)?;
+            bail!(
+                "fio ended too early, with {}:\n{}",
+                ended.status,
+                ended.text
+            );
+        }
+        Ok((moved(ground, fio.name)? >= from + (4 << 20)).then_some(()))
+    })?;
+    there.with_context(|| format!("no traffic for {PATIENCE:?}, with {from} bytes moved"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(error: u64, total: u64) -> String {
+        format!(
+            "note: something\n{{\"jobs\": [{{\"error\": {error}, \"total_err\": {total}, \
+             \"read\": {{\"iops\": 10.5, \"bw_bytes\": 1048576, \"total_ios\": 100}}, \
+             \"write\": {{\"iops\": 20.0, \"bw_bytes\": 3145728, \"total_ios\": 7}}}}]}}"
+        )
+    }
+
+    #[test]
+    fn reports_of_fio_are_read() {
+        let rates = Rates::parse(&report(0, 0)).expect("rates");
+        let wanted = Rates {
+            iops: [10.5, 20.0],
+            mib_per_s: [1.0, 3.0],
+            total: [100, 7],
+        };
+        assert_eq!(rates, wanted);
+    }
+
+    #[test]
+    fn errors_of_fio_are_errors() {
+        assert!(Rates::parse(&report(84, 0)).is_err());
+        assert!(Rates::parse(&report(0, 1)).is_err());
+        assert!(Rates::parse("fio: nothing").is_err());
+    }
+}
