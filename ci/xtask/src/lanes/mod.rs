@@ -12,6 +12,7 @@ mod recovery;
 mod scale;
 mod smoke;
 pub mod soak;
+mod software;
 mod stock;
 pub mod storage;
 mod suite;
@@ -111,6 +112,7 @@ pub fn all() -> Vec<Lane> {
         perftest::lane(),
         ulp::lane(),
         recovery::lane(),
+        software::lane(),
         bench::lane(),
     ]
 }
