@@ -144,8 +144,10 @@ fn addresses(ground: &mut Ground) -> Result<()> {
     rping_to(ground, pair, "10.11.0.2").context("over an address that was added")?;
     let pair = ground.pair(2, 1);
     let over_it = Traffic::start_to(ground, Kind::Rping, pair, "10.11.0.2")?;
-    changes(ground, &["ip addr del 10.11.0.2/24 dev eth0"])?;
+    ground.vm(2)?.sh("ip addr del 10.11.0.2/24 dev eth0")?;
+    sleep(WHILE);
     over_it.stop(ground)?;
+    after(ground).context("after the address of its traffic was taken")?;
     ground.vm(1)?.sh("ip addr del 10.11.0.1/24 dev eth0")?;
     // IPv6, and the link-local address with all others.
     for number in [1, 2] {
