@@ -103,8 +103,9 @@ fn plain_opcode(opcode: u8) -> u8 {
     }
 }
 
-/// What `sl` of a datagram's completion is told as: the kind of its header, of RoCE v2 over IPv6 or over IPv4. mlx5's
-/// provider tells that there, and UCX goes by it, for any device. RoCE has no service level that would be lost.
+/// What `sl` of a datagram's completion is told as: the kind of its header, of RoCE v2 over IPv6 or
+/// over IPv4. mlx5's provider tells that there, and UCX goes by it, for any device. RoCE has no
+/// service level that would be lost.
 const IPV6_HEADER: u8 = 1;
 const IPV4_HEADER: u8 = 2;
 
