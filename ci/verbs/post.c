@@ -180,7 +180,8 @@ TEST(inline_up_to_the_limit)
 }
 
 /*
- * Who asks for no inline data is granted what an entry holds anyway: rdma_xclient asks for none and posts 16 bytes so.
+ * Who asks for no inline data is granted what an entry holds anyway: rdma_xclient asks for none and
+ * posts 16 bytes so.
  */
 TEST(inline_is_granted_unasked)
 {

@@ -136,8 +136,8 @@ TEST(ud_ipv6_header)
 }
 
 /*
- * UCX takes the kind of a datagram's header from `sl`, as mlx5 tells it: 1 for RoCE v2 over IPv6, 2 over IPv4. Extended
- * polling says the same.
+ * UCX takes the kind of a datagram's header from `sl`, as mlx5 tells it: 1 for RoCE v2 over IPv6, 2
+ * over IPv4. Extended polling says the same.
  */
 TEST(ud_sl_tells_the_header)
 {

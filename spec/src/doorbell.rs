@@ -38,8 +38,8 @@ constants! {
         POLLING = 0,
         /// The worker sleeps, or is about to: notify.
         SLEEPING = 1,
-        /// The device was lost: stored by the driver, in all words, after it has reset the device. The device never
-        /// writes it.
+        /// The device was lost: stored by the driver, in all words, after it has reset the device.
+        /// The device never writes it.
         LOST = 2,
     }
 }

@@ -89,7 +89,8 @@ constants! {
     }
 }
 
-/// The opcode of the completion (`wc_opcode`) of a send work request with this opcode (`wr_opcode`).
+/// The opcode of the completion (`wc_opcode`) of a send work request with this opcode
+/// (`wr_opcode`).
 #[must_use]
 pub const fn completion_opcode(opcode: u8) -> u8 {
     match opcode {

@@ -2,13 +2,15 @@
 /*
  * device-lost [events] [reopen] [SECONDS]
  *
- * Keeps traffic going between queue pairs of this process, RC and UD, with receives outstanding; prints "ready", and waits
- * for the device to be lost, for SECONDS at most. Then each work request has to complete once, in the order of its queue,
- * flushed or with success; DEVICE_FATAL has to come; what is posted from then on is refused or flushed; and all objects can
- * be destroyed. With `events` completion queues are polled when their event came, otherwise all the time.
+ * Keeps traffic going between queue pairs of this process, RC and UD, with receives outstanding;
+ * prints "ready", and waits for the device to be lost, for SECONDS at most. Then each work request
+ * has to complete once, in the order of its queue, flushed or with success; DEVICE_FATAL has to
+ * come; what is posted from then on is refused or flushed; and all objects can be destroyed. With
+ * `events` completion queues are polled when their event came, otherwise all the time.
  *
- * With `reopen` it then waits for the device to be there again with an active port, for RECOVERY_MS at most, runs traffic
- * once more and prints "recovered in N ms", counted from the first sign of the loss.
+ * With `reopen` it then waits for the device to be there again with an active port, for RECOVERY_MS
+ * at most, runs traffic once more and prints "recovered in N ms", counted from the first sign of
+ * the loss.
  *
  * VERBS_DEVICE names the device, if there are several.
  */

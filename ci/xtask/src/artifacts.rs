@@ -8,34 +8,31 @@ use std::process::{Command, Stdio};
 use anyhow::{anyhow, bail, ensure, Context, Result};
 
 use crate::cache::{self, Key};
-use crate::images::{self, BuildRoot, Kernel, KernelImage, Suite};
+use crate::images::{self, BuildRoot, Image, Kernel, KernelImage, Suite};
 use crate::shell;
 
 /// The guest images.
 #[derive(Clone, Debug)]
 pub struct Images {
-    roots: Vec<(Suite, PathBuf)>,
-    storage_roots: Vec<(Suite, PathBuf)>,
+    roots: Vec<(Image, Suite, PathBuf)>,
     kernels: Vec<(Kernel, KernelImage)>,
 }
 
 impl Images {
-    /// Adds the root images with what serves and uses storage.
-    pub fn add_storage(&mut self, kernels: &[Kernel]) -> Result<()> {
-        let suites = images::suites(kernels).into_iter();
-        let roots = suites.map(|suite| Ok((suite, images::storage_image(suite)?)));
-        self.storage_roots = roots.collect::<Result<_>>()?;
+    /// Adds a root image for some kernels.
+    pub fn add(&mut self, image: Image, kernels: &[Kernel]) -> Result<()> {
+        self.roots.extend(roots(image, kernels)?);
         Ok(())
     }
 
-    /// The root image with what serves and uses storage, for a kernel.
-    pub fn storage_root(&self, kernel: Kernel) -> Result<&Path> {
-        root_of(&self.storage_roots, kernel)
-    }
-
-    /// The root image for a kernel.
-    pub fn root(&self, kernel: Kernel) -> Result<&Path> {
-        root_of(&self.roots, kernel)
+    /// A root image for a kernel.
+    pub fn root(&self, image: Image, kernel: Kernel) -> Result<&Path> {
+        let suite = kernel.suite();
+        let mut roots = self.roots.iter();
+        let found = roots.find(|(is, of, _)| (*is, *of) == (image, suite));
+        found
+            .map(|(_, _, path)| path.as_path())
+            .with_context(|| format!("no {image} image of {suite}"))
     }
 
     /// The image of a kernel.
@@ -45,13 +42,6 @@ impl Images {
             .map(|(_, image)| image)
             .with_context(|| format!("no image of kernel {kernel}"))
     }
-}
-
-fn root_of(roots: &[(Suite, PathBuf)], kernel: Kernel) -> Result<&Path> {
-    let found = roots.iter().find(|(of, _)| *of == kernel.suite());
-    found
-        .map(|(_, image)| image.as_path())
-        .with_context(|| format!("no root image of {}", kernel.suite()))
 }
 
 /// This project's programs for one guest kernel.
@@ -128,20 +118,19 @@ fn copy(file: &Path, directory: &Path) -> Result<()> {
 /// The guest images alone, for some kernels.
 pub fn images(kernels: &[Kernel]) -> Result<Images> {
     std::thread::scope(|scope| {
-        let roots = scope.spawn(|| roots(kernels));
+        let roots = scope.spawn(|| roots(Image::Plain, kernels));
         let kernels = kernel_images(&build_roots(kernels)?)?;
         Ok(Images {
             roots: join(roots)?,
-            storage_roots: Vec::new(),
             kernels,
         })
     })
 }
 
-fn roots(kernels: &[Kernel]) -> Result<Vec<(Suite, PathBuf)>> {
+fn roots(image: Image, kernels: &[Kernel]) -> Result<Vec<(Image, Suite, PathBuf)>> {
     let suites = images::suites(kernels).into_iter();
     suites
-        .map(|suite| Ok((suite, images::root_image(suite)?)))
+        .map(|suite| Ok((image, suite, images::root_image(image, suite)?)))
         .collect()
 }
 
@@ -164,7 +153,7 @@ fn kernel_images(build_roots: &[(Kernel, BuildRoot)]) -> Result<Vec<(Kernel, Ker
 pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
     std::thread::scope(|scope| {
         let qemu = scope.spawn(qemu);
-        let roots = scope.spawn(|| roots(kernels));
+        let roots = scope.spawn(|| roots(Image::Plain, kernels));
         let guest = scope.spawn(|| {
             let build_roots = build_roots(kernels)?;
             let images = kernel_images(&build_roots)?;
@@ -178,7 +167,6 @@ pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
         let (kernels, modules) = join(guest)?;
         let images = Images {
             roots: join(roots)?,
-            storage_roots: Vec::new(),
             kernels,
         };
         let (device, providers) = programs?;

@@ -93,9 +93,68 @@ pub fn suites(kernels: &[Kernel]) -> Vec<Suite> {
     suites
 }
 
+/// A root image that guests boot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Image {
+    /// rdma-core, perftest, and what lanes measure with
+    Plain,
+    /// Servers and clients of storage, too
+    Storage,
+    /// UCX, libfabric, Open MPI with its compiler, and qperf, too
+    Software,
+}
+
+impl Image {
+    /// The name of its part of the cache.
+    fn entry(self) -> &'static str {
+        match self {
+            Image::Plain => "guest-root",
+            Image::Storage => "guest-storage",
+            Image::Software => "guest-software",
+        }
+    }
+
+    /// The packages of Debian that it has and [`Image::Plain`] has not.
+    fn packages(self) -> &'static [&'static str] {
+        match self {
+            Image::Plain => &[],
+            Image::Storage => &[
+                "e2fsprogs",
+                "fio",
+                "nvme-cli",
+                "nfs-kernel-server",
+                "nfs-common",
+                "kexec-tools",
+            ],
+            Image::Software => &[
+                "gcc",
+                "infiniband-diags",
+                "libc6-dev",
+                "libfabric-bin",
+                "libopenmpi-dev",
+                "openmpi-bin",
+                "openssh-client",
+                "openssh-server",
+                "qperf",
+                "ucx-utils",
+            ],
+        }
+    }
+}
+
 impl std::fmt::Display for Suite {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+impl std::fmt::Display for Image {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Image::Plain => "plain",
+            Image::Storage => "storage",
+            Image::Software => "software",
+        })
     }
 }
 
@@ -240,53 +299,42 @@ exec chroot "$root" /bin/sh -c 'cd /src && exec "$@"' sh "$@"
     }
 }
 
-/// The root image of all guests of a suite.
-pub fn root_image(suite: Suite) -> Result<PathBuf> {
-    let key = Key::new()
-        .path(&scripts().join("root.sh"))?
-        .path(&scripts().join("guest"))?;
-    let name = suite.entry("guest-root");
+/// The root image of guests of a suite.
+pub fn root_image(image: Image, suite: Suite) -> Result<PathBuf> {
+    let name = suite.entry(image.entry());
+    let packages = image.packages();
+    let (script, base, key) = if packages.is_empty() {
+        let script = scripts().join("root.sh");
+        let key = Key::new().path(&script)?.path(&scripts().join("guest"))?;
+        (script, None, key)
+    } else {
+        let base = root_image(Image::Plain, suite)?;
+        let script = scripts().join("extend.sh");
+        // The base's entry has its key in its name.
+        let entry = base.parent().and_then(Path::file_name);
+        let key = Key::new()
+            .path(&script)?
+            .bytes(entry.unwrap_or_default().as_encoded_bytes())
+            .text(&packages.join(" "));
+        (script, Some(base), key)
+    };
     let dir = cache::entry(&name, key, |dir| {
-        shell::step(&format!("Making the root image of {suite} guests"), || {
-            let script = scripts().join("root.sh");
-            shell::logged(
-                &name,
-                shell::as_root("bash")
-                    .arg(script)
-                    .arg(dir.join("root.img"))
-                    .arg(mirror())
-                    .arg(suite.name()),
-            )?;
-            shell::own(dir)
-        })
-    })?;
-    Ok(dir.join("root.img"))
-}
-
-/// The root image of guests that serve and use storage: the other one with more in it.
-pub fn storage_image(suite: Suite) -> Result<PathBuf> {
-    let base = root_image(suite)?;
-    let script = scripts().join("storage.sh");
-    // The base's entry has its key in its name.
-    let entry = base.parent().and_then(Path::file_name);
-    let key = Key::new()
-        .path(&script)?
-        .bytes(entry.unwrap_or_default().as_encoded_bytes());
-    let name = suite.entry("guest-storage");
-    let dir = cache::entry(&name, key, |dir| {
-        let what = format!("Making the image of {suite} guests with storage");
-        shell::step(&what, || {
-            shell::logged(
-                &name,
-                shell::as_root("bash")
-                    .arg(&script)
-                    .arg(&base)
-                    .arg(dir.join("root.img"))
-                    .arg(mirror())
-                    .arg(suite.name()),
-            )?;
-            shell::own(dir)
-        })
+        shell::step(
+            &format!("Making the {image} image of {suite} guests"),
+            || {
+                shell::logged(
+                    &name,
+                    shell::as_root("bash")
+                        .arg(&script)
+                        .args(&base)
+                        .arg(dir.join("root.img"))
+                        .arg(mirror())
+                        .arg(suite.name())
+                        .args(packages),
+                )?;
+                shell::own(dir)
+            },
+        )
     })?;
     Ok(dir.join("root.img"))
 }

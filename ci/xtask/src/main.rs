@@ -18,7 +18,7 @@ mod vm;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 
 #[derive(Parser)]
 #[command(
@@ -47,6 +47,9 @@ enum Command {
         /// The guests' kernel
         #[arg(long, value_enum, default_value_t = Kernel::Trixie)]
         kernel: Kernel,
+        /// What is installed in them
+        #[arg(long, value_enum, default_value_t = Image::Plain)]
+        image: Image,
         /// Stock guests: neither the device nor the driver
         #[arg(long)]
         plain: bool,
@@ -123,9 +126,10 @@ fn dispatch(command: Command) -> Result<bool> {
         Command::Vm {
             number,
             kernel,
+            image,
             plain,
             memory,
-        } => commands::vm::run(number, kernel, plain, memory),
+        } => commands::vm::run(number, kernel, image, plain, memory),
         Command::Test => commands::test::run(),
         Command::Lane {
             names,

@@ -74,7 +74,8 @@ fn send(from: &Side, wqe: UdWqe, len: u32) {
     assert_eq!(cqe.wr_id, wqe.wr_id);
 }
 
-/// The datagram that `to` receives next is of `len` bytes, and in the receive `wr_id`. Returns the flags of its completion.
+/// The datagram that `to` receives next is of `len` bytes, and in the receive `wr_id`. Returns the
+/// flags of its completion.
 #[track_caller]
 fn assert_receives(to: &Side, wr_id: u64, len: usize) -> u8 {
     let cqe = to.received();

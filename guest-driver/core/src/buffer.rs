@@ -60,7 +60,8 @@ pub struct QpLayout {
     pub rq: RingLayout,
     /// Size of the buffer, bytes, a multiple of the page size.
     pub size: usize,
-    /// Inline bytes that an entry of the send queue has room for: what was asked for, or more that costs nothing.
+    /// Inline bytes that an entry of the send queue has room for: what was asked for, or more that
+    /// costs nothing.
     inline: u32,
 }
 
@@ -88,8 +89,8 @@ impl QpLayout {
         Self::with_stride(caps, stride, UD_DATA_OFFSET)
     }
 
-    /// The inline bytes to grant, where the device takes `limit` at most: all that fit into an entry, and what was asked
-    /// for if that is more than the limit.
+    /// The inline bytes to grant, where the device takes `limit` at most: all that fit into an
+    /// entry, and what was asked for if that is more than the limit.
     #[must_use]
     pub fn max_inline(&self, caps: &QpCaps, limit: u32) -> u32 {
         self.inline.min(limit).max(caps.max_inline)

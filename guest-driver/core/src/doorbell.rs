@@ -27,7 +27,8 @@ use crate::prefetch::prefetch_write;
 use crate::ring::{BadLayout, Memory};
 use crate::sync::{store_load_order, AtomicU64, Ordering};
 
-/// The status page, for those who ask whether the device is lost (specification: "Stop, reset and loss").
+/// The status page, for those who ask whether the device is lost (specification: "Stop, reset and
+/// loss").
 ///
 /// The driver stores LOST in all words when it has reset a lost device: for good, and after the last completion that the
 /// device wrote. So who finds a completion queue empty, and then the device lost, polls once more; if the queue is still
@@ -50,7 +51,8 @@ impl<M: Memory> StatusPage<M> {
     }
 }
 
-/// A status word, loaded in the one order of all sequentially consistent operations, and with acquire order.
+/// A status word, loaded in the one order of all sequentially consistent operations, and with
+/// acquire order.
 #[inline(always)]
 fn status(page: &[AtomicU64], word: usize) -> u32 {
     page.get(word).map_or(worker_status::POLLING, |status| {
@@ -129,8 +131,9 @@ impl<M: Memory> Doorbell<M> {
         })
     }
 
-    /// Says that there is new work, which was committed before. Returns whether the worker sleeps: then write the index
-    /// of the doorbell queue to its notify address. The worker of a lost device needs no waking.
+    /// Says that there is new work, which was committed before. Returns whether the worker sleeps:
+    /// then write the index of the doorbell queue to its notify address. The worker of a lost
+    /// device needs no waking.
     #[inline(always)]
     #[must_use]
     pub fn ring(&self) -> bool {
@@ -154,8 +157,9 @@ impl<M: Memory> Doorbell<M> {
         status != worker_status::POLLING && !is_lost(status)
     }
 
-    /// Whether the device is lost. After a post this decides, for whoever is to be told of flushed work requests: either
-    /// the post is found by those who poll when the loss was made known, or this says that it came too late for that.
+    /// Whether the device is lost. After a post this decides, for whoever is to be told of flushed
+    /// work requests: either the post is found by those who poll when the loss was made known, or
+    /// this says that it came too late for that.
     #[inline(always)]
     #[must_use]
     pub fn is_lost(&self) -> bool {

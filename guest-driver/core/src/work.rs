@@ -96,8 +96,8 @@ impl<M: Memory> WorkQueue<M> {
     /// The oldest entry that is posted and not completed: its index, and its first two words.
     fn oldest(&self) -> Option<(u16, [u64; 2])> {
         let completed = self.completed.load(Ordering::Relaxed);
-        // Acquire: all of the entry was written before it was posted, but for its first word, if it is the first of a
-        // batch.
+        // Acquire: all of the entry was written before it was posted, but for its first word, if it
+        // is the first of a batch.
         let outstanding = self.posted.load(Ordering::Acquire).wrapping_sub(completed);
         // More than there are entries: a reset is under way.
         if outstanding == 0 || outstanding > self.ring.entries() {
@@ -174,8 +174,8 @@ impl<'q, M: Memory> Batch<'q, M> {
         let Some((at, word0)) = self.first.take() else {
             return false;
         };
-        // Before the entry can be seen, so that its completion finds it outstanding. Release: who flushes the queue goes
-        // by it.
+        // Before the entry can be seen, so that its completion finds it outstanding. Release: who
+        // flushes the queue goes by it.
         self.queue.posted.store(self.position, Ordering::Release);
         at.store(word0, Ordering::SeqCst);
         true
@@ -415,14 +415,15 @@ impl<M: Memory> SendQueue<M> {
     }
 
     /// The completion that flushes the oldest entry that is outstanding, on a device that is lost
-    /// ([`StatusPage`](crate::StatusPage)); none if all are completed. To be freed by [`Self::complete`] as ever: the next
-    /// call is about the entry behind it then.
+    /// ([`StatusPage`](crate::StatusPage)); none if all are completed. To be freed by
+    /// [`Self::complete`] as ever: the next call is about the entry behind it then.
     ///
-    /// As `complete` this is for one at a time, under the lock of the completion queue; others may post meanwhile.
+    /// As `complete` this is for one at a time, under the lock of the completion queue; others may
+    /// post meanwhile.
     pub fn flush_next(&self, qp_num: u32) -> Option<Cqe> {
         let (index, words) = self.queue.oldest()?;
-        // The opcode of an entry that is being posted may be that of an earlier one: nobody may rely on it in a completion
-        // that is no success.
+        // The opcode of an entry that is being posted may be that of an earlier one: nobody may
+        // rely on it in a completion that is no success.
         let [opcode, ..] = words[0].to_ne_bytes();
         Some(flushed(qp_num, index, completion_opcode(opcode), words[1]))
     }
@@ -646,7 +647,8 @@ impl<M: Memory> RecvQueue<M> {
         self.queue.complete(wqe_index);
     }
 
-    /// The completion that flushes the oldest entry that is outstanding: as [`SendQueue::flush_next`].
+    /// The completion that flushes the oldest entry that is outstanding: as
+    /// [`SendQueue::flush_next`].
     pub fn flush_next(&self, qp_num: u32) -> Option<Cqe> {
         let (index, words) = self.queue.oldest()?;
         Some(flushed(qp_num, index, wc_opcode::RECV, words[1]))

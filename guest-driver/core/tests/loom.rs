@@ -330,8 +330,9 @@ fn no_completion_is_overlooked() {
     });
 }
 
-/// A work request posted while the device is lost, its loss made known, and queues flushed by whoever learns of it: it is
-/// flushed then, or the poster learns of the loss. Whoever flushes it sees all of the entry, as it was posted.
+/// A work request posted while the device is lost, its loss made known, and queues flushed by
+/// whoever learns of it: it is flushed then, or the poster learns of the loss. Whoever flushes it
+/// sees all of the entry, as it was posted.
 // G-RST-003, G-RST-004, G-RST-005.
 #[test]
 fn no_work_request_is_left_with_a_lost_device() {

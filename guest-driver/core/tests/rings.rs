@@ -233,8 +233,9 @@ proptest! {
         }
     }
 
-    /// Of a lost device, whatever it completed and whatever it left in the rings: what is outstanding is flushed, once and
-    /// in order, posted before or after, and its room is free again.
+    /// Of a lost device, whatever it completed and whatever it left in the rings: what is
+    /// outstanding is flushed, once and in order, posted before or after, and its room is free
+    /// again.
     // G-RST-004, G-RST-005.
     #[test]
     fn what_a_lost_device_leaves_is_flushed(

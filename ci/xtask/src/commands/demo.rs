@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Context, Result};
 
 use crate::artifacts;
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::lanes::tools::Pair;
 use crate::vm::{kvm, Bed, Plan};
 use crate::{setup, shell};
@@ -23,7 +23,7 @@ pub fn run(kernel: Kernel) -> Result<bool> {
     let plan = Plan {
         stack: Some(&stack),
         qemu: &everything.qemu,
-        root: everything.images.root(kernel)?,
+        root: everything.images.root(Image::Plain, kernel)?,
         kernel: everything.images.kernel(kernel)?,
         vms: 2,
         memory: 1024,

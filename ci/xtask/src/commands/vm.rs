@@ -8,15 +8,15 @@ use std::process::Command;
 use anyhow::Result;
 
 use crate::artifacts;
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::vm::{Bed, Plan};
 use crate::{setup, shell};
 
 /// Boots VMs and attaches the terminal to them until the shells are left, or until the command is interrupted.
-pub fn run(number: u8, kernel: Kernel, plain: bool, memory: u32) -> Result<bool> {
+pub fn run(number: u8, kernel: Kernel, image: Image, plain: bool, memory: u32) -> Result<bool> {
     setup::run()?;
     setup::packages(&["socat", "tmux"])?;
-    let (images, qemu, stack) = if plain {
+    let (mut images, qemu, stack) = if plain {
         (
             artifacts::images(&[kernel])?,
             PathBuf::from("qemu-system-x86_64"),
@@ -27,10 +27,13 @@ pub fn run(number: u8, kernel: Kernel, plain: bool, memory: u32) -> Result<bool>
         let stack = everything.stack(kernel)?;
         (everything.images, everything.qemu, Some(stack))
     };
+    if image != Image::Plain {
+        images.add(image, &[kernel])?;
+    }
     let plan = Plan {
         stack: stack.as_ref(),
         qemu: &qemu,
-        root: images.root(kernel)?,
+        root: images.root(image, kernel)?,
         kernel: images.kernel(kernel)?,
         vms: number,
         memory,

@@ -12,7 +12,7 @@ use virtio_rdma_bench::{Better, Figure, Part, Target};
 
 use super::tools::Table;
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 use crate::vm::kvm;
 
@@ -31,7 +31,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],
     }
 }

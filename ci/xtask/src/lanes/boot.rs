@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Result};
 
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, SHORT};
 
 /// The lane.
@@ -24,7 +24,7 @@ pub fn lane() -> Lane {
         with_device: false,
         vms: 2,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs: cases,
     }
 }

@@ -12,7 +12,7 @@ use anyhow::{bail, ensure, Result};
 
 use super::tools::{counts, settled};
 use super::{Case, Ground, Lane, Skip};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 
 /// Longer than any of the tests takes: they give up waiting before.
@@ -35,7 +35,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 1,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs: || {
             Kernel::STABLE
                 .iter()

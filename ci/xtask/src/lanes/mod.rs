@@ -12,6 +12,7 @@ mod recovery;
 mod scale;
 mod smoke;
 pub mod soak;
+mod software;
 mod stock;
 pub mod storage;
 mod suite;
@@ -30,7 +31,7 @@ use serde_json::Value;
 use virtio_rdma_bench::{Figure, Measurements};
 
 use crate::artifacts::{self, Everything, Images};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::report::{self, CaseReport, Outcome, Report};
 use crate::shell;
 use crate::vm::{Bed, Plan, Vm};
@@ -48,8 +49,8 @@ pub struct Lane {
     pub vms: u8,
     /// Memory of each in MiB.
     pub memory: u32,
-    /// True for guests with the image of storage, and a disk each that outlives them.
-    pub storage: bool,
+    /// What they boot. Those of storage have a disk each that outlives them.
+    pub image: Image,
     /// The kernels it runs on, and the cases it runs there.
     pub runs: fn() -> Vec<(Kernel, Vec<Case>)>,
 }
@@ -111,6 +112,7 @@ pub fn all() -> Vec<Lane> {
         perftest::lane(),
         ulp::lane(),
         recovery::lane(),
+        software::lane(),
         bench::lane(),
     ]
 }
@@ -322,8 +324,10 @@ impl Means {
         }
         if lanes.iter().any(|lane| lane.with_device) {
             let mut everything = artifacts::everything(&kernels)?;
-            if lanes.iter().any(|lane| lane.storage) {
-                everything.images.add_storage(&kernels)?;
+            for image in [Image::Storage, Image::Software] {
+                if lanes.iter().any(|lane| lane.image == image) {
+                    everything.images.add(image, &kernels)?;
+                }
             }
             Ok(Means::All(Box::new(everything)))
         } else {
@@ -397,16 +401,12 @@ fn run_on(
     let plan = Plan {
         stack: stack.as_ref().filter(|_| lane.with_device),
         qemu,
-        root: if lane.storage {
-            images.storage_root(kernel)?
-        } else {
-            images.root(kernel)?
-        },
+        root: images.root(lane.image, kernel)?,
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
         memory: lane.memory,
         bare: choice.soak.map_or(0, |_| soak::BARE),
-        disk: lane.storage.then_some(STORAGE_DISK),
+        disk: (lane.image == Image::Storage).then_some(STORAGE_DISK),
         logs,
         interactive: false,
     };

@@ -10,7 +10,7 @@ use anyhow::{ensure, Result};
 
 use super::tools::{Ready, Table};
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 
 /// How long one run may take on a busy machine without KVM.
@@ -27,7 +27,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],
     }
 }

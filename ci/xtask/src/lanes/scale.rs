@@ -7,7 +7,7 @@ use anyhow::{ensure, Context, Result};
 
 use super::tools::{counts, device_memory, settled};
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 
 /// Queue pairs and as many completion queues.
 const COUNT: u64 = 65_536;
@@ -22,7 +22,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 1,
         memory: 4096,
-        storage: false,
+        image: Image::Plain,
         runs: || {
             let case = Case {
                 name: "65,536 queue pairs and completion queues",

@@ -8,7 +8,7 @@ use anyhow::{ensure, Context, Result};
 
 use super::tools::{counts, device_of, progress, settled, wait_progress, Table};
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, Bed, SHORT};
 
 /// How long one run of a tool may take on a busy machine without KVM.
@@ -28,7 +28,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs,
     }
 }

@@ -7,7 +7,7 @@ use anyhow::{ensure, Result};
 
 use super::tools::Ready;
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(240);
@@ -29,7 +29,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs,
     }
 }

@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use super::tools::{counts, settled};
 use super::{Case, Ground, Lane, Skip};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 
 /// How long all tests may take on one device. Most of it is for tests that hang.
@@ -123,7 +123,7 @@ pub fn lane_56() -> Lane {
         with_device: true,
         vms: 1,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs: || {
             let cases = [
                 Case {
@@ -152,7 +152,7 @@ pub fn lane_65() -> Lane {
         with_device: true,
         vms: 1,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs: || {
             let cases = [
                 Case {

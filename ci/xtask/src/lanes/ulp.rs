@@ -14,7 +14,7 @@ use super::storage::{
 };
 use super::tools::device_memory;
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::vm::SHORT;
 
 /// How long a tree of files may take.
@@ -34,7 +34,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: true,
+        image: Image::Storage,
         runs,
     }
 }

@@ -7,7 +7,7 @@ use anyhow::{bail, Result};
 
 use super::tools::{counts, settled, Pair};
 use super::{Case, Ground, Lane, Skip};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 
 /// Longer than any of the tests takes before it ends itself.
 const LONG: Duration = Duration::from_secs(400);
@@ -26,7 +26,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs,
     }
 }

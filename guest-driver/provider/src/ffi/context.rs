@@ -132,7 +132,8 @@ impl Shared {
 
 #[cfg(test)]
 impl Shared {
-    /// Of a device with one worker, which polls: whoever wakes it writes to a page that cannot be written to.
+    /// Of a device with one worker, which polls: whoever wakes it writes to a page that cannot be
+    /// written to.
     pub fn fixture() -> Self {
         Self {
             response: AllocContextResponse {
@@ -167,8 +168,8 @@ pub unsafe fn shared(context: *mut sys::ibv_context) -> Arc<Shared> {
     unsafe { Arc::clone(&(*container(context)).shared) }
 }
 
-/// What destroying an object comes to, when the kernel returned `rc`. Of a device that is lost the kernel has destroyed all
-/// objects, and answers EIO: then the rest is to be freed here.
+/// What destroying an object comes to, when the kernel returned `rc`. Of a device that is lost the
+/// kernel has destroyed all objects, and answers EIO: then the rest is to be freed here.
 ///
 /// # Safety
 /// The context is ours and alive.
@@ -313,7 +314,8 @@ unsafe fn set_up(
     }
 }
 
-/// Says why there is no context, to who asks libibverbs for its log (VERBS_LOG_LEVEL): programs seldom tell errno.
+/// Says why there is no context, to who asks libibverbs for its log (VERBS_LOG_LEVEL): programs
+/// seldom tell errno.
 ///
 /// # Safety
 /// The part of libibverbs is initialized.
@@ -488,7 +490,8 @@ mod tests {
         // SAFETY: the context is there.
         let destroyed = |rc| unsafe { destroyed(context, rc) };
         let results = || [0, libc::EIO, libc::EBUSY].map(destroyed);
-        // A device that lives may still write to the memory of an object that the kernel did not destroy.
+        // A device that lives may still write to the memory of an object that the kernel did not
+        // destroy.
         assert_eq!(results(), [0, libc::EIO, libc::EBUSY]);
         shared.lose();
         assert_eq!(results(), [0, 0, libc::EBUSY]);

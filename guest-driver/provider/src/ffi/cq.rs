@@ -103,8 +103,9 @@ fn plain_opcode(opcode: u8) -> u8 {
     }
 }
 
-/// What `sl` of a datagram's completion is told as: the kind of its header, of RoCE v2 over IPv6 or over IPv4. mlx5's
-/// provider tells that there, and UCX goes by it, for any device. RoCE has no service level that would be lost.
+/// What `sl` of a datagram's completion is told as: the kind of its header, of RoCE v2 over IPv6 or
+/// over IPv4. mlx5's provider tells that there, and UCX goes by it, for any device. RoCE has no
+/// service level that would be lost.
 const IPV6_HEADER: u8 = 1;
 const IPV4_HEADER: u8 = 2;
 
@@ -907,6 +908,35 @@ mod tests {
         send(&other, 4);
         sends.state.qps.remove(&8);
         assert_eq!(sends.poll(), []);
+    }
+
+    // G-RST-005.
+    #[test]
+    fn posting_goes_on_while_work_requests_are_flushed() {
+        const COUNT: u64 = 20_000;
+        let mut cq = Fixture::new();
+        let queues = Arc::new(Queues::fixture(&cq.shared, &CAPS, 7));
+        cq.attach(7, &queues, true, true);
+        let posted = Arc::clone(&queues);
+        let poster = std::thread::spawn(move || {
+            for wr_id in 0..COUNT {
+                while posted.sq.as_ref().unwrap().room() == 0 {
+                    std::thread::yield_now();
+                }
+                send(&posted, wr_id);
+            }
+        });
+        cq.shared.lose();
+        let mut polled = Vec::new();
+        while polled.len() < COUNT as usize {
+            polled.extend(cq.poll());
+            std::thread::yield_now();
+        }
+        poster.join().unwrap();
+        assert!(polled
+            .into_iter()
+            .eq((0..COUNT).map(|wr_id| (wr_id, FLUSH))));
+        assert_eq!(cq.poll(), []);
     }
 
     #[test]

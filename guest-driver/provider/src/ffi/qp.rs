@@ -141,7 +141,8 @@ impl Queues {
         }
     }
 
-    /// Of a lost device: the completion of the work request that is to be flushed next, with its queue entry freed.
+    /// Of a lost device: the completion of the work request that is to be flushed next, with its
+    /// queue entry freed.
     pub fn flush(&self, roles: cq::Roles) -> Option<Cqe> {
         let send = |queues: &Self| queues.sq.as_ref()?.flush_next(queues.qpn);
         let receive = |queues: &Self| queues.rq.as_ref()?.flush_next(queues.qpn);
@@ -305,7 +306,8 @@ impl Request {
 type Driver = [u8; CreateQpRequest::SIZE];
 type Created = [u8; CreateQpResponse::SIZE];
 
-/// Creates a queue pair; `command` has the kernel create it, with the number of inline bytes that it is given.
+/// Creates a queue pair; `command` has the kernel create it, with the number of inline bytes that
+/// it is given.
 ///
 /// # Safety
 /// The objects of the request are ours and alive.

@@ -147,7 +147,7 @@ fn addresses(ground: &mut Ground) -> Result<()> {
     ground.vm(2)?.sh("ip addr del 10.11.0.2/24 dev eth0")?;
     sleep(WHILE);
     over_it.stop(ground)?;
-    after(ground)?;
+    after(ground).context("after the address of its traffic was taken")?;
     ground.vm(1)?.sh("ip addr del 10.11.0.1/24 dev eth0")?;
     // IPv6, and the link-local address with all others.
     for number in [1, 2] {

@@ -17,7 +17,7 @@ use anyhow::{ensure, Context, Result};
 
 use super::tools::device_of;
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, SHORT};
 
 /// How long an application may take to end when its device is gone.
@@ -44,7 +44,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: true,
+        image: Image::Storage,
         runs,
     }
 }

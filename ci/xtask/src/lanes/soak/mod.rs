@@ -19,7 +19,7 @@ use rustix::process::Signal;
 use super::recovery::{nothing_stuck, rping, wait_active_in, wait_noticed};
 use super::tools::{counts, device_memory, settled};
 use super::{Case, Ground, Lane};
-use crate::images::Kernel;
+use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, SHORT};
 use flow::Flows;
 
@@ -52,7 +52,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
-        storage: false,
+        image: Image::Plain,
         runs: || {
             let kernels = Kernel::STABLE.iter();
             kernels.map(|kernel| (*kernel, CASES.to_vec())).collect()

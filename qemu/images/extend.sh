@@ -1,14 +1,15 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 #
-# storage.sh BASE IMAGE MIRROR SUITE
+# extend.sh BASE IMAGE MIRROR SUITE PACKAGE...
 #
-# Makes IMAGE, the root file system of guests that serve and use storage: BASE (see root.sh) and fio, NFS's server and
-# client, and kexec. An image of its own, so that those of all others stay as small as they are.
+# Makes IMAGE, the root file system of guests that have more software than all others: BASE (see root.sh) and some packages.
+# An image of its own, so that those of all others stay as small as they are.
 # A mirror may stand still for longer than a Release file is valid: its signature is what counts.
 # Needs root, debugfs and mke2fs.
 set -euo pipefail
 base=$1 image=$2 mirror=$3 suite=$4
+shift 4
 tree=$image.tree
 
 mkdir "$tree"
@@ -30,7 +31,7 @@ apt() {
         -o DPkg::Options::=--path-exclude='/usr/share/doc/*' "$@" </dev/null
 }
 apt update
-apt install -y e2fsprogs fio nvme-cli nfs-kernel-server nfs-common kexec-tools
+apt install -y "$@"
 rm -rf "$tree"/var/cache/* "$tree"/var/lib/apt/lists/* "$tree"/usr/share/info "$tree"/usr/sbin/policy-rc.d
 
 size=$(du -sm --apparent-size "$tree" | cut -f1)

@@ -1,0 +1,789 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Lane `software`: stock software of Debian between two VMs: UCX, libfabric, Open MPI, qperf, and the programs of rdma-core that
+//! no other lane runs. Each program runs over our device, and has to work there; where it is worth a comparison it runs over
+//! Soft-RoCE (rxe), too, in the same two guests, and what comes of that is a column of the report's table.
+//!
+//! vm2 serves, vm1 uses.
+
+use std::time::Duration;
+
+use anyhow::{bail, ensure, Context, Result};
+
+use super::tools::{counts, device_of, settled, Ready};
+use super::{Case, Ground, Lane};
+use crate::images::{Image, Kernel};
+use crate::vm::SHORT;
+
+const CLIENT: u8 = 1;
+const SERVER: u8 = 2;
+
+/// How long one run of a program may take on a busy machine without KVM.
+const LONG: Duration = Duration::from_secs(240);
+
+/// The lane.
+pub fn lane() -> Lane {
+    let runs = || {
+        Kernel::STABLE
+            .iter()
+            .map(|kernel| (*kernel, CASES.to_vec()))
+            .collect()
+    };
+    Lane {
+        name: "software",
+        about:
+            "UCX, libfabric, Open MPI, qperf and programs of rdma-core between two VMs, beside rxe",
+        with_device: true,
+        vms: 2,
+        memory: 1536,
+        image: Image::Software,
+        runs,
+    }
+}
+
+/// A case on our device.
+macro_rules! ours {
+    ($name:literal, $test:expr) => {
+        Case {
+            name: $name,
+            run: |ground| on_ours(ground, $test),
+        }
+    };
+}
+
+/// The same on rxe, for comparison.
+macro_rules! rxe {
+    ($name:literal, $test:expr) => {
+        Case {
+            name: concat!("beside, rxe: ", $name),
+            run: |ground| on_rxe(ground, $name, $test),
+        }
+    };
+}
+
+const CASES: &[Case] = &[
+    ours!("UCX as it comes", ucx_as_it_comes),
+    ours!("UCX, rc", |ground, card| ucx(ground, card, "rc")),
+    ours!("UCX, ud", |ground, card| ucx(ground, card, "ud")),
+    ours!("UCT, rc_verbs", |ground, card| uct(ground, card, &UCT_RC)),
+    ours!("UCT, ud_verbs", |ground, card| uct(ground, card, &UCT_UD)),
+    ours!("libfabric, msg", |ground, card| fabric(ground, card, "msg")),
+    ours!("libfabric, dgram", |ground, card| fabric(
+        ground, card, "dgram"
+    )),
+    ours!("libfabric, rdm", |ground, card| fabric(ground, card, "rdm")),
+    ours!("Open MPI, rc: data", |ground, card| mpi_data(
+        ground, card, "rc"
+    )),
+    ours!("Open MPI, ud: data", |ground, card| mpi_data(
+        ground, card, "ud"
+    )),
+    ours!("Open MPI, rc: speed", |ground, card| mpi_speed(
+        ground, card, "rc"
+    )),
+    ours!("Open MPI, ud: speed", |ground, card| mpi_speed(
+        ground, card, "ud"
+    )),
+    ours!("Open MPI, rc: latency beside ucx_perftest", mpi_beside_ucx),
+    ours!("qperf", qperf),
+    ours!("rdma_client", rdma_client),
+    ours!("rdma_xclient, RC", |ground, card| rdma_xclient(
+        ground, card, "r"
+    )),
+    ours!("rdma_xclient, XRC", |ground, card| rdma_xclient(
+        ground, card, "x"
+    )),
+    ours!("rcopy", rcopy),
+    ours!("riostream", riostream),
+    Case {
+        name: "ibv_asyncwatch",
+        run: asyncwatch,
+    },
+    Case {
+        name: "ibstat and ibstatus",
+        run: ibstat,
+    },
+    rxe!("UCX, rc", |ground, card| ucx(ground, card, "rc")),
+    rxe!("UCX, ud", |ground, card| ucx(ground, card, "ud")),
+    rxe!("UCT, rc_verbs", |ground, card| uct(ground, card, &UCT_RC)),
+    rxe!("libfabric, msg", |ground, card| fabric(ground, card, "msg")),
+    rxe!("libfabric, dgram", |ground, card| fabric(
+        ground, card, "dgram"
+    )),
+    rxe!("libfabric, rdm", |ground, card| fabric(ground, card, "rdm")),
+    rxe!("Open MPI, rc: data", |ground, card| mpi_data(
+        ground, card, "rc"
+    )),
+    rxe!("Open MPI, rc: speed", |ground, card| mpi_speed(
+        ground, card, "rc"
+    )),
+    rxe!("qperf", qperf),
+    rxe!("rdma_xclient, XRC", |ground, card| rdma_xclient(
+        ground, card, "x"
+    )),
+    rxe!("riostream", riostream),
+];
+
+/// The RDMA device that both guests have meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Card {
+    Ours,
+    Rxe,
+}
+
+impl Card {
+    /// Its name in the guests.
+    fn name(self) -> &'static str {
+        match self {
+            Card::Ours => "vrdma0",
+            Card::Rxe => "rxe0",
+        }
+    }
+
+    /// Its column in the report.
+    fn title(self) -> &'static str {
+        match self {
+            Card::Ours => "this device",
+            Card::Rxe => "rxe",
+        }
+    }
+
+    /// Its part of the names of figures.
+    fn word(self) -> &'static str {
+        match self {
+            Card::Ours => "ours",
+            Card::Rxe => "rxe",
+        }
+    }
+
+    /// Makes it the guests' only one: rdma_cm takes the first that has the address.
+    fn set_up(self, ground: &Ground) -> Result<()> {
+        for number in [SERVER, CLIENT] {
+            let command = format!("/payload/rdma-device {}", self.name());
+            ground.vm(number)?.sh(&command)?;
+        }
+        Ok(())
+    }
+
+    /// How often it does what our device does so many times: in about the same time.
+    fn times(self, ours: u32) -> u32 {
+        match self {
+            Card::Ours => ours,
+            Card::Rxe => (ours / 20).max(10),
+        }
+    }
+}
+
+/// What a case does on a device.
+type Test = fn(&mut Ground, Card) -> Result<()>;
+
+/// Runs a test on our device, which has to carry it, and to have nothing left of it.
+fn on_ours(ground: &mut Ground, test: Test) -> Result<()> {
+    Card::Ours.set_up(ground)?;
+    let before = counts(&ground.bed)?;
+    let messages = messages(ground)?;
+    test(ground, Card::Ours)?;
+    settled(&ground.bed, &before)?;
+    ensure!(
+        self::messages(ground)? > messages,
+        "not a message went over the device"
+    );
+    Ok(())
+}
+
+/// How many messages vm1 has sent and received over our device.
+fn messages(ground: &Ground) -> Result<u64> {
+    let counters = device_of(&ground.bed, CLIENT)?["counters"].take();
+    ["tx_messages", "rx_messages"]
+        .iter()
+        .map(|name| {
+            counters[name]
+                .as_u64()
+                .with_context(|| format!("no {name}"))
+        })
+        .sum()
+}
+
+/// Runs a test on rxe. What fails there is told in the table, and is no failure of ours.
+fn on_rxe(ground: &mut Ground, name: &str, test: Test) -> Result<()> {
+    let result = Card::Rxe
+        .set_up(ground)
+        .and_then(|()| test(ground, Card::Rxe));
+    if let Err(error) = result {
+        let text = format!("{error:#}");
+        let row = format!("{}, {name}", ground.kernel);
+        ground.cell(&row, Card::Rxe.title(), "failed");
+        println!(
+            "          rxe failed: {}",
+            text.chars().take(400).collect::<String>()
+        );
+    }
+    // Whatever it leaves behind, and the kernel says of it, is not the next case's.
+    ground.restart()
+}
+
+impl Ground<'_> {
+    /// Writes what a test measured into the table and the figures.
+    fn result(&mut self, card: Card, what: &str, value: f64, unit: &str, more: &str) {
+        let row = format!("{}, {what}, {unit}", self.kernel);
+        self.cell(&row, card.title(), &format!("{}{more}", rounded(value)));
+        let name: String = format!("{}_{what}_{unit}", card.word())
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
+            .collect();
+        self.figure(&name, rounded(value));
+    }
+}
+
+fn rounded(value: f64) -> f64 {
+    (value * 100.0).round() / 100.0
+}
+
+/// A run of `ucx_perftest`: its tests are those in a file, so that its start, which takes longer than they do, is paid once.
+struct Perftest<'a> {
+    /// What goes before `ucx_perftest` on its command line.
+    environment: &'a str,
+    /// Options for all tests.
+    options: String,
+    tests: &'a [UcxTest],
+}
+
+/// A test of `ucx_perftest`.
+struct UcxTest {
+    /// With options of its own.
+    name: &'static str,
+    size: u32,
+    times: u32,
+}
+
+const fn test(name: &'static str, size: u32, times: u32) -> UcxTest {
+    UcxTest { name, size, times }
+}
+
+impl UcxTest {
+    /// True if the rate is what matters, and not the time of one.
+    fn is_bandwidth(&self) -> bool {
+        self.size > 4096 || self.name.contains("_bw")
+    }
+}
+
+/// What `ucx_perftest` says of a test.
+#[derive(Debug, PartialEq)]
+struct UcxResult {
+    median: f64,
+    average: f64,
+    /// MB/s.
+    bandwidth: f64,
+}
+
+impl Perftest<'_> {
+    /// Runs it; the results are in the order of the tests.
+    fn run(&self, ground: &mut Ground, card: Card) -> Result<Vec<UcxResult>> {
+        let pair = ground.pair(SERVER, CLIENT);
+        let lines = self.tests.iter().enumerate().map(|(n, test)| {
+            let (times, warm_up) = (card.times(test.times), card.times(test.times) / 20);
+            format!(
+                "{n} -t {} -s {} -n {times} -w {warm_up}\n",
+                test.name, test.size
+            )
+        });
+        // Both sides read it.
+        let (file, lines) = ("/tmp/ucx-tests", lines.collect::<String>());
+        for number in [SERVER, CLIENT] {
+            let command = format!("cat >{file} <<'END'\n{lines}END\n");
+            ground.vm(number)?.sh(&command)?;
+        }
+        let start = |host: &str| {
+            format!(
+                "{} ucx_perftest -P 0 -p {} {} -b {file} -f -v {host}",
+                self.environment, pair.port, self.options
+            )
+        };
+        let (text, _) = pair.run(&ground.bed, &start(""), &start(&pair.host()), LONG)?;
+        let results = (0..self.tests.len()).map(|n| ucx_result(&text, n));
+        results.collect()
+    }
+
+    /// Runs it and writes the results into the report.
+    fn report(&self, ground: &mut Ground, card: Card, title: &str) -> Result<()> {
+        let results = self.run(ground, card)?;
+        for (test, result) in self.tests.iter().zip(results) {
+            let name = test.name.split(' ').next().unwrap_or_default();
+            let what = format!("{title}, {name} {} B", test.size);
+            if test.is_bandwidth() {
+                ground.result(card, &what, result.bandwidth, "MB/s", "");
+            } else {
+                let more = format!(" (average {})", rounded(result.average));
+                ground.result(card, &what, result.median, "µs", &more);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The result of a test by its number.
+fn ucx_result(text: &str, number: usize) -> Result<UcxResult> {
+    let start = format!("{number},");
+    let line = text.lines().find_map(|line| line.strip_prefix(&start));
+    let fields: Option<Vec<f64>> = line.and_then(|line| {
+        line.split(',')
+            .map(|word| word.trim().parse().ok())
+            .collect()
+    });
+    // Iterations; median, average and overall average of the time; bandwidth of the last while and overall.
+    match fields.as_deref() {
+        Some([_, median, _, average, _, bandwidth, ..]) => Ok(UcxResult {
+            median: *median,
+            average: *average,
+            bandwidth: *bandwidth,
+        }),
+        _ => bail!("no result of test {number} from ucx_perftest:\n{text}"),
+    }
+}
+
+const UCP: &[UcxTest] = &[
+    test("tag_lat", 8, 4000),
+    test("tag_bw", 65536, 400),
+    test("tag_bw", 1 << 20, 100),
+    test("tag_sync_lat", 8, 2000),
+    test("stream_lat", 8, 2000),
+    test("stream_bw", 65536, 400),
+    test("ucp_put_lat", 8, 4000),
+    test("ucp_put_bw", 1 << 20, 100),
+    test("ucp_get", 8, 1000),
+    test("ucp_get", 1 << 20, 100),
+    test("ucp_fadd", 8, 1000),
+    test("ucp_cswap", 8, 1000),
+    test("ucp_am_lat", 8, 4000),
+    test("ucp_am_bw", 65536, 400),
+];
+
+/// UCX with transports of its choice.
+fn ucx_as_it_comes(ground: &mut Ground, card: Card) -> Result<()> {
+    let tests = &[test("tag_lat", 8, 4000), test("tag_bw", 1 << 20, 100)];
+    Perftest {
+        environment: "",
+        options: String::new(),
+        tests,
+    }
+    .report(ground, card, "UCX as it comes")
+}
+
+/// UCX with the transports of a name.
+fn ucx(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
+    Perftest {
+        environment: &format!("UCX_TLS={transports}"),
+        options: String::new(),
+        tests: UCP,
+    }
+    .report(ground, card, &format!("UCX {transports}"))
+}
+
+/// The tests of UCX's lower layer on a transport.
+struct Uct {
+    transport: &'static str,
+    tests: &'static [UcxTest],
+}
+
+const UCT_RC: Uct = Uct {
+    transport: "rc_verbs",
+    tests: &[
+        test("am_lat", 8, 2000),
+        test("am_bw -D bcopy", 8192, 2000),
+        test("put_lat", 8, 2000),
+        test("put_bw -D zcopy", 1 << 20, 100),
+        test("get -D bcopy", 8, 2000),
+        test("get_bw -D zcopy", 1 << 20, 100),
+        test("fadd", 8, 2000),
+        test("cswap", 8, 2000),
+    ],
+};
+
+const UCT_UD: Uct = Uct {
+    transport: "ud_verbs",
+    tests: &[
+        test("am_lat", 8, 2000),
+        test("am_bw -D bcopy", 1024, 2000),
+        test("am_bw -D zcopy", 1024, 2000),
+    ],
+};
+
+fn uct(ground: &mut Ground, card: Card, tests: &Uct) -> Result<()> {
+    let Uct { transport, tests } = tests;
+    Perftest {
+        environment: "",
+        options: format!("-d {}:1 -x {transport}", card.name()),
+        tests,
+    }
+    .report(ground, card, &format!("UCT {transport}"))
+}
+
+/// `fi_pingpong` with a kind of endpoint, which verifies the data.
+fn fabric(ground: &mut Ground, card: Card, endpoint: &str) -> Result<()> {
+    let provider = match endpoint {
+        "rdm" => "verbs;ofi_rxm",
+        _ => "verbs",
+    };
+    let pair = ground.pair(SERVER, CLIENT);
+    let times = card.times(200);
+    let start = |port: &str, host: &str| {
+        format!(
+            "fi_pingpong -p '{provider}' -e {endpoint} -c -I {times} {port} {} {host}",
+            pair.port
+        )
+    };
+    let (server, client) = (start("-B", ""), start("-P", &pair.host()));
+    let (text, _) = pair.run(&ground.bed, &server, &client, LONG)?;
+    for (size, column, unit) in [("64", 6, "µs"), ("1m", 5, "MB/s")] {
+        // Datagrams end at 4 KiB.
+        if endpoint == "dgram" && size == "1m" {
+            continue;
+        }
+        let value = fabric_cell(&text, size, column)?;
+        let what = format!("libfabric {endpoint}, {size} verified");
+        ground.result(card, &what, value, unit, "");
+    }
+    Ok(())
+}
+
+/// A number of the table of `fi_pingpong`: bytes, sent, acknowledged, total, seconds, MB/s, µs and M/s.
+fn fabric_cell(text: &str, size: &str, column: usize) -> Result<f64> {
+    let words = text
+        .lines()
+        .map(|line| line.split_ascii_whitespace().collect::<Vec<_>>());
+    let row = words
+        .into_iter()
+        .find(|words| words.first() == Some(&size))
+        .with_context(|| format!("no row of {size} from fi_pingpong:\n{text}"))?;
+    let word = row.get(column).context("a row of fi_pingpong is short")?;
+    Ok(word.parse()?)
+}
+
+/// Makes the guests hosts of Open MPI.
+fn mpi_hosts(ground: &Ground) -> Result<()> {
+    let said = ground.vm(CLIENT)?.sh("/payload/mpi-hosts first")?;
+    let key = said.lines().last().context("no key")?;
+    let command = format!("/payload/mpi-hosts second '{key}'");
+    ground.vm(SERVER)?.sh(&command).map(drop)
+}
+
+/// Runs tests of `mpi-check` with so many processes in each guest.
+fn mpi(ground: &Ground, transports: &str, each: u8, tests: &[String]) -> Result<String> {
+    // It does not bind processes: guests with one CPU have nothing to bind several to.
+    let command = format!(
+        "cd /tmp && export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 && \
+         mpirun --host vm1:{each},vm2:{each} -np {} --bind-to none --mca pml ucx --mca osc ucx \
+         -x UCX_TLS={transports},self,sm /tmp/mpi-check {}",
+        2 * each,
+        tests.join(" ")
+    );
+    let output = ground.vm(CLIENT)?.run(&command, LONG)?;
+    let verified = output
+        .text
+        .lines()
+        .filter(|line| line.starts_with("verified "));
+    ensure!(
+        output.status == 0 && verified.count() == tests.len(),
+        "`{command}` ended with {}:\n{}",
+        output.status,
+        output.text
+    );
+    Ok(output.text)
+}
+
+/// A value that a test of `mpi-check` printed.
+fn mpi_value(text: &str, test: &str, name: &str) -> Result<f64> {
+    let start = format!("{test} {name} ");
+    let rest = text.lines().find_map(|line| line.strip_prefix(&start));
+    let word = rest.and_then(|rest| rest.split(' ').next());
+    let word = word.with_context(|| format!("no {name} of {test} from mpi-check:\n{text}"))?;
+    Ok(word.parse()?)
+}
+
+/// A ring, all to all, and one-sided operations, all verified, with one and with two processes in each guest.
+fn mpi_data(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
+    const ALONE: &[(&str, u32)] = &[
+        ("ring 8", 200),
+        ("ring 65536", 40),
+        ("alltoall 100", 100),
+        ("alltoall 262144", 10),
+        ("put 65536", 40),
+    ];
+    // Processes that share a CPU wait for each other's turn.
+    const SHARED: &[(&str, u32)] = &[("ring 1024", 20), ("alltoall 16384", 6)];
+    mpi_hosts(ground)?;
+    for (each, tests) in [(1, ALONE), (2, SHARED)] {
+        let tests: Vec<String> = tests
+            .iter()
+            .map(|(test, rounds)| format!("{test} {rounds}"))
+            .collect();
+        mpi(ground, transports, each, &tests)?;
+    }
+    let row = format!(
+        "{}, Open MPI {transports}: ring, all to all, put",
+        ground.kernel
+    );
+    ground.cell(&row, card.title(), "verified");
+    Ok(())
+}
+
+/// Latency and bandwidth, as everybody measures them.
+fn mpi_speed(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
+    mpi_hosts(ground)?;
+    let tests = [
+        ("latency 8", 10_000),
+        ("bandwidth 8", 400),
+        ("bandwidth 65536", 20),
+        ("bandwidth 1048576", 10),
+    ];
+    // A round of bandwidth is a window of messages.
+    let words = tests.map(|(test, rounds)| format!("{test} {}", card.times(rounds).min(rounds)));
+    let text = mpi(ground, transports, 1, &words)?;
+    for (test, _) in tests {
+        let what = format!("Open MPI {transports}, {test} B");
+        if test.starts_with("latency") {
+            let average = mpi_value(&text, test, "average")?;
+            let more = format!(" (average {})", rounded(average));
+            ground.result(card, &what, mpi_value(&text, test, "median")?, "µs", &more);
+        } else {
+            let value = mpi_value(&text, test, "bandwidth")?;
+            ground.result(card, &what, value, "MiB/s", "");
+        }
+    }
+    Ok(())
+}
+
+/// At most so many times the latency of `ucx_perftest` may Open MPI have.
+const MPI_BESIDE_UCX: f64 = 3.0;
+
+/// Open MPI's half round trip beside that of `ucx_perftest`, in turn.
+///
+/// Both programs and the device wait by polling, three threads on what may be two CPUs: now and then one of them waits for its
+/// turn, for milliseconds. A few of those make an average, and say how busy the host is; the median is what a message takes.
+fn mpi_beside_ucx(ground: &mut Ground, card: Card) -> Result<()> {
+    mpi_hosts(ground)?;
+    let rounds = if ground.quick { 3 } else { 5 };
+    let mut values: [Vec<f64>; 4] = Default::default();
+    for _ in 0..rounds {
+        let perftest = Perftest {
+            environment: "UCX_TLS=rc",
+            options: String::new(),
+            tests: &[test("tag_lat", 8, 10_000)],
+        };
+        let results = perftest.run(ground, card)?;
+        let ucx = results.first().context("no result")?;
+        let text = mpi(ground, "rc", 1, &["latency 8 10000".to_owned()])?;
+        let round = [
+            mpi_value(&text, "latency 8", "median")?,
+            ucx.median,
+            mpi_value(&text, "latency 8", "average")?,
+            ucx.average,
+        ];
+        for (of, value) in values.iter_mut().zip(round) {
+            of.push(value);
+        }
+    }
+    let [mpi, ucx, mpi_average, ucx_average] = values.map(median);
+    let more = format!(" (average {})", rounded(mpi_average));
+    ground.result(
+        card,
+        "Open MPI rc in turn with ucx_perftest, 8 B",
+        mpi,
+        "µs",
+        &more,
+    );
+    let more = format!(" (average {})", rounded(ucx_average));
+    ground.result(
+        card,
+        "ucx_perftest rc in turn with Open MPI, 8 B",
+        ucx,
+        "µs",
+        &more,
+    );
+    ground.figure("open_mpi_over_ucx_perftest", rounded(mpi / ucx));
+    ground.figure(
+        "open_mpi_over_ucx_perftest_average",
+        rounded(mpi_average / ucx_average),
+    );
+    ensure!(
+        mpi <= MPI_BESIDE_UCX * ucx,
+        "8 bytes take Open MPI {mpi:.1} µs and ucx_perftest {ucx:.1} µs (averages: {mpi_average:.1} and {ucx_average:.1} µs)"
+    );
+    Ok(())
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// What of qperf sets up its connections by rdma_cm, as RoCE needs: RC alone. It verifies atomics.
+fn qperf(ground: &mut Ground, card: Card) -> Result<()> {
+    let pair = ground.pair(SERVER, CLIENT);
+    let (host, port) = (pair.host(), pair.port);
+    // The last test ends the server.
+    let tests = "rc_lat rc_bw rc_rdma_read_lat rc_rdma_read_bw rc_rdma_write_lat rc_rdma_write_bw ver_rc_compare_swap ver_rc_fetch_add quit";
+    let client = format!("qperf -lp {port} -cm 1 -t 1 {host} {tests}");
+    let (text, _) = pair.run(&ground.bed, &format!("qperf -lp {port}"), &client, LONG)?;
+    for name in tests.split(' ').filter(|name| *name != "quit") {
+        let value = qperf_value(&text, name)?;
+        let row = format!("{}, qperf {name}", ground.kernel);
+        ground.cell(&row, card.title(), value);
+    }
+    Ok(())
+}
+
+/// What qperf says of a test.
+fn qperf_value<'a>(text: &'a str, test: &str) -> Result<&'a str> {
+    let mut lines = text
+        .lines()
+        .skip_while(|line| line.trim_end() != format!("{test}:"));
+    let value = lines.nth(1).and_then(|line| line.split_once('='));
+    let (_, value) = value.with_context(|| format!("no {test} from qperf:\n{text}"))?;
+    Ok(value.trim())
+}
+
+fn rdma_client(ground: &mut Ground, _: Card) -> Result<()> {
+    let pair = ground.pair(SERVER, CLIENT);
+    let (host, port) = (pair.host(), pair.port);
+    let (server, client) = (
+        format!("rdma_server -p {port}"),
+        format!("rdma_client -s {host} -p {port}"),
+    );
+    pair.run_when(Ready::Cm(port), &ground.bed, &server, &client, SHORT)
+        .map(drop)
+}
+
+fn rdma_xclient(ground: &mut Ground, card: Card, kind: &str) -> Result<()> {
+    let pair = ground.pair(SERVER, CLIENT);
+    let (host, port) = (pair.host(), pair.port);
+    let server = format!("rdma_xserver -p {port} -c {kind}");
+    let client = format!("rdma_xclient -s {host} -p {port} -c {kind}");
+    pair.run_when(Ready::Cm(port), &ground.bed, &server, &client, SHORT)?;
+    let row = format!("{}, rdma_xclient -c {kind}", ground.kernel);
+    ground.cell(&row, card.title(), "passed");
+    Ok(())
+}
+
+/// Copies a file, whose checksum has to be the same there.
+fn rcopy(ground: &mut Ground, _: Card) -> Result<()> {
+    const MAKE: &str = "head -c 10000019 /dev/urandom >/tmp/sent";
+    let pair = ground.pair(SERVER, CLIENT);
+    let port = pair.port;
+    ground.vm(CLIENT)?.sh(MAKE)?;
+    // It serves for ever: it ends with the job.
+    let server = ground.vm(SERVER)?.spawn(&format!("rcopy -p {port}"))?;
+    ground
+        .vm(SERVER)?
+        .sh(&format!("/payload/cm-listening {port}"))?;
+    let copy = format!("rcopy /tmp/sent {}:/tmp/received -p {port}", pair.host());
+    ground.vm(CLIENT)?.sh(&copy)?;
+    let sum = |number: u8, file: &str| {
+        ground
+            .vm(number)?
+            .sh(&format!("sha256sum <{file} && rm {file}"))
+    };
+    let (sent, received) = (sum(CLIENT, "/tmp/sent")?, sum(SERVER, "/tmp/received")?);
+    ensure!(sent == received, "the copy differs: {sent} and {received}");
+    server.kill(15)?;
+    server.wait(SHORT).map(drop)
+}
+
+fn riostream(ground: &mut Ground, card: Card) -> Result<()> {
+    let pair = ground.pair(SERVER, CLIENT);
+    let (host, port) = (pair.host(), pair.port);
+    let start = |side: &str| format!("riostream {side} {host} -p {port} -S 65536 -I 20 -C 10 -T v");
+    pair.run_when(
+        Ready::Cm(port),
+        &ground.bed,
+        &start("-b"),
+        &start("-s"),
+        SHORT,
+    )?;
+    let row = format!("{}, riostream", ground.kernel);
+    ground.cell(&row, card.title(), "verified");
+    Ok(())
+}
+
+/// Sees the port go and come back with the network interface.
+fn asyncwatch(ground: &mut Ground) -> Result<()> {
+    Card::Ours.set_up(ground)?;
+    let vm = ground.vm(CLIENT)?;
+    let watch = vm.spawn("stdbuf -oL ibv_asyncwatch")?;
+    watch.wait_text(SHORT, |text| text.contains("async event FD"))?;
+    vm.sh("ip link set eth0 down")?;
+    let down = watch.wait_text(SHORT, |text| text.contains("IBV_EVENT_PORT_ERR"));
+    vm.sh("ip link set eth0 up && /payload/wait-active")?;
+    down?;
+    watch.wait_text(SHORT, |text| text.contains("IBV_EVENT_PORT_ACTIVE"))?;
+    // Neighbours are to be found again before the next case.
+    vm.sh("ping -c 1 -W 20 10.10.0.2")?;
+    watch.kill(15)?;
+    watch.wait(SHORT).map(drop)
+}
+
+fn ibstat(ground: &mut Ground) -> Result<()> {
+    Card::Ours.set_up(ground)?;
+    for vm in &ground.bed.vms {
+        let text = vm.sh("ibstat && ibstatus")?;
+        for wanted in [
+            &format!("CA '{}'", Card::Ours.name()),
+            "State: Active",
+            "Physical state: LinkUp",
+            "Link layer: Ethernet",
+            "4: ACTIVE",
+        ] {
+            ensure!(
+                text.contains(wanted),
+                "vm{}: no {wanted:?} in:\n{text}",
+                vm.number
+            );
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_ucx_perftest_are_read() {
+        let text = "batch,iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n\
+                    0,5000,12.500,34.0,34.962,0.22,0.23,28603,28603\n1, 500,2.000,43.268,43.268,1444.48,1444.48,23112,23112\n";
+        let first = ucx_result(text, 0).expect("a result");
+        assert_eq!(
+            first,
+            UcxResult {
+                median: 12.5,
+                average: 34.962,
+                bandwidth: 0.23
+            }
+        );
+        assert_eq!(ucx_result(text, 1).expect("a result").bandwidth, 1444.48);
+        assert!(ucx_result(text, 2).is_err());
+    }
+
+    #[test]
+    fn tables_of_fi_pingpong_are_read() {
+        let text =
+            "bytes   #sent   #ack     total       time     MB/sec    usec/xfer   Mxfers/sec\n\
+                    64      200     =200     25k         0.01s      1.75      36.63       0.03\n\
+                    1m      200     =200     400m        8.41s     49.88   21022.85       0.00\n";
+        assert_eq!(fabric_cell(text, "64", 6).expect("a cell"), 36.63);
+        assert_eq!(fabric_cell(text, "1m", 5).expect("a cell"), 49.88);
+        assert!(fabric_cell(text, "4k", 5).is_err());
+    }
+
+    #[test]
+    fn what_qperf_and_mpi_check_say_is_read() {
+        let text = "rc_lat:\n    latency  =  211 us\nrc_bw:\n    bw  =  10.5 GB/sec\nquit:\n";
+        assert_eq!(qperf_value(text, "rc_bw").expect("a value"), "10.5 GB/sec");
+        assert!(qperf_value(text, "uc_lat").is_err());
+        let text = "latency 8 median 10.50 us\nlatency 8 average 26.08 us\nverified latency 8\n";
+        assert_eq!(
+            mpi_value(text, "latency 8", "average").expect("a value"),
+            26.08
+        );
+        assert!(mpi_value(text, "bandwidth 8", "rate").is_err());
+    }
+}
