@@ -68,7 +68,10 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
     let vm = ground.vm_mut(2)?;
     let command = match depth {
         Depth::Ram => "echo deep >/sys/power/mem_sleep && echo mem >/sys/power/state",
-        Depth::Idle => "echo freeze >/sys/power/state",
+        // The clock wakes it, if the button does not.
+        Depth::Idle => {
+            "echo +15 >/sys/class/rtc/rtc0/wakealarm && echo freeze >/sys/power/state"
+        }
         // The image is written and read, and the devices go through all of it; only the power stays
         // on.
         Depth::Disk => {
