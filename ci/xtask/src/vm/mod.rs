@@ -251,6 +251,11 @@ impl Vm {
         Ok(())
     }
 
+    /// The end of what it has written to its serial console.
+    pub fn console(&self) -> String {
+        shell::tail(&self.console_log, 4000)
+    }
+
     /// The QEMU command line.
     pub fn command(&self) -> &[String] {
         &self.command

@@ -68,7 +68,10 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
     let vm = ground.vm_mut(2)?;
     let command = match depth {
         Depth::Ram => "echo deep >/sys/power/mem_sleep && echo mem >/sys/power/state",
-        Depth::Idle => "echo freeze >/sys/power/state",
+        // The clock wakes it, if the button does not.
+        Depth::Idle => {
+            "echo +15 >/sys/class/rtc/rtc0/wakealarm && echo freeze >/sys/power/state"
+        }
         // The image is written and read, and the devices go through all of it; only the power stays
         // on.
         Depth::Disk => {
@@ -76,6 +79,25 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
              echo test_resume >/sys/power/disk && echo disk >/sys/power/state && swapoff /dev/vdc"
         }
     };
+    // Nobody can be asked while it sleeps: the console tells how far it came.
+    vm.sh("dmesg -n 8; echo N >/sys/module/printk/parameters/console_suspend")?;
+    let slept = sleep_and_wake(vm, depth, command);
+    let console = vm.console();
+    slept.with_context(|| format!("the end of the console:\n{console}"))?;
+    vm.sh("dmesg -n 4")?;
+    for traffic in running {
+        traffic.stop(ground)?;
+    }
+    let name = format!("{depth:?}").to_lowercase();
+    comes_back(ground, &format!("suspend_{name}"))?;
+    if let Some(storage) = storage {
+        storage.wait_moving(ground)?;
+        storage.finish(ground)?;
+    }
+    nothing_left(ground)
+}
+
+fn sleep_and_wake(vm: &mut Vm, depth: Depth, command: &str) -> Result<()> {
     let job = vm.spawn(command)?;
     match depth {
         Depth::Ram => {
@@ -105,16 +127,7 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
         output.status,
         output.text
     );
-    for traffic in running {
-        traffic.stop(ground)?;
-    }
-    let name = format!("{depth:?}").to_lowercase();
-    comes_back(ground, &format!("suspend_{name}"))?;
-    if let Some(storage) = storage {
-        storage.wait_moving(ground)?;
-        storage.finish(ground)?;
-    }
-    nothing_left(ground)
+    Ok(())
 }
 
 /// The guest's payload comes over 9p, whose driver for virtio does not live through a suspend: from
