@@ -162,9 +162,10 @@ impl KernelCq {
                         return;
                     };
                     while taken < wanted {
-                        let Some(cqe) = kernel.flush_next(self) else {
+                        let Some(mut cqe) = kernel.flush_next(self) else {
                             break;
                         };
+                        cqe.status = kernel.status_after_loss(&cqe);
                         kernel.complete(&cqe);
                         let vlan = None;
                         take(taken, &Polled { cqe, vlan, qp });
@@ -279,6 +280,8 @@ pub(crate) struct KernelQp {
     datagram: bool,
     /// The queue pair for management datagrams.
     management: bool,
+    /// The device was lost, and a work request has failed because of that.
+    failed: AtomicBool,
     /// The state that it was last brought to by its user.
     state: AtomicU8,
     bell: Bell,
@@ -315,6 +318,7 @@ impl KernelQp {
             number: init.number,
             datagram,
             management: init.qp_type == qp_type::GSI,
+            failed: AtomicBool::new(false),
             state: AtomicU8::new(qp_state::RESET),
             bell: Bell::new(device, init.doorbell_queue, init.slot)?,
             send_lock: SpinLock::new(which::SEND)?,
@@ -395,17 +399,26 @@ impl KernelQp {
         let [send_cq, recv_cq] = &self.cqs;
         let sends = self.send.as_ref().filter(|_| core::ptr::eq(&**send_cq, cq));
         let receives = self.recv.as_ref().filter(|_| core::ptr::eq(&**recv_cq, cq));
-        let send = sends.and_then(|queue| queue.flush_next(self.number));
-        // The communication managers take a management datagram that was flushed for one that they gave up themselves, and
-        // wait for what comes of it. One that failed ends the wait.
-        let send = send.map(|cqe| match self.management {
-            true => Cqe {
-                status: wc_status::FATAL_ERR,
-                ..cqe
-            },
-            false => cqe,
-        });
-        send.or_else(|| receives.and_then(|queue| queue.flush_next(self.number)))
+        sends
+            .and_then(|queue| queue.flush_next(self.number))
+            .or_else(|| receives.and_then(|queue| queue.flush_next(self.number)))
+    }
+
+    /// What becomes of a work request that a lost device has left behind.
+    ///
+    /// Users take a flush for a consequence of what they did themselves, and some wait for more: the first one of a queue
+    /// pair fails, as on one that goes into the ERR state, and tells them that they have to end the connection. The
+    /// communication managers wait for what comes of a management datagram, unless that one failed.
+    fn status_after_loss(&self, cqe: &Cqe) -> u8 {
+        let is_send = cqe.opcode & wc_opcode::RECV == 0;
+        let fails = match self.management {
+            true => is_send,
+            false => !self.failed.swap(true, Ordering::Relaxed),
+        };
+        match fails {
+            true => wc_status::FATAL_ERR,
+            false => cqe.status,
+        }
     }
 
     /// Keeps tables as long as the entry with this index, which is being posted, is in the send queue.

@@ -563,7 +563,7 @@ fn mpi_beside_ucx(ground: &mut Ground, card: Card) -> Result<()> {
     mpi_hosts(ground)?;
     let rounds = if ground.quick { 3 } else { 5 };
     let mut values: [Vec<f64>; 4] = Default::default();
-    for _ in 0..rounds {
+    for number in 1..=rounds {
         let perftest = Perftest {
             environment: "UCX_TLS=rc",
             options: String::new(),
@@ -578,6 +578,11 @@ fn mpi_beside_ucx(ground: &mut Ground, card: Card) -> Result<()> {
             mpi_value(&text, "latency 8", "average")?,
             ucx.average,
         ];
+        let [mpi, ucx, mpi_average, ucx_average] = round;
+        println!(
+            "         round {number}: Open MPI {mpi:.1} µs (average {mpi_average:.1}), \
+             ucx_perftest {ucx:.1} µs (average {ucx_average:.1})"
+        );
         for (of, value) in values.iter_mut().zip(round) {
             of.push(value);
         }

@@ -4,10 +4,11 @@
 use std::thread::sleep;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 
 use super::traffic::{self, rping_to, Kind, Traffic};
 use super::{nothing_left, nothing_stuck, wait_active_in};
+use crate::lanes::tools::device_of;
 use crate::lanes::{Case, Ground};
 use crate::vm::{mac, wait_for, SHORT};
 
@@ -101,6 +102,7 @@ fn after(ground: &mut Ground) -> Result<()> {
 }
 
 /// The port goes down and comes up by whatever means, under traffic in both directions.
+// G-LINK-001, G-PST-001.
 fn link(ground: &mut Ground, set: impl Fn(&mut Ground, bool) -> Result<()>) -> Result<()> {
     let running = [
         Traffic::start(ground, Kind::Rping, 2, 1)?,
@@ -112,13 +114,28 @@ fn link(ground: &mut Ground, set: impl Fn(&mut Ground, bool) -> Result<()>) -> R
         let state = "grep -q DOWN /sys/class/infiniband/*/ports/1/state";
         Ok((ground.vm(2)?.run(state, SHORT)?.status == 0).then_some(()))
     })?;
+    let received = received(ground)?;
     sleep(WHILE);
+    let more = self::received(ground)?;
     set(ground, true)?;
     down.context("the port of vm2 does not go down")?;
+    ensure!(
+        received == more,
+        "vm2 received {} messages through a port that is down",
+        more.abs_diff(received)
+    );
     for traffic in running {
         traffic.stop(ground)?;
     }
     after(ground)
+}
+
+/// Messages that vm2 has received so far.
+fn received(ground: &Ground) -> Result<u64> {
+    let counted = &device_of(&ground.bed, 2)?["counters"]["rx_messages"];
+    counted
+        .as_u64()
+        .context("no counters in the device's status")
 }
 
 /// The interface loses its carrier.

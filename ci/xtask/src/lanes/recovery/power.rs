@@ -53,6 +53,7 @@ enum Depth {
 const SLEEPS: Duration = Duration::from_secs(60);
 
 /// The guest sleeps and wakes, and the card is there.
+// G-RST-008.
 fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
     own_payload(ground.vm(2)?)?;
     let storage = if storage {

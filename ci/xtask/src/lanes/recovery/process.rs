@@ -75,6 +75,7 @@ pub fn device<'a>(ground: &'a mut Ground) -> Result<&'a mut Device> {
     ground.bed.device.as_mut().context("there is no device")
 }
 
+// G-RST-002, G-RST-006.
 fn away(ground: &mut Ground, case: &str, signal: Signal, time: Duration) -> Result<()> {
     device(ground)?.end(signal)?;
     wait_noticed(ground)?;
@@ -85,6 +86,7 @@ fn away(ground: &mut Ground, case: &str, signal: Signal, time: Duration) -> Resu
     nothing_left(ground)
 }
 
+// G-RST-007.
 fn reset_while_away(ground: &mut Ground) -> Result<()> {
     device(ground)?.end(Signal::KILL)?;
     let start = Instant::now();
