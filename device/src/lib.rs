@@ -10,6 +10,8 @@ pub mod control;
 pub mod engine;
 pub mod fabric;
 #[allow(unsafe_code)]
+pub mod heap;
+#[allow(unsafe_code)]
 pub mod memory;
 pub mod rnic;
 pub mod status;

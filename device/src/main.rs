@@ -11,11 +11,13 @@ use log::info;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
+use vhost_device_rdma::heap;
 use vhost_device_rdma::rnic::Adapter;
 use vhost_device_rdma::status::{self, StatusServer};
 use vhost_device_rdma::vhost_user::{sentence, Server};
 
 fn main() -> ExitCode {
+    heap::set_up();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let args = Args::parse();
     let result = match args.command {

@@ -16,6 +16,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::backend::{Device, FIRST_KICK_TOKEN};
+use crate::heap;
 use crate::rnic::{Adapter, RnicSettings};
 
 const EXIT: u64 = 0;
@@ -185,6 +186,7 @@ impl Listening {
                         .connection
                         .lock()
                         .unwrap_or_else(PoisonError::into_inner) = None;
+                    heap::give_back();
                 }
                 Ok(None) => return,
                 Err(e) => {

@@ -85,15 +85,21 @@ static void vrdma_device_shutdown(struct device *dev)
 	vrdma_shutdown(dev_to_virtio(dev));
 }
 
+static int vrdma_device_probe(struct virtio_device *vdev)
+{
+	/* Newer buses reset their devices themselves, and warn of drivers that would do it, too. */
+	if (!vdev->dev.bus->shutdown)
+		vdev->dev.driver->shutdown = vrdma_device_shutdown;
+	return vrdma_probe(vdev);
+}
+
 static struct virtio_driver vrdma_driver = {
 	.driver.name = KBUILD_MODNAME,
-	/* Where the virtio core has one of its own, this is not called, and need not be: it resets the device. */
-	.driver.shutdown = vrdma_device_shutdown,
 	.id_table = vrdma_ids,
 	.feature_table = vrdma_features,
 	.feature_table_size = ARRAY_SIZE(vrdma_features),
 	.validate = vrdma_validate,
-	.probe = vrdma_probe,
+	.probe = vrdma_device_probe,
 	.remove = vrdma_remove,
 	.config_changed = vrdma_config_changed,
 #ifdef CONFIG_PM_SLEEP

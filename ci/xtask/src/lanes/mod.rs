@@ -59,7 +59,7 @@ pub struct Lane {
 const STORAGE_DISK: u64 = 512;
 
 /// What a guest's kernel says when something has gone wrong in it, or was left behind.
-const COMPLAINTS: [&str; 14] = [
+const COMPLAINTS: [&str; 15] = [
     "WARNING:",
     "BUG:",
     "Oops",
@@ -75,6 +75,7 @@ const COMPLAINTS: [&str; 14] = [
     "still has objects",
     "to become free. Usage count",
     "kmemleak",
+    "needs updating",
 ];
 
 /// One case.

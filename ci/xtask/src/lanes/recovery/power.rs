@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{anyhow, ensure, Context, Result};
 
 use super::traffic::{self, Kernel, Kind, Traffic};
 use super::{comes_back, nothing_left, nothing_stuck, wait_active_in};
@@ -11,6 +11,11 @@ use crate::lanes::{Case, Ground};
 use crate::vm::{wait_for, Vm, SHORT};
 
 pub const CASES: &[Case] = &[
+    // First: after a suspend to RAM the button of this machine does not wake an idle guest any more.
+    Case {
+        name: "guest: suspended to idle under applications",
+        run: |ground| sleeps(ground, Depth::Idle, false),
+    },
     Case {
         name: "guest: suspended to RAM under applications",
         run: |ground| sleeps(ground, Depth::Ram, false),
@@ -18,10 +23,6 @@ pub const CASES: &[Case] = &[
     Case {
         name: "guest: suspended to RAM under NVMe over Fabrics and NFS",
         run: |ground| sleeps(ground, Depth::Ram, true),
-    },
-    Case {
-        name: "guest: suspended to idle under applications",
-        run: |ground| sleeps(ground, Depth::Idle, false),
     },
     Case {
         name: "guest: suspended to disk under applications",
@@ -69,10 +70,8 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
     let vm = ground.vm_mut(2)?;
     let command = match depth {
         Depth::Ram => "echo deep >/sys/power/mem_sleep && echo mem >/sys/power/state",
-        // The clock wakes it, if the button does not.
-        Depth::Idle => {
-            "echo +15 >/sys/class/rtc/rtc0/wakealarm && echo freeze >/sys/power/state"
-        }
+        // The button wakes it, which has a driver.
+        Depth::Idle => "modprobe button && echo freeze >/sys/power/state",
         // The image is written and read, and the devices go through all of it; only the power stays
         // on.
         Depth::Disk => {
@@ -82,9 +81,12 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
     };
     // Nobody can be asked while it sleeps: the console tells how far it came.
     vm.sh("dmesg -n 8; echo N >/sys/module/printk/parameters/console_suspend")?;
-    let slept = sleep_and_wake(vm, depth, command);
-    let console = vm.console();
-    slept.with_context(|| format!("the end of the console:\n{console}"))?;
+    sleep_and_wake(vm, depth, command).map_err(|error| {
+        let console = vm.console();
+        let from = console.lines().count().saturating_sub(24);
+        let end: Vec<_> = console.lines().skip(from).collect();
+        anyhow!("{error:#}\nthe end of the console:\n{}", end.join("\n"))
+    })?;
     vm.sh("dmesg -n 4")?;
     for traffic in running {
         traffic.stop(ground)?;
@@ -102,17 +104,15 @@ fn sleep_and_wake(vm: &mut Vm, depth: Depth, command: &str) -> Result<()> {
     let job = vm.spawn(command)?;
     match depth {
         Depth::Ram => {
+            // Or it has slept: QEMU wakes a guest now and then by itself.
             let asleep = wait_for(SLEEPS, || {
-                ensure!(
-                    job.running(),
-                    "the guest does not go to sleep: {}",
-                    job.text()
-                );
-                Ok(vm.suspended()?.then_some(()))
+                Ok((!job.running() || vm.suspended()?).then_some(()))
             })?;
             asleep.context("the guest does not go to sleep")?;
-            std::thread::sleep(Duration::from_secs(3));
-            vm.wake()?;
+            if job.running() {
+                std::thread::sleep(Duration::from_secs(3));
+                vm.wake()?;
+            }
         }
         Depth::Idle => {
             std::thread::sleep(Duration::from_secs(8));
