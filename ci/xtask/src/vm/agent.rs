@@ -3,8 +3,9 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -36,7 +37,8 @@ struct State {
     boot: Option<String>,
     jobs: HashMap<u64, JobState>,
     next: u64,
-    closed: bool,
+    /// The connection; none any more when QEMU is gone.
+    stream: Option<Arc<UnixStream>>,
 }
 
 #[derive(Default)]
@@ -63,6 +65,16 @@ struct Shared {
 }
 
 impl Shared {
+    /// Sends a line of JSON.
+    fn send(&self, message: &serde_json::Value) -> Result<()> {
+        let stream = self.lock().stream.clone().context("the VM is gone")?;
+        let line = message.to_string() + "\n";
+        // One write per line, so that lines of several threads do not mix.
+        (&*stream)
+            .write_all(line.as_bytes())
+            .context("the VM is gone")
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -91,24 +103,41 @@ impl Shared {
 
 /// A connection to a guest's agent.
 pub struct Agent {
+    path: PathBuf,
     shared: Arc<Shared>,
-    stream: UnixStream,
 }
 
 impl Agent {
     /// Connects to the chardev socket of the control port. The agent need not be there yet.
     pub fn connect(path: &Path) -> Result<Self> {
-        let stream = UnixStream::connect(path)?;
-        let shared = Arc::new(Shared::default());
-        let (reader, of_reader) = (BufReader::new(stream.try_clone()?), shared.clone());
-        std::thread::spawn(move || read(reader, &of_reader));
-        Ok(Agent { shared, stream })
+        let agent = Agent {
+            path: path.to_owned(),
+            shared: Arc::new(Shared::default()),
+        };
+        agent.open()?;
+        Ok(agent)
+    }
+
+    fn open(&self) -> Result<()> {
+        let stream = Arc::new(UnixStream::connect(&self.path)?);
+        self.shared.lock().stream = Some(stream.clone());
+        let shared = self.shared.clone();
+        std::thread::spawn(move || read(&stream, &shared));
+        Ok(())
+    }
+
+    /// Connects anew; commands that run go on. What the guest is sending at that moment is lost.
+    pub fn connect_again(&self) -> Result<()> {
+        if let Some(old) = self.shared.lock().stream.take() {
+            old.shutdown(Shutdown::Both)?;
+        }
+        self.open()
     }
 
     /// Waits for the agent of another boot than `not`, and returns that boot's id.
     pub fn wait_boot(&self, not: Option<&str>, timeout: Duration) -> Result<String> {
         let booted = self.shared.wait(timeout, |state| match &state.boot {
-            _ if state.closed => Some(None),
+            _ if state.stream.is_none() => Some(None),
             Some(boot) if Some(boot.as_str()) != not => Some(Some(boot.clone())),
             _ => None,
         });
@@ -123,9 +152,6 @@ impl Agent {
     pub fn spawn(&self, command: &str) -> Result<Job> {
         let id = {
             let mut state = self.shared.lock();
-            if state.closed {
-                bail!("the VM is gone");
-            }
             state.next += 1;
             let id = state.next;
             state.jobs.insert(id, JobState::default());
@@ -135,16 +161,14 @@ impl Agent {
             id,
             command: command.to_owned(),
             shared: self.shared.clone(),
-            stream: self.stream.try_clone()?,
         };
-        job.send(&json!({ "id": id, "run": command }))
-            .context("the VM is gone")?;
+        self.shared.send(&json!({ "id": id, "run": command }))?;
         Ok(job)
     }
 }
 
-fn read(reader: BufReader<UnixStream>, shared: &Shared) {
-    for line in reader.split(b'\n') {
+fn read(stream: &Arc<UnixStream>, shared: &Shared) {
+    for line in BufReader::new(&**stream).split(b'\n') {
         let Ok(line) = line else { break };
         // A guest that is reset in the middle of a line leaves half of it.
         let Ok(message) = serde_json::from_slice::<Message>(&line) else {
@@ -178,8 +202,15 @@ fn read(reader: BufReader<UnixStream>, shared: &Shared) {
         shared.changed.notify_all();
     }
     let mut state = shared.lock();
-    state.closed = true;
-    lose(&mut state);
+    // Otherwise there is another connection by now, or there will be.
+    if state
+        .stream
+        .as_ref()
+        .is_some_and(|current| Arc::ptr_eq(current, stream))
+    {
+        state.stream = None;
+        lose(&mut state);
+    }
     drop(state);
     shared.changed.notify_all();
 }
@@ -195,17 +226,9 @@ pub struct Job {
     id: u64,
     command: String,
     shared: Arc<Shared>,
-    stream: UnixStream,
 }
 
 impl Job {
-    fn send(&self, message: &serde_json::Value) -> Result<()> {
-        let line = message.to_string() + "\n";
-        // One write per line, so that lines of several threads do not mix.
-        (&self.stream).write_all(line.as_bytes())?;
-        Ok(())
-    }
-
     /// Waits for the end. It is killed if that does not come in time.
     pub fn wait(&self, timeout: Duration) -> Result<Output> {
         let id = self.id;
@@ -282,8 +305,7 @@ impl Job {
 
     /// Sends a signal to its process group.
     pub fn kill(&self, signal: i32) -> Result<()> {
-        self.send(&json!({ "id": self.id, "kill": signal }))
-            .context("the VM is gone")
+        self.shared.send(&json!({ "id": self.id, "kill": signal }))
     }
 }
 

@@ -342,6 +342,13 @@ impl Vm {
         self.qmp("system_wakeup").map(drop)
     }
 
+    /// Connects to the guest's agent anew. For kernels (7.3) that, when they resume, do not see that somebody is connected to
+    /// their port.
+    pub fn connect_again(&self) -> Result<()> {
+        let agent = self.agent.as_ref().context("the VM is not connected")?;
+        agent.connect_again()
+    }
+
     /// Waits until QEMU ends by itself, as it does when the guest powers off.
     pub fn wait_end(&mut self, timeout: Duration) -> Result<()> {
         let number = self.number;

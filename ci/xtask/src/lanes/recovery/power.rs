@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The guest is suspended, hibernated, reset, started by kexec, and powered off.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, ensure, Context, Result};
 
@@ -121,7 +121,16 @@ fn sleep_and_wake(vm: &mut Vm, depth: Depth, command: &str) -> Result<()> {
         }
         Depth::Disk => {}
     }
-    let output = job.wait(SLEEPS * 2).context("the guest does not wake up")?;
+    let since = Instant::now();
+    let awake = wait_for(SLEEPS * 2, || {
+        if job.running() && since.elapsed() > Duration::from_secs(5) && is_awake(&vm.console()) {
+            vm.connect_again()?;
+            std::thread::sleep(Duration::from_secs(2));
+        }
+        Ok((!job.running()).then_some(()))
+    })?;
+    awake.context("the guest does not wake up")?;
+    let output = job.wait(SHORT)?;
     ensure!(
         output.status == 0,
         "going to sleep ended with {}: {}",
@@ -129,6 +138,13 @@ fn sleep_and_wake(vm: &mut Vm, depth: Depth, command: &str) -> Result<()> {
         output.text
     );
     Ok(())
+}
+
+/// True if the last that the kernel said of sleep is that it is over.
+fn is_awake(console: &str) -> bool {
+    let last = |word| console.rfind(word).map_or(0, |at| at + 1);
+    let exit = last("PM: suspend exit").max(last("PM: hibernation exit"));
+    exit > last("PM: suspend entry").max(last("PM: hibernation entry"))
 }
 
 /// The guest's payload comes over 9p, whose driver for virtio does not live through a suspend: from
