@@ -8,6 +8,7 @@
 #include <linux/etherdevice.h>
 #include <linux/if_arp.h>
 #include <linux/io.h>
+#include <linux/ktime.h>
 #include <linux/lockdep.h>
 #include <linux/mm.h>
 #include <linux/module.h>
@@ -313,6 +314,11 @@ bool vrdma_completion_wait(struct completion *done, unsigned int milliseconds)
 void vrdma_sleep(unsigned int milliseconds)
 {
 	msleep(milliseconds);
+}
+
+u64 vrdma_milliseconds(void)
+{
+	return ktime_to_ms(ktime_get());
 }
 
 struct semaphore *vrdma_semaphore_new(int count)

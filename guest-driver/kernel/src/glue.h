@@ -114,6 +114,7 @@ void vrdma_mutex_unlock(struct mutex *lock);
 struct completion *vrdma_completion_new(void);
 bool vrdma_completion_wait(struct completion *done, unsigned int milliseconds);
 void vrdma_sleep(unsigned int milliseconds);
+u64 vrdma_milliseconds(void);
 struct semaphore *vrdma_semaphore_new(int count);
 
 struct vrdma_work;

@@ -6,13 +6,13 @@
 //! other is taken.
 use crate::device::Device;
 use crate::pages::{PageTree, Tables};
-use crate::sys::alloc::{Arc, Array, Slot};
+use crate::sys::alloc::{Arc, Array, Box, Slot};
 use crate::sys::dma::{DmaBuffer, Words};
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::QpTarget;
-use crate::sys::sync::{which, SpinLock};
+use crate::sys::sync::{milliseconds, which, SpinLock};
 use crate::sys::virtio::Notifier;
-use core::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicU8, AtomicUsize, Ordering};
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::{
     ArmMode, BadLayout, CompletionQueue, Doorbell, PostError, RecvBatch, RecvQueue, SendBatch,
@@ -274,12 +274,52 @@ pub(crate) fn qp_layout(qp_type: u8, caps: &QpCaps, masked_atomics: bool) -> Res
     .ok_or(Errno::EINVAL)
 }
 
+/// The latest sends of a queue pair that failed because the device was lost: by identifier and time.
+///
+/// Newer kernels (6.15) repeat a management datagram that failed, for more than a minute, if an answer to it is due; all the
+/// while those that wait for what becomes of it keep the device. They give up when it cannot be posted again.
+struct FailedSends {
+    next: AtomicUsize,
+    sends: [(AtomicU64, AtomicU64); 64],
+}
+
+/// How long after its failure a send with the same identifier is a repetition, in milliseconds. Before, it may be another one
+/// at the same address in memory, which is to fail like the first.
+const REPEATED_MS: u64 = 1000;
+
+impl FailedSends {
+    fn new() -> Self {
+        Self {
+            next: AtomicUsize::new(0),
+            sends: [const { (AtomicU64::new(0), AtomicU64::new(0)) }; 64],
+        }
+    }
+
+    /// Adds one, in place of the oldest. Under the lock of the completion queue.
+    fn add(&self, wr_id: u64) {
+        let at = self.next.fetch_add(1, Ordering::Relaxed) % self.sends.len();
+        if let Some((id, time)) = self.sends.get(at) {
+            time.store(milliseconds(), Ordering::Relaxed);
+            id.store(wr_id, Ordering::Release);
+        }
+    }
+
+    fn contains(&self, wr_id: u64) -> bool {
+        let now = milliseconds();
+        self.sends.iter().any(|(id, time)| {
+            id.load(Ordering::Acquire) == wr_id
+                && wr_id != 0
+                && now.wrapping_sub(time.load(Ordering::Relaxed)) >= REPEATED_MS
+        })
+    }
+}
+
 /// A queue pair.
 pub(crate) struct KernelQp {
     number: u32,
     datagram: bool,
-    /// The queue pair for management datagrams.
-    management: bool,
+    /// Of the queue pair for management datagrams: its sends that failed because the device was lost.
+    management: Option<Box<FailedSends>>,
     /// The device was lost, and a work request has failed because of that.
     failed: AtomicBool,
     /// The state that it was last brought to by its user.
@@ -314,10 +354,11 @@ impl KernelQp {
             false => 0,
         };
         let recv = exists(rq).then(|| RecvQueue::new(memory.clone(), rq, caps.max_recv_sge));
+        let management = (init.qp_type == qp_type::GSI).then(|| Box::new(FailedSends::new()));
         Ok(Self {
             number: init.number,
             datagram,
-            management: init.qp_type == qp_type::GSI,
+            management: management.transpose()?,
             failed: AtomicBool::new(false),
             state: AtomicU8::new(qp_state::RESET),
             bell: Bell::new(device, init.doorbell_queue, init.slot)?,
@@ -411,14 +452,25 @@ impl KernelQp {
     /// communication managers wait for what comes of a management datagram, unless that one failed.
     fn status_after_loss(&self, cqe: &Cqe) -> u8 {
         let is_send = cqe.opcode & wc_opcode::RECV == 0;
-        let fails = match self.management {
-            true => is_send,
-            false => !self.failed.swap(true, Ordering::Relaxed),
+        let fails = match &self.management {
+            Some(failed) => {
+                if is_send {
+                    failed.add(cqe.wr_id);
+                }
+                is_send
+            }
+            None => !self.failed.swap(true, Ordering::Relaxed),
         };
         match fails {
             true => wc_status::FATAL_ERR,
             false => cqe.status,
         }
+    }
+
+    /// Is this work request, posted to a lost device, one that has failed before and is repeated?
+    pub(crate) fn is_repeated(&self, wr_id: u64) -> bool {
+        let failed = self.management.as_ref();
+        failed.is_some_and(|failed| failed.contains(wr_id))
     }
 
     /// Keeps tables as long as the entry with this index, which is being posted, is in the send queue.

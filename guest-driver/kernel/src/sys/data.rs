@@ -80,8 +80,13 @@ pub(super) unsafe extern "C" fn post_send(
     // SAFETY: see the module.
     let result = unsafe {
         kernel_qp(qp).and_then(|kernel| {
+            let device = device((*qp).device)?;
+            let lost = device.is_lost();
             let result = kernel.post_send(|batch| {
                 while let Some(wr) = at.as_ref() {
+                    if lost && kernel.is_repeated(wr.__bindgen_anon_1.wr_id) {
+                        return Err(Errno::ENETDOWN);
+                    }
                     if kernel.is_datagram() {
                         push_datagram(batch, wr)?;
                     } else if wr.opcode == IB_WR_REG_MR {
@@ -93,7 +98,7 @@ pub(super) unsafe extern "C" fn post_send(
                 }
                 Ok(())
             });
-            device((*qp).device)?.posted();
+            device.posted();
             result
         })
     };

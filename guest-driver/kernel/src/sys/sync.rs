@@ -175,6 +175,12 @@ pub(crate) fn sleep(milliseconds: u32) {
     unsafe { bindings::vrdma_sleep(milliseconds) }
 }
 
+/// Milliseconds since the system was started. Any context.
+pub(crate) fn milliseconds() -> u64 {
+    // SAFETY: for any context.
+    unsafe { bindings::vrdma_milliseconds() }
+}
+
 /// A work item that runs a function on the device, in process context, never twice at a time.
 pub(crate) struct Work {
     work: NonNull<bindings::vrdma_work>,
