@@ -242,6 +242,8 @@ pub struct Fio {
     pub jobs: u32,
     /// MiB for each of them.
     pub size: u32,
+    /// How long each does nothing after every eight blocks, so that others in the guest get on with what they do.
+    pub pause: Duration,
 }
 
 impl Fio {
@@ -254,6 +256,7 @@ impl Fio {
             seconds,
             jobs: Self::JOBS,
             size: Self::SIZE,
+            pause: Duration::ZERO,
         }
     }
 
@@ -275,12 +278,13 @@ impl Fio {
             seconds,
             jobs,
             size,
+            pause,
         } = self;
-        let result = self.result();
+        let (result, pause) = (self.result(), pause.as_micros());
         format!(
             "fio --name={name} --filename={file} --rw=randrw --bs={block} --iodepth=32 --numjobs={jobs} --size={size}m \
              --offset_increment={size}m --time_based --runtime={seconds} --direct=1 --ioengine=libaio --verify=crc32c \
-             --verify_backlog=64 --verify_fatal=1 --group_reporting --eta=never --output-format=json --output={result}"
+             --verify_backlog=64 --verify_fatal=1 --thinktime={pause} --thinktime_blocks=8 --group_reporting --eta=never --output-format=json --output={result}"
         )
     }
 

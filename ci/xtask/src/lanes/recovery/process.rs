@@ -226,7 +226,7 @@ fn once(
     recovery: &mut f64,
     storage_recovery: &mut f64,
 ) -> Result<()> {
-    let kinds = [Kind::Rping, Kind::Ucmatose, Kind::Perftest];
+    let kinds = [Kind::Rping, Kind::Perftest, Kind::Ucmatose];
     let running = kinds
         .iter()
         .map(|kind| Traffic::start(ground, *kind, 2, 1))
@@ -263,5 +263,6 @@ fn once(
     *recovery = start.elapsed().as_secs_f64();
     storage.wait_moving_of(ground, names)?;
     *storage_recovery = start.elapsed().as_secs_f64();
-    nothing_stuck(ground)
+    nothing_stuck(ground)?;
+    Ok(())
 }

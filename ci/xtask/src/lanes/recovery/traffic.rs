@@ -250,6 +250,7 @@ impl Kernel {
                 name,
                 jobs: 2,
                 size: 16,
+                pause: Duration::from_millis(100),
                 ..Fio::new(file, 4 << 10, 20)
             };
             // Each round ends with everything verified.
