@@ -236,14 +236,27 @@ pub fn settled(bed: &Bed, before: &[Counts]) -> Result<()> {
     same.with_context(|| format!("objects are left over: there were {before:?}, there are {now:?}"))
 }
 
-/// Resident memory of the device process, bytes, without that of the guests, which it shares.
+/// Memory that the device process has for itself, bytes: without its program, and without the guests' memory, which it shares.
 pub fn device_memory(bed: &Bed) -> Result<u64> {
+    resident(bed, &["RssAnon:"])
+}
+
+/// Resident memory of the device process, bytes, without the guests' memory, which it shares.
+pub fn resident_memory(bed: &Bed) -> Result<u64> {
+    resident(bed, &["RssAnon:", "RssFile:"])
+}
+
+fn resident(bed: &Bed, kinds: &[&str]) -> Result<u64> {
     let device = bed.device.as_ref().context("no device")?;
     let path = format!("/proc/{}/status", device.pid());
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
-    Ok(kib.context("no RssAnon")? * 1024)
+    let mut sum = 0;
+    for kind in kinds {
+        let line = text.lines().find_map(|line| line.strip_prefix(kind));
+        let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
+        sum += kib.with_context(|| format!("no {kind}"))? * 1024;
+    }
+    Ok(sum)
 }
 
 /// A table of perftest.

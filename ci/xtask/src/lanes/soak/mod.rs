@@ -17,11 +17,11 @@ use anyhow::{bail, ensure, Context, Result};
 use rustix::process::Signal;
 
 use super::recovery::{nothing_stuck, rping, wait_active_in, wait_noticed};
-use super::tools::{counts, device_memory, settled};
+use super::tools::{counts, resident_memory, settled};
 use super::{Case, Ground, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, SHORT};
-use flow::Flows;
+use flow::{Flows, Seen};
 
 /// How long it runs, and what its events are drawn from.
 #[derive(Clone, Copy, Debug)]
@@ -36,11 +36,12 @@ pub struct Soak {
 /// limits.
 pub const BARE: u8 = 3;
 
-/// By how much of it the device's memory may differ at the end, and by how many bytes where that is
-/// less: the process as a whole has a few MiB, and the allocator keeps half a MiB more or less of the
-/// same work done again and again.
+/// By how much of it the device's memory may change from the first half of a phase to the second. Each is the median of what
+/// it has at times when nothing happens: from one time to the next it differs by some pages.
 const FLAT: f64 = 0.01;
-const ALLOCATOR: f64 = 1048576.0;
+
+/// After so many events nothing happens for a while.
+const ROUND: usize = 8;
 
 /// How long nothing happens before the device's memory is looked at.
 const QUIET: Duration = Duration::from_secs(3);
@@ -185,41 +186,44 @@ impl Draw {
     }
 }
 
-/// Events of these kinds for half of the time, after one of each for a start, by which the device
-/// has grown as large as it will.
+/// Events of these kinds for half of the time, the first of them one of each, by which the device grows as large as it will.
 fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
     let soak = ground.soak.context("no time and no seed")?;
     let mut random = Random::new(soak.seed.wrapping_add(number));
     println!("         seed {}", soak.seed);
-    let restarts = events.contains(&Event::DeviceKilled);
+    let end = Instant::now() + soak.time / 2;
     let before = counts(&ground.bed)?;
     let mut happened = BTreeMap::new();
+    let mut seen = Seen::default();
+    let mut memory = Vec::new();
     let warm = events.iter().map(|event| Draw {
         event: *event,
         ..Draw::next(&mut random, events)
     });
-    let warm: Vec<Draw> = warm.collect();
-    let mut flows = Flows::start(ground, soak.seed ^ number)?;
-    let warmed_up = warm
-        .into_iter()
-        .try_for_each(|draw| event(ground, &mut flows, draw, &mut happened));
-    let mut seen = flows.stop()?;
-    warmed_up?;
-    settled(&ground.bed, &before)?;
-    sleep(QUIET);
-    let memory = device_memory(&ground.bed)?;
-
-    let mut flows = Flows::start(ground, soak.seed ^ number ^ 0xff)?;
-    let end = Instant::now() + soak.time / 2;
-    let mut result = Ok(());
-    while result.is_ok() && Instant::now() < end {
-        let draw = Draw::next(&mut random, events);
-        result = event(ground, &mut flows, draw, &mut happened);
+    let mut round: Vec<Draw> = warm.collect();
+    let (mut result, mut left) = (Ok(()), Ok(()));
+    while !round.is_empty() && result.is_ok() && left.is_ok() {
+        let mut flows = Flows::start(ground, random.next())?;
+        for draw in round {
+            result = event(ground, &mut flows, draw, &mut happened);
+            if result.is_err() || Instant::now() >= end {
+                break;
+            }
+        }
+        seen.add(flows.stop()?);
+        left = settled(&ground.bed, &before);
+        sleep(QUIET);
+        memory.push(resident_memory(&ground.bed)?);
+        round = if Instant::now() < end {
+            (0..ROUND)
+                .map(|_| Draw::next(&mut random, events))
+                .collect()
+        } else {
+            Vec::new()
+        };
     }
-    seen.add(flows.stop()?);
-    let left = settled(&ground.bed, &before);
-    sleep(QUIET);
-    let after = device_memory(&ground.bed)?;
+    // What it had after one of each event is where it starts from.
+    let (first, second) = halves(&memory);
     for (what, value) in [
         ("events", happened.values().sum::<u64>()),
         ("runs", seen.runs),
@@ -229,8 +233,8 @@ fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
         ("lost", seen.lost + seen.bare.lost),
         ("corrupt", seen.corrupt + seen.bare.corrupt),
         ("leaked", u64::from(left.is_err())),
-        ("memory_before_kib", memory >> 10),
-        ("memory_after_kib", after >> 10),
+        ("memory_first_half_kib", first >> 10),
+        ("memory_second_half_kib", second >> 10),
     ] {
         ground.figure(&format!("phase_{number}_{what}"), value);
     }
@@ -244,15 +248,14 @@ fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
     }
     println!(
         "         {} events, {} runs of applications ({} of them disturbed), {} blocks of bare guests; \
-         {} lost, {} corrupt; {} KiB before, {} after",
+         {} lost, {} corrupt; memory in KiB: {:?}",
         happened.values().sum::<u64>(),
         seen.runs,
         seen.disturbed,
         seen.bare.blocks,
         seen.lost + seen.bare.lost,
         seen.corrupt + seen.bare.corrupt,
-        memory >> 10,
-        after >> 10
+        memory.iter().map(|bytes| bytes >> 10).collect::<Vec<_>>(),
     );
     result?;
     left?;
@@ -261,13 +264,29 @@ fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
         seen.lost + seen.bare.lost + seen.corrupt + seen.bare.corrupt == 0,
         "lost or corrupt: {messages:#?}"
     );
+    let (first, second) = (first as f64, second as f64);
     // A process that was started anew has nothing to be compared with.
-    let (memory, after) = (memory as f64, after as f64);
+    let restarts = events.contains(&Event::DeviceKilled);
     ensure!(
-        restarts || (after - memory).abs() <= (memory * FLAT).max(ALLOCATOR),
-        "the device has {after} bytes of memory after {memory} before"
+        restarts || (second - first).abs() <= first * FLAT,
+        "the device has {second} bytes of memory after {first} before"
     );
     Ok(())
+}
+
+/// The medians of the two halves of what follows the first value; of all where that is too little.
+fn halves(values: &[u64]) -> (u64, u64) {
+    let later = values.get(1..).filter(|later| later.len() > 1);
+    let (first, second) = later
+        .unwrap_or(values)
+        .split_at(later.unwrap_or(values).len() / 2);
+    let median = |values: &[u64]| {
+        let mut values = values.to_vec();
+        values.sort_unstable();
+        values.get(values.len() / 2).copied()
+    };
+    let second = median(second).unwrap_or_default();
+    (median(first).unwrap_or(second), second)
 }
 
 /// One event among the traffic, and what has to be true after it.
@@ -416,6 +435,14 @@ mod tests {
         };
         assert_eq!(sequence(7), sequence(7));
         assert_ne!(sequence(7), sequence(8));
+    }
+
+    #[test]
+    fn halves_do_not_have_the_first_value() {
+        assert_eq!(halves(&[1, 5, 5, 9, 7, 7, 7]), (5, 7));
+        assert_eq!(halves(&[5, 7]), (5, 7));
+        assert_eq!(halves(&[5]), (5, 5));
+        assert_eq!(halves(&[1, 5, 7]), (5, 7));
     }
 
     #[test]
