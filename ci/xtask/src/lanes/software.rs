@@ -622,13 +622,28 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// What of qperf sets up its connections by rdma_cm, as RoCE needs: RC alone. It verifies atomics.
+///
+/// Now and then one of its connections is rejected, on rxe as on our device, and it ends: it gets another attempt, which the
+/// report tells.
 fn qperf(ground: &mut Ground, card: Card) -> Result<()> {
-    let pair = ground.pair(SERVER, CLIENT);
-    let (host, port) = (pair.host(), pair.port);
+    const ATTEMPTS: u32 = 3;
     // The last test ends the server.
     let tests = "rc_lat rc_bw rc_rdma_read_lat rc_rdma_read_bw rc_rdma_write_lat rc_rdma_write_bw ver_rc_compare_swap ver_rc_fetch_add quit";
-    let client = format!("qperf -lp {port} -cm 1 -t 1 {host} {tests}");
-    let (text, _) = pair.run(&ground.bed, &format!("qperf -lp {port}"), &client, LONG)?;
+    let mut attempt = 1;
+    let text = loop {
+        let pair = ground.pair(SERVER, CLIENT);
+        let (host, port) = (pair.host(), pair.port);
+        let client = format!("qperf -lp {port} -cm 1 -t 1 {host} {tests}");
+        match pair.run(&ground.bed, &format!("qperf -lp {port}"), &client, LONG) {
+            Ok((text, _)) => break text,
+            Err(error) if attempt < ATTEMPTS && format!("{error:#}").contains("Event rejected") => {
+                println!("         attempt {attempt}: rejected");
+                attempt += 1;
+            }
+            Err(error) => return Err(error),
+        }
+    };
+    ground.figure(&format!("qperf_attempts_{}", card.word()), attempt);
     for name in tests.split(' ').filter(|name| *name != "quit") {
         let value = qperf_value(&text, name)?;
         let row = format!("{}, qperf {name}", ground.kernel);
