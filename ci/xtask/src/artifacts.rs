@@ -82,8 +82,10 @@ impl Everything {
         let (Some((_, module)), Some((_, provider))) = (module, provider) else {
             bail!("nothing was built for kernel {kernel}");
         };
-        let payload = shell::target().join("payload").join(kernel.name());
-        // Guests of another command may have the old directory mounted: replace it, do not write into it.
+        let payloads = shell::target().join("payload");
+        remove_old(&payloads)?;
+        // Guests of another command that runs have theirs mounted.
+        let payload = payloads.join(format!("{}-{}", kernel.name(), std::process::id()));
         shell::remove(&payload)?;
         fs::create_dir_all(&payload)?;
         for entry in fs::read_dir(shell::root().join("ci/payload"))? {
@@ -106,6 +108,23 @@ impl Everything {
             payload,
         })
     }
+}
+
+/// Removes what commands have left in a directory that run no longer: the names end in their process ids.
+fn remove_old(directory: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(directory) else {
+        return Ok(());
+    };
+    for entry in entries {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let process = name.rsplit('-').next().unwrap_or_default();
+        let runs = Path::new("/proc").join(process).exists();
+        if process.parse::<u32>().is_ok() && !runs {
+            shell::remove(&path)?;
+        }
+    }
+    Ok(())
 }
 
 fn copy(file: &Path, directory: &Path) -> Result<()> {
