@@ -232,8 +232,44 @@ impl Side {
     }
 }
 
+/// Waits for completions, as long as the device is not gone.
+struct Wait<'a> {
+    shared: &'a Shared,
+    /// As it was when the guests connected.
+    disturbances: u64,
+}
+
+impl Wait<'_> {
+    fn done(&self, cq: &bare::Cq, wr_id: u64) -> Result<()> {
+        const A_WHILE: Duration = Duration::from_millis(500);
+        let start = Instant::now();
+        let cqe = loop {
+            match cq.wait(A_WHILE) {
+                Err(bare::Error::Timeout) => {}
+                ended => break ended?,
+            }
+            let now = self.shared.disturbances.load(Ordering::SeqCst);
+            ensure!(
+                now == self.disturbances && start.elapsed() < OPERATION,
+                "no completion of {wr_id}"
+            );
+        };
+        ensure!(
+            cqe.status == wc_status::SUCCESS && cqe.wr_id == wr_id,
+            "completion of {} with status {} where {wr_id} is due",
+            cqe.wr_id,
+            cqe.status
+        );
+        Ok(())
+    }
+}
+
 /// Connects, and moves data until somebody stops it.
 fn connected(sockets: &[PathBuf; 2], shared: &Shared, random: &mut Random) -> Result<()> {
+    let wait = Wait {
+        shared,
+        disturbances: shared.disturbances.load(Ordering::SeqCst),
+    };
     let [a, b] = [Side::new(&sockets[0])?, Side::new(&sockets[1])?];
     for (from, to) in [(&a, &b), (&b, &a)] {
         from.qp.connect(&bare::Connection::to(&to.qp))?;
@@ -252,7 +288,7 @@ fn connected(sockets: &[PathBuf; 2], shared: &Shared, random: &mut Random) -> Re
             (&b, &a)
         };
         let length = 1 + random.below(BLOCK as u64) as usize;
-        round(from, to, length, random)?;
+        round(&wait, from, to, length, random)?;
         shared.blocks.fetch_add(1, Ordering::SeqCst);
         shared.bytes.fetch_add(length as u64, Ordering::SeqCst);
         // There is work for others, too.
@@ -262,7 +298,13 @@ fn connected(sockets: &[PathBuf; 2], shared: &Shared, random: &mut Random) -> Re
 }
 
 /// A block there by WRITE or SEND, and back by READ.
-fn round(from: &Side, to: &Side, length: usize, random: &mut Random) -> Result<()> {
+fn round(
+    wait: &Wait<'_>,
+    from: &Side,
+    to: &Side,
+    length: usize,
+    random: &mut Random,
+) -> Result<()> {
     let data = random.bytes(length);
     let size = u32::try_from(length)?;
     let target = BLOCK as u64;
@@ -270,31 +312,18 @@ fn round(from: &Side, to: &Side, length: usize, random: &mut Random) -> Result<(
     let sge = [from.mr.sge(0, size)];
     if random.below(2) == 0 {
         from.qp.write(1, &sge, to.mr.iova + target, to.mr.rkey)?;
-        done(&from.send, 1)?;
+        wait.done(&from.send, 1)?;
     } else {
         to.qp.post_recv(2, &[to.mr.sge(target, BLOCK as u32)])?;
         from.qp.send(1, &sge)?;
-        done(&from.send, 1)?;
-        done(&to.recv, 2)?;
+        wait.done(&from.send, 1)?;
+        wait.done(&to.recv, 2)?;
     }
     same(&data, &to.mr.read(BLOCK, length), "where it was sent to")?;
     let back = [from.mr.sge(2 * target, size)];
     from.qp.read(3, &back, to.mr.iova + target, to.mr.rkey)?;
-    done(&from.send, 3)?;
+    wait.done(&from.send, 3)?;
     same(&data, &from.mr.read(2 * BLOCK, length), "read back")
-}
-
-fn done(cq: &bare::Cq, wr_id: u64) -> Result<()> {
-    let cqe = cq
-        .wait(OPERATION)
-        .with_context(|| format!("no completion of {wr_id}"))?;
-    ensure!(
-        cqe.status == wc_status::SUCCESS && cqe.wr_id == wr_id,
-        "completion of {} with status {} where {wr_id} is due",
-        cqe.wr_id,
-        cqe.status
-    );
-    Ok(())
 }
 
 fn same(wanted: &[u8], found: &[u8], place: &str) -> Result<()> {

@@ -252,7 +252,8 @@ fn start(ground: &mut Ground, random: &mut Random) -> Result<Run> {
             let run = |side: &str| {
                 format!(
                     "exec rping {side} -a {host} -p {port} -C 300 -V -S {}",
-                    16 + size % 60000
+                    // It wants 23 at least.
+                    32 + size % 60000
                 )
             };
             (Ready::Cm(port), run("-s"), run("-c"))
