@@ -56,10 +56,12 @@ impl Traffic {
                 format!("exec rping -c -a {host} -p {port} -V -S 4096"),
             ),
             Kind::Ucmatose => {
+                // A client that comes when the server is about to listen has some of its connections only, and then both
+                // wait for the others for ever.
                 let run = |side: &str| {
                     format!(
                         "until [ -e /tmp/stop-{port} ]; do \
-                         ucmatose {side} {host} -p {port} -c 4 -C 100 -S 4096 >/tmp/ucmatose 2>&1; done"
+                         timeout 15 ucmatose {side} {host} -p {port} -c 4 -C 100 -S 4096 >/tmp/ucmatose 2>&1; done"
                     )
                 };
                 (Ready::Cm(port), run("-b"), run("-s"))
