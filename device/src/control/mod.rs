@@ -30,6 +30,10 @@ use crate::verbs::qp::MAX_RD_ATOMIC;
 use crate::verbs::tables::{Context, Pd, Slots, Tables};
 use crate::verbs::Error;
 
+/// The highest VLAN id, and what stands for none.
+const MAX_VLAN: u16 = 4094;
+const NO_VLAN: u16 = 0xffff;
+
 /// Longest command that a device accepts, bytes.
 pub const MAX_COMMAND: usize = 4096;
 
@@ -232,6 +236,7 @@ fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
 fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
     zero(body.port_num == 1 && body.reserved == [0; 12])?;
     zero(body.gid_type == gid_type::ROCE_V1 || body.gid_type == gid_type::ROCE_V2)?;
+    zero(body.vlan <= MAX_VLAN || body.vlan == NO_VLAN)?;
     let mut tables = rnic.tables_mut();
     let tables = &mut *tables;
     let index = usize::from(body.index);

@@ -805,6 +805,7 @@ impl Requester {
         qp.fail_send();
     }
 
+    /// Completes the work request in progress in error. Such a completion does not say what it was.
     fn complete_active(&mut self, tables: &Tables, qp: &Arc<Qp>, status: u8, reason: u8) {
         self.registration = None;
         let Some(active) = self.active.take() else {
@@ -817,7 +818,6 @@ impl Requester {
             wqe_index: active.index,
             vendor_err: reason,
             status,
-            opcode: completion_opcode(active.message.opcode),
             ..Cqe::default()
         };
         if let Some(cq) = &qp.send_cq {

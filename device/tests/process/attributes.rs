@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What the device tells about itself, its objects and its completions.
-use vhost_device_rdma_bare::spec::command::{opcode, status, CommandHeader, ResponseHeader};
+use vhost_device_rdma_bare::core::command::SetGid;
+use vhost_device_rdma_bare::spec::command::{
+    self, gid_type, opcode, status, CommandHeader, ResponseHeader,
+};
 use vhost_device_rdma_bare::spec::config::MAX_QUEUES;
 use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::{
@@ -10,8 +13,8 @@ use vhost_device_rdma_bare::spec::verbs::{qp_state, wc_status, wr_opcode, MASK_2
 use vhost_device_rdma_bare::{Connection, Qp, QpOptions, PAGE};
 
 use crate::common::{
-    assert_event, assert_reaches, assert_status, assert_success, counts, overflown, process, vm,
-    Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
+    assert_event, assert_reaches, assert_refused, assert_status, assert_success, counts, overflown,
+    process, vm, Side, SideOptions, Two, ALL, NOTHING, TIMEOUT,
 };
 
 // D-CFG-001, D-CFG-003, D-VQ-001.
@@ -121,6 +124,29 @@ fn a_gid_is_known_as_long_as_it_is_set() {
     assert_success(&write(a));
 }
 
+#[test]
+fn a_vlan_is_an_id_or_none() {
+    let two = Two::new();
+    let set = |vlan| {
+        let body = command::SetGid {
+            gid: two.a.gid(),
+            index: 0,
+            gid_type: gid_type::ROCE_V2,
+            port_num: 1,
+            vlan,
+            mac: [2, 0, 0, 0, 0, 1],
+            reserved: [0; 12],
+        };
+        two.a.execute::<SetGid>(&body)
+    };
+    for vlan in [0, 4094, 0xffff] {
+        set(vlan).unwrap();
+    }
+    for vlan in [4095, 0x1001, 0xfffe] {
+        assert_refused(set(vlan), status::EINVAL);
+    }
+}
+
 // D-RC-008.
 #[test]
 fn the_first_message_establishes_communication() {
@@ -194,6 +220,9 @@ fn an_error_comes_after_what_went_before_and_says_only_what_it_knows() {
         assert_eq!(event.event_type, event_type::QP_ACCESS_ERR);
         assert_eq!(event.number, bad.b.qp.number());
         assert_eq!(bad.b.qp.state().unwrap(), qp_state::ERR);
+        let cqe = bad.a.sent();
+        assert_status(&cqe, wc_status::REM_ACCESS_ERR);
+        assert_eq!(cqe.opcode, 0, "of a write that failed");
     }
 }
 
