@@ -40,8 +40,7 @@ const LANES: [(&str, Option<&str>); 3] = [
     ("recovery", Some(RECOVERY)),
 ];
 
-/// Five minutes of a card that comes back. Without the system's sleep: after it, the launcher's own channel into guests
-/// with kernel 7.3 is silent at times.
+/// Five minutes of a card that comes back. The system's sleep, and whatever takes longer, is left to the whole lane.
 const RECOVERY: &str = "killed while idle|killed under rping|killed under NVMe|unbound and bound|\
      unplugged and plugged under applications|VLAN|reset under";
 
