@@ -21,7 +21,6 @@ use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::notify;
 use crate::fabric::local::{Network, Ports};
-use crate::heap;
 use crate::memory::{Form, GuestMemory};
 use crate::verbs::cq::Cq;
 use crate::verbs::fast::FastMr;
@@ -620,7 +619,6 @@ impl Rnic {
         for worker in &self.workers {
             worker.announce_again();
         }
-        heap::give_back();
     }
 
     /// The VM went away: all objects are destroyed, and the adapter forgets this RNIC.
