@@ -476,17 +476,22 @@ impl Loop {
     fn refresh(&mut self) {
         let generation = self.worker.generation.load(Ordering::SeqCst);
         if generation != self.generation {
-            self.generation = generation;
-            self.rnics.clone_from(
-                &self
-                    .worker
-                    .rnics
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner),
-            );
-            self.timers.retain(|_, qp| !qp.dead.load(Ordering::Relaxed));
-            self.announce(worker_status::POLLING);
+            self.take_rnics(generation);
         }
+    }
+
+    #[cold]
+    fn take_rnics(&mut self, generation: u64) {
+        self.generation = generation;
+        self.rnics.clone_from(
+            &self
+                .worker
+                .rnics
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
+        self.timers.retain(|_, qp| !qp.dead.load(Ordering::Relaxed));
+        self.announce(worker_status::POLLING);
     }
 
     /// Tells all guests our status; false if one could not be told now.
@@ -505,9 +510,14 @@ impl Loop {
     }
 
     fn take_inbox(&mut self) {
-        if !self.worker.inbox_filled.load(Ordering::Relaxed) {
-            return;
+        if self.worker.inbox_filled.load(Ordering::Relaxed) {
+            self.empty_inbox();
         }
+    }
+
+    // Out of line: looks that find nothing are many.
+    #[inline(never)]
+    fn empty_inbox(&mut self) {
         let mut inbox = self
             .worker
             .inbox
