@@ -51,7 +51,7 @@ fn assert_response(vm: &Vm, bytes: &[u8], expected: u16) {
 
 const HANDLE: [u8; 8] = [0xff, 0xff, 0xff, 0x7f, 0, 0, 0, 0];
 
-// D-CMD-004.
+// D-CMD-004, D-CMD-008.
 #[test]
 fn headers_are_checked() {
     let process = process(1);

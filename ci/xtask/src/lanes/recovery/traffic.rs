@@ -101,7 +101,14 @@ impl Traffic {
             self.check()?;
             Ok((vm.run(&command, SHORT)?.status == 0).then_some(()))
         })?;
-        moving.with_context(|| format!("{:?} does not connect: {}", self.kind, self.texts()))?;
+        moving.with_context(|| {
+            format!(
+                "{:?} does not connect: {}\n{}",
+                self.kind,
+                self.texts(),
+                self.connections(ground)
+            )
+        })?;
         // From being connected to being in full swing.
         std::thread::sleep(Duration::from_millis(500));
         self.check()
@@ -129,6 +136,19 @@ impl Traffic {
             last(&self.client),
             last(&self.server)
         )
+    }
+
+    /// What the kernels of both sides know of connections, and what ucmatose writes to a file.
+    fn connections(&self, ground: &Ground) -> String {
+        let tell = "rdma resource show cm_id; rdma resource show qp; ps ax -o pid,stat,etime,wchan:32,args \
+                    | grep [u]cmatose; cat /tmp/ucmatose";
+        [("client", self.pair.client), ("server", self.pair.server)]
+            .map(|(side, number)| {
+                let told = ground.vm(number).and_then(|vm| vm.run(tell, SHORT));
+                let told = told.map_or_else(|e| format!("{e:#}"), |output| output.text);
+                format!("the {side} has:\n{told}")
+            })
+            .join("\n")
     }
 
     /// The device was lost under it: both sides end by themselves, and the client with an error.
