@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause */
 /*
- * Tests of the verbs for users in the kernel, through the public interface alone: what all of them use.
+ * Tests of the verbs for users in the kernel, through the public interface alone: what all of them
+ * use.
  *
- * A test is a function in a thread of its own that ends by returning, by fail() or by skip(). Both ends of its
- * connections are on the device under test. What it makes goes with it.
+ * A test is a function in a thread of its own that ends by returning, by fail() or by skip(). Both
+ * ends of its connections are on the device under test. What it makes goes with it.
  */
 #ifndef KERNEL_VERBS_H
 #define KERNEL_VERBS_H
@@ -71,7 +72,10 @@ static __always_inline __noreturn void end_test(void)
 /* What the test runs on. */
 extern struct ib_device *device;
 
-/* What happens when the test ends: what may still use memory goes before that, of a kind the latest first. */
+/*
+ * What happens when the test ends: what may still use memory goes before that, of a kind the latest
+ * first.
+ */
 enum when {
 	UNDO_QP,
 	UNDO_CQ,

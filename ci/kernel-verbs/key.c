@@ -70,7 +70,10 @@ TEST(inv_local_fenced)
 	}
 }
 
-/* Without FENCE, it may come before an earlier READ has ended; that then fails, and never goes on after it. */
+/*
+ * Without FENCE, it may come before an earlier READ has ended; that then fails, and never goes on
+ * after it.
+ */
 TEST(inv_local_not_fenced)
 {
 	struct pair p = PAIR();

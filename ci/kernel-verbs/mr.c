@@ -364,8 +364,8 @@ TEST(reg_rebind)
 }
 
 /*
- * The pipelined model: registrations, uses and invalidations of one region in flight at once, each registration with
- * the list that was mapped for it.
+ * The pipelined model: registrations, uses and invalidations of one region in flight at once, each
+ * registration with the list that was mapped for it.
  */
 TEST(reg_pipeline_one_region)
 {
@@ -501,7 +501,10 @@ TEST(reg_flushed)
 	run(&p.b, inv, IB_WC_WR_FLUSH_ERR);
 }
 
-/* A region outlives the queue pair that it was registered through, and is invalidated and used through another. */
+/*
+ * A region outlives the queue pair that it was registered through, and is invalidated and used
+ * through another.
+ */
 TEST(reg_outlives_queue_pair)
 {
 	struct pair p = PAIR(), q;

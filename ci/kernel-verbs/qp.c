@@ -540,8 +540,10 @@ TEST(srq_bad_parameters)
 	}
 }
 
-/* XRC. A work request of the kernel cannot name an SRQ (struct ib_send_wr has no place for it): what there is are domains,
- * their SRQs and both kinds of queue pairs. */
+/*
+ * XRC. A work request of the kernel cannot name an SRQ (struct ib_send_wr has no place for it):
+ * what there is are domains, their SRQs and both kinds of queue pairs.
+ */
 
 static void undo_xrcd(void *what)
 {

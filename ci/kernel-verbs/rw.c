@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-/* The core's API for RDMA READ and WRITE of scattered memory, and its pools of regions, as storage targets use them. */
+/*
+ * The core's API for RDMA READ and WRITE of scattered memory, and its pools of regions, as storage
+ * targets use them.
+ */
 #include <rdma/mr_pool.h>
 #include <rdma/rw.h>
 
@@ -35,7 +38,9 @@ static struct scatterlist *unmapped(struct pieces *pieces)
 	return list;
 }
 
-/* Between end a's pieces and end b's region: TO_DEVICE writes there, FROM_DEVICE reads from there. */
+/*
+ * Between end a's pieces and end b's region: TO_DEVICE writes there, FROM_DEVICE reads from there.
+ */
 static struct context *transfer(struct pair *p, struct pieces *pieces, struct ib_mr *mr, u32 offset,
 				enum dma_data_direction direction)
 {

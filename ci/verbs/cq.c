@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-/* Completion queues: resizing, overflow, moderation, extended queues with all fields and time stamps, channels, threads. */
+/*
+ * Completion queues: resizing, overflow, moderation, extended queues with all fields and time
+ * stamps, channels, threads.
+ */
 #include "verbs-test.h"
 
 #include <arpa/inet.h>
@@ -222,7 +225,10 @@ TEST(cq_moderation)
 	CHECK(ibv_modify_cq(p.cq[0], &attr) != 0);
 }
 
-/* Events of several queues on one channel, each with its context; unacknowledged events hold the queue. */
+/*
+ * Events of several queues on one channel, each with its context; unacknowledged events hold the
+ * queue.
+ */
 TEST(cq_channel_of_many)
 {
 	struct ibv_comp_channel *channel = MAKE(ibv_create_comp_channel(ctx));

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-/* Work requests that fail: the status on each side, the states, the events; and that what was after them is flushed. */
+/*
+ * Work requests that fail: the status on each side, the states, the events; and that what was after
+ * them is flushed.
+ */
 #include "verbs-test.h"
 
 /* What the error at the responder does to it. */
@@ -56,7 +59,9 @@ TEST(err_loc_len_receive_too_short)
 	wait_state(p.qp[1], IBV_QPS_ERR);
 }
 
-/* More scatter/gather entries than the queue has, and other things that posting may refuse itself. */
+/*
+ * More scatter/gather entries than the queue has, and other things that posting may refuse itself.
+ */
 TEST(err_too_many_sges)
 {
 	struct pair p = PAIR(.type = IBV_QPT_RC, .sge = 2);
@@ -158,7 +163,10 @@ TEST(err_loc_prot_read_into_read_only)
 	CHECK(all_bytes(only.p, 8, 0));
 }
 
-/* A receive with a bad key: an error of the receiver, which the sender hears of as a remote operation error. */
+/*
+ * A receive with a bad key: an error of the receiver, which the sender hears of as a remote
+ * operation error.
+ */
 TEST(err_rem_op_bad_receive_key)
 {
 	struct pair p = PAIR(.type = IBV_QPT_RC);
@@ -234,7 +242,10 @@ static void without(int right, enum ibv_wr_opcode opcode, bool of_qp)
 	struct region from = region(p.pd[0], 4096, ALL);
 
 	POST(p.qp[0], .opcode = opcode, .id = 1, .from = &from, .length = 8, .to = &p.mr[1]);
-	/* To a queue pair that is not set up for it the request is invalid; a key that does not grant it is a violation. */
+	/*
+	 * To a queue pair that is not set up for it the request is invalid; a key that does not grant it
+	 * is a violation.
+	 */
 	if (of_qp)
 		expect_error(p.cq[0], 1, REM_INV_REQ_ERR);
 	else
@@ -452,7 +463,10 @@ TEST(err_rem_access_wrapping_range)
 	responder_error(&p, IBV_EVENT_QP_ACCESS_ERR);
 }
 
-/* Keys that nobody was given open nothing: neighbours of a good one, small ones, and some of chance. */
+/*
+ * Keys that nobody was given open nothing: neighbours of a good one, small ones, and some of
+ * chance.
+ */
 TEST(err_guessed_keys)
 {
 	struct pair p = PAIR(.type = IBV_QPT_RC);

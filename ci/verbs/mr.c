@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-/* Memory regions: null, zero based, with addresses of one's own, changed, imported; device memory. */
+/*
+ * Memory regions: null, zero based, with addresses of one's own, changed, imported; device memory.
+ */
 #include "verbs-test.h"
 
 #include <pthread.h>
@@ -308,8 +310,10 @@ TEST(rereg_mr_all_and_errors)
 	expect_error(p.cq[0], 3, REM_ACCESS_ERR);
 }
 
-/* Changed while messages are under way: each is done with the region as it was or fails, and when the call has
- * returned, the old memory is left alone. */
+/*
+ * Changed while messages are under way: each is done with the region as it was or fails, and when
+ * the call has returned, the old memory is left alone.
+ */
 LONG_TEST(rereg_mr_under_traffic, 120)
 {
 	const size_t size = 4 << 20;

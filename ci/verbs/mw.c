@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-/* Memory windows of both types, in good and bad use. The second queue pair of a pair binds, the first one accesses. */
+/*
+ * Memory windows of both types, in good and bad use. The second queue pair of a pair binds, the
+ * first one accesses.
+ */
 #include "verbs-test.h"
 
 #define BINDABLE (ALL | IBV_ACCESS_MW_BIND)
@@ -350,7 +353,9 @@ TEST(mw2_fenced_invalidation)
 	}
 }
 
-/* Written through a window while it is invalidated: nothing arrives after the completion of that. */
+/*
+ * Written through a window while it is invalidated: nothing arrives after the completion of that.
+ */
 LONG_TEST(mw2_invalidation_under_traffic, 120)
 {
 	const uint32_t size = 4 << 20;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-/* Posting: every operation in both interfaces, inline data, lists, fence, solicited events, selective completions. */
+/*
+ * Posting: every operation in both interfaces, inline data, lists, fence, solicited events,
+ * selective completions.
+ */
 #include "verbs-test.h"
 
 #include <arpa/inet.h>
@@ -101,7 +104,10 @@ TEST(post_all_operations_ex)
 	all_operations(true);
 }
 
-/* Inline data up to the size that was granted, in both interfaces; the memory need not be registered. */
+/*
+ * Inline data up to the size that was granted, in both interfaces; the memory need not be
+ * registered.
+ */
 TEST(inline_up_to_the_limit)
 {
 	struct ibv_pd *pd = MAKE(ibv_alloc_pd(ctx));
@@ -338,7 +344,10 @@ TEST(notify_any)
 	}
 }
 
-/* Work requests that are not signaled complete without a word, and the next signaled one frees them. */
+/*
+ * Work requests that are not signaled complete without a word, and the next signaled one frees
+ * them.
+ */
 TEST(selective_signaling)
 {
 	struct pair p = PAIR(.type = IBV_QPT_RC, .send_wr = 8, .size = 65536);
@@ -548,7 +557,10 @@ TEST(large_messages)
 	CHECK(filled(p.mr[1].p, size, 5));
 }
 
-/* As many scatter/gather entries as there may be, on both sides; those of no length are nothing, whatever their key. */
+/*
+ * As many scatter/gather entries as there may be, on both sides; those of no length are nothing,
+ * whatever their key.
+ */
 TEST(post_max_sge)
 {
 	uint32_t most = dev.orig_attr.max_sge;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-/* Processes and resources: fork, death in the middle of it all, limits, parent and thread domains, GIDs that change. */
+/*
+ * Processes and resources: fork, death in the middle of it all, limits, parent and thread domains,
+ * GIDs that change.
+ */
 #include "verbs-test.h"
 
 #include <fcntl.h>
@@ -193,7 +196,10 @@ LONG_TEST(death_in_mid_traffic, 120)
 	}
 }
 
-/* Memory that goes away under a region: unmapped by its owner it stays pinned, and is nobody else's. */
+/*
+ * Memory that goes away under a region: unmapped by its owner it stays pinned, and is nobody
+ * else's.
+ */
 TEST(unmapped_region_stays_pinned)
 {
 	struct pair p = PAIR(.type = IBV_QPT_RC);

@@ -182,7 +182,10 @@ TEST(srq_bad_parameters)
 	CHECK(ibv_post_srq_recv(s.srq, &wr, &bad) != 0 && bad == &wr);
 }
 
-/* When a queue pair with a shared queue goes to the error state, it says when it takes no more of it. */
+/*
+ * When a queue pair with a shared queue goes to the error state, it says when it takes no more of
+ * it.
+ */
 TEST(srq_last_wqe_reached)
 {
 	struct shared s = make_shared(16, NULL);

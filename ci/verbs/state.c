@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-/* States of queue pairs: which changes there are, draining, errors of the send queue, events of the state. */
+/*
+ * States of queue pairs: which changes there are, draining, errors of the send queue, events of the
+ * state.
+ */
 #include "verbs-test.h"
 
 static struct ibv_qp *fresh(struct ibv_pd *pd, struct ibv_cq *cq, enum ibv_qp_type type)

@@ -36,7 +36,10 @@ TEST(uc_write)
 	fill(p.mr[0].p, 1 << 20, 2);
 	POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 1, .from = &p.mr[0], .length = 1 << 20, .to = &p.mr[1]);
 	expect_ok(p.cq[0], 1, RDMA_WRITE);
-	/* The completion of a UC write says nothing of the other side; a SEND after it that has arrived does. */
+	/*
+	 * The completion of a UC write says nothing of the other side; a SEND after it that has arrived
+	 * does.
+	 */
 	RECV(p.qp[1], 10, NULL, 0, 0);
 	POST(p.qp[0], .opcode = IBV_WR_SEND, .id = 2);
 	expect_ok(p.cq[0], 2, SEND);

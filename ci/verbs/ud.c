@@ -186,7 +186,10 @@ TEST(ud_sl_tells_the_header)
 	EQ(found, 3);
 }
 
-/* The longest datagram is one MTU; one byte more is an error of the sender, who can go on afterwards. */
+/*
+ * The longest datagram is one MTU; one byte more is an error of the sender, who can go on
+ * afterwards.
+ */
 TEST(ud_length_limits)
 {
 	struct ud a = make_ud(QKEY, 0), b = make_ud(QKEY, 0);
@@ -503,7 +506,10 @@ TEST(mcast_block_flag_is_for_ud)
 	MAKE_FAILS(EINVAL, ibv_create_qp_ex(ctx, &attr));
 }
 
-/* Between two processes, or two VMs: the datagrams themselves, and multicast with the loopback blocked. */
+/*
+ * Between two processes, or two VMs: the datagrams themselves, and multicast with the loopback
+ * blocked.
+ */
 
 struct address {
 	union ibv_gid gid;

@@ -5,7 +5,8 @@
  * verbs-test --server PORT        runs one test with the peer that connects
  * verbs-test --peer HOST:PORT NAME  runs a test with that server
  *
- * One line for each: `NAME: ok`, `NAME: skip REASON` or `NAME: FAIL REASON`. The exit status is 1 if any failed.
+ * One line for each: `NAME: ok`, `NAME: skip REASON` or `NAME: FAIL REASON`. The exit status is 1
+ * if any failed.
  */
 #include "verbs-test.h"
 

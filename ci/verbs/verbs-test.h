@@ -2,8 +2,8 @@
 /*
  * Tests of the public verbs API: what all of them use.
  *
- * A test is a function that ends by returning, by fail() or by skip(), in a process of its own. What it creates goes
- * with its process; afterwards the kernel must have as many objects as before.
+ * A test is a function that ends by returning, by fail() or by skip(), in a process of its own.
+ * What it creates goes with its process; afterwards the kernel must have as many objects as before.
  */
 #ifndef VERBS_TEST_H
 #define VERBS_TEST_H
@@ -216,7 +216,9 @@ enum ibv_qp_state state_of(struct ibv_qp *qp);
 /* Waits for it. */
 void wait_state(struct ibv_qp *qp, enum ibv_qp_state state);
 
-/* Two queue pairs of this process, each with a completion queue for both its queues and a region. */
+/*
+ * Two queue pairs of this process, each with a completion queue for both its queues and a region.
+ */
 struct pair {
 	struct ibv_pd *pd[2];
 	struct ibv_cq *cq[2];

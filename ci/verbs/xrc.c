@@ -265,8 +265,9 @@ TEST(xrc_domain_by_file)
 }
 
 /*
- * Two processes receive: the first creates the target queue pair, the second shares the domain by its file and opens
- * the target by its number. Then the first goes away, and messages to the second's SRQ still arrive.
+ * Two processes receive: the first creates the target queue pair, the second shares the domain by
+ * its file and opens the target by its number. Then the first goes away, and messages to the
+ * second's SRQ still arrive.
  */
 
 struct shared {
@@ -312,7 +313,10 @@ static void opener(struct link *link)
 		CHECK(filled(to.p + 2048 * i, 1000, 50 + i));
 		meet(link);
 	}
-	/* The last message names no SRQ. (Linux tells events of a target to who created it, not to who opened it.) */
+	/*
+	 * The last message names no SRQ. (Linux tells events of a target to who created it, not to who
+	 * opened it.)
+	 */
 	wait_state(qp, IBV_QPS_ERR);
 	OK(ibv_destroy_qp(qp));
 	OK(ibv_destroy_srq(srq));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the device executes for a message. `cargo xtask instructions` runs this under callgrind, which counts what is done
-//! within [`device_round`] between the two ends of [`measured`].
+//! What the device executes for a message. `cargo xtask instructions` runs this under callgrind,
+//! which counts what is done within [`device_round`] between the two ends of [`measured`].
 //!
-//! Prints the name of each workload and the number of its messages, in the order in which they are measured. An argument
-//! selects those whose name contains it.
+//! Prints the name of each workload and the number of its messages, in the order in which they are
+//! measured. An argument selects those whose name contains it.
 mod common;
 
 use common::{Bed, Flow, WORKLOADS};

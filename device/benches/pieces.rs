@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The pieces of the way of a message and of a command, one by one, so that a regression names its culprit.
+//! The pieces of the way of a message and of a command, one by one, so that a regression names its
+//! culprit.
 mod common;
 
 use std::hint::black_box;
@@ -107,7 +108,8 @@ fn page_lists(c: &mut Criterion) {
     group.finish();
 }
 
-/// The same for registrations by work requests: turn by turn. And what is given back when they are invalidated.
+/// The same for registrations by work requests: turn by turn. And what is given back when they are
+/// invalidated.
 fn page_lists_by_turns(c: &mut Criterion) {
     let pages = 1 << 20;
     let memory = memory(2 * pages + 4096);

@@ -72,7 +72,8 @@ pub enum Error {
 
 /// An RDMA NIC for virtual machines, on the host side of vhost-user.
 ///
-/// One process serves any number of VMs, each on a socket of its own. VMs on the same network reach each other.
+/// One process serves any number of VMs, each on a socket of its own. VMs on the same network reach
+/// each other.
 #[derive(Debug, Parser)]
 #[command(
     name = "vhost-device-rdma",
@@ -130,8 +131,8 @@ pub enum LinkState {
 pub struct ServeArgs {
     /// Serve a VM on this socket; may be repeated.
     ///
-    /// mac: address of the VM's network interface that belongs to the RNIC (GIDs and rdma_cm need it).
-    /// network: VMs on the same network reach each other [default: default].
+    /// mac: address of the VM's network interface that belongs to the RNIC (GIDs and rdma_cm need
+    /// it). network: VMs on the same network reach each other [default: default].
     /// completion-queues: interrupts for completions; one for each vCPU is best [default: 4].
     #[arg(
         long,

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A vhost-user RDMA NIC for virtual machines.
 //!
-//! The way of a work request: [`worker`] sees the doorbell, [`engine::requester`] reads the entry, [`fabric::local`] finds the peer,
-//! [`engine::responder`] places the data, [`verbs::cq`] takes the completion.
+//! The way of a work request: [`worker`] sees the doorbell, [`engine::requester`] reads the entry,
+//! [`fabric::local`] finds the peer, [`engine::responder`] places the data, [`verbs::cq`] takes the
+//! completion.
 #![deny(unsafe_code)]
 
 pub mod config;

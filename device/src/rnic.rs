@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The host process's adapter, and the RNIC that each VM sees of it.
 //!
-//! An [`Adapter`] owns the workers and knows who has which GID. An [`Rnic`] is one VM's device: its objects are in
-//! [`Tables`], which workers look at in visits of a bounded turn (crate `vhost-device-rdma-sync`), and which commands and changes of
-//! memory or run state close to change them. Whoever has closed them knows that nobody accesses guest memory.
+//! An [`Adapter`] owns the workers and knows who has which GID. An [`Rnic`] is one VM's device: its
+//! objects are in [`Tables`], which workers look at in visits of a bounded turn (crate
+//! `vhost-device-rdma-sync`), and which commands and changes of memory or run state close to change
+//! them. Whoever has closed them knows that nobody accesses guest memory.
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
@@ -172,10 +173,11 @@ impl Default for RnicSettings {
 
 /// Where an RNIC delivers its events: the event virtqueues of its VM.
 pub trait EventSink: Send + Sync {
-    /// Delivers a completion event to completion-event queue `vector`. If there is no buffer, it is kept until there is; one per
-    /// completion queue suffices.
+    /// Delivers a completion event to completion-event queue `vector`. If there is no buffer, it is
+    /// kept until there is; one per completion queue suffices.
     fn completion(&self, vector: u16, event: CompletionEvent);
-    /// Delivers an asynchronous event. If there is no buffer, it is kept until there is, within reason.
+    /// Delivers an asynchronous event. If there is no buffer, it is kept until there is, within
+    /// reason.
     fn asynchronous(&self, event: AsyncEvent);
     /// Drops what is kept about a completion queue, which is destroyed.
     fn forget_cq(&self, vector: u16, cqn: u32);
@@ -206,7 +208,8 @@ impl Adapter {
         })
     }
 
-    /// An adapter whose workers do nothing but what their loops are told to, in the caller's thread: for measurements and tests.
+    /// An adapter whose workers do nothing but what their loops are told to, in the caller's
+    /// thread: for measurements and tests.
     ///
     /// # Errors
     /// If the number of workers is out of range, or the system refuses a descriptor.
@@ -535,7 +538,8 @@ impl Rnic {
         self.tables.write()
     }
 
-    /// Replaces guest memory: everything that was resolved is resolved anew. Returns when nobody uses the old memory.
+    /// Replaces guest memory: everything that was resolved is resolved anew. Returns when nobody
+    /// uses the old memory.
     pub fn set_memory(&self, memory: Option<GuestMemory>) {
         let mut tables = self.tables_mut();
         let tables = &mut *tables;
@@ -580,7 +584,8 @@ impl Rnic {
         }
     }
 
-    /// The front end stops the rings. Returns when the VM is quiet: nobody accesses its memory until [`Self::start`].
+    /// The front end stops the rings. Returns when the VM is quiet: nobody accesses its memory
+    /// until [`Self::start`].
     pub fn stop(&self) {
         let mut tables = self.tables_mut();
         tables.running = false;

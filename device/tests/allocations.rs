@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The data path allocates nothing: what a worker does for messages of every kind, counted.
 //!
-//! Only the rounds of the worker are counted, after every ring went round once: until then, its lists grow to the size that
-//! they need.
+//! Only the rounds of the worker are counted, after every ring went round once: until then, its
+//! lists grow to the size that they need.
 #[path = "../benches/common/mod.rs"]
 mod common;
 

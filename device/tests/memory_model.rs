@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The chapter "Memory model" of the specification, statement by statement: random work requests of several queues, run by a
-//! device whose workers do a round when they are told to, against a model of what keys and memory must be.
+//! The chapter "Memory model" of the specification, statement by statement: random work requests of
+//! several queues, run by a device whose workers do a round when they are told to, against a model
+//! of what keys and memory must be.
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -216,7 +217,8 @@ impl Backing {
     }
 }
 
-// Random work requests of several queues: there is an order of them in which all is as the model says.
+// Random work requests of several queues: there is an order of them in which all is as the model
+// says.
 
 const PAIRS: usize = 2;
 const QUEUES: usize = 2 * PAIRS;
@@ -248,7 +250,8 @@ enum Op {
     Invalidate(Key, bool),
     /// A second side reads a word of the first into a region, and invalidates it or not.
     Bring(usize, u8, u64, bool),
-    /// A second side binds its window, which has the first low bits, to a region, and gives it the others.
+    /// A second side binds its window, which has the first low bits, to a region, and gives it the
+    /// others.
     Bind(u8, u8, usize, u8),
 }
 
@@ -404,7 +407,8 @@ struct Done {
     after: [usize; QUEUES],
 }
 
-/// Whether there is an order of all work requests, that of each queue kept, in which they fare as they did and memory is what it is.
+/// Whether there is an order of all work requests, that of each queue kept, in which they fare as
+/// they did and memory is what it is.
 fn explained(
     queues: &[Vec<Done>; QUEUES],
     at: [usize; QUEUES],
@@ -439,8 +443,8 @@ fn explained(
     false
 }
 
-/// A random choice of a work request: its queue, what to do and with what, whether it is to be possible, and how many rounds to
-/// do before the next.
+/// A random choice of a work request: its queue, what to do and with what, whether it is to be
+/// possible, and how many rounds to do before the next.
 #[derive(Debug, Clone, Copy)]
 struct Choice {
     queue: usize,
@@ -466,7 +470,8 @@ fn choices() -> impl Strategy<Value = Vec<Choice>> {
     })
 }
 
-/// The work request that a choice stands for, if there is one. `guess` is what all would be if each were done when it is posted.
+/// The work request that a choice stands for, if there is one. `guess` is what all would be if each
+/// were done when it is posted.
 fn op(choice: Choice, guess: &Model, value: u64) -> Option<Op> {
     let Choice {
         queue,
@@ -792,7 +797,8 @@ fn what_must_not_be_is_not_explained() {
         [vec![write], vec![register, invalidate], none(), none()],
         7
     ));
-    // Another value; a write before or after the region was registered; in another order of the queue.
+    // Another value; a write before or after the region was registered; in another order of the
+    // queue.
     assert!(!explained(
         [vec![write], vec![register, invalidate], none(), none()],
         8
@@ -924,7 +930,8 @@ fn a_message_is_cut_off_when_its_key_becomes_invalid() {
             for _ in 0..rounds {
                 bed.round();
             }
-            // Invalidated by whoever: all the same, and registered again for the same memory, or other memory, or not.
+            // Invalidated by whoever: all the same, and registered again for the same memory, or
+            // other memory, or not.
             let by = if late { &l.b } else { &l.c };
             by.qp.invalidate(1, key).unwrap();
             l.good(&bed, by)?;
@@ -1261,7 +1268,8 @@ fn a_long_registration_keeps_nobody_waiting() {
         length: 8,
         lkey: l.physical,
     };
-    // No page behind the one before; all; and all but the last, so that they must be written down one by one at the end.
+    // No page behind the one before; all; and all but the last, so that they must be written down
+    // one by one at the end.
     let orders: [fn(u64) -> u64; 3] = [
         |i| PAGES - 1 - i,
         |i| i,
@@ -1278,7 +1286,8 @@ fn a_long_registration_keeps_nobody_waiting() {
         l.b.qp.post_reg(0, &reg).unwrap();
         let mut messages = 0;
         let done = loop {
-            // Another queue pair's message takes no more than its turn, and one of those who registers.
+            // Another queue pair's message takes no more than its turn, and one of those who
+            // registers.
             l.c.qp
                 .write(0, &[own], somewhere.page(0) + 8, l.physical)
                 .unwrap();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The tables of the specification about changes of state, compared with the state machines of the device.
+//! The tables of the specification about changes of state, compared with the state machines of the
+//! device.
 use std::collections::BTreeMap;
 
 use vhost_device_rdma::verbs::state::attributes;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Generates the bindings from rdma-core's private headers, and a stand-in for libibverbs to link with.
+//! Generates the bindings from rdma-core's private headers, and a stand-in for libibverbs to link
+//! with.
 //!
-//! The headers come from `set-up.sh`. `VIRTIO_RDMA_RDMA_CORE` names another tree of its kind, and with it the version of
-//! the private interface that the provider is built for.
+//! The headers come from `set-up.sh`. `VIRTIO_RDMA_RDMA_CORE` names another tree of its kind, and
+//! with it the version of the private interface that the provider is built for.
 
 use std::env;
 use std::fs;
@@ -92,8 +93,8 @@ fn bindings(include: &Path, out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds a library with the name and the symbol versions of libibverbs, and nothing in it: what is linked with it
-/// runs with the true one.
+/// Builds a library with the name and the symbol versions of libibverbs, and nothing in it: what is
+/// linked with it runs with the true one.
 fn stub(map: &str, out: &Path) -> Result<PathBuf> {
     let mut stanzas: Vec<(&str, String)> = Vec::new();
     let mut code = String::new();

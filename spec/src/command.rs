@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Control commands (specification: "Control commands").
 //!
-//! A command is a device-readable buffer that starts with a [`CommandHeader`], followed by the body of its opcode; the
-//! response is a device-writable buffer that gets a [`ResponseHeader`] and the body of the opcode. Both may grow: a command
-//! longer than the device knows is accepted if the rest is zero, a response is cut to the buffer.
+//! A command is a device-readable buffer that starts with a [`CommandHeader`], followed by the body
+//! of its opcode; the response is a device-writable buffer that gets a [`ResponseHeader`] and the
+//! body of the opcode. Both may grow: a command longer than the device knows is accepted if the
+//! rest is zero, a response is cut to the buffer.
 use crate::{constants, layouts};
 
 constants! {
@@ -123,19 +124,23 @@ layouts! {
 
     /// A list of guest pages, as a tree of 4 KiB tables of 512 guest-physical addresses each.
     pub struct PageList(16) {
-        /// With `levels` 0: the address of the one page itself. Otherwise the address of the topmost table (4 KiB aligned).
+        /// With `levels` 0: the address of the one page itself. Otherwise the address of the
+        /// topmost table (4 KiB aligned).
         0 => addr: u64,
         /// Number of pages.
         8 => count: u32,
-        /// 0 to 3: tables between `addr` and the pages. `count` must not exceed 512 to the power of `levels`.
+        /// 0 to 3: tables between `addr` and the pages. `count` must not exceed 512 to the power of
+        /// `levels`.
         12 => levels: u8,
-        /// log2 of the size of a page: 12 to 31. Pages are aligned to their size. Rings and doorbell memory use 12.
+        /// log2 of the size of a page: 12 to 31. Pages are aligned to their size. Rings and
+        /// doorbell memory use 12.
         13 => page_shift: u8,
         /// Reserved, zero.
         14 => reserved: u16,
     }
 
-    /// An entry of a block list: the tables of the last level hold these in place of addresses of pages, 256 each.
+    /// An entry of a block list: the tables of the last level hold these in place of addresses of
+    /// pages, 256 each.
     pub struct Block(16) {
         /// Guest-physical address of the first byte.
         0 => addr: u64,
@@ -273,7 +278,8 @@ layouts! {
         124 => max_mcast_qp_attach: u32,
         /// XRC domains.
         128 => max_xrcd: u32,
-        /// The null lkey: reading it gives zeros, what is written to it is discarded. Zero: there is none.
+        /// The null lkey: reading it gives zeros, what is written to it is discarded. Zero: there
+        /// is none.
         132 => null_lkey: u32,
         /// Largest `count` of MODIFY_CQ.
         136 => max_cq_moderation_count: u16,
@@ -375,7 +381,8 @@ layouts! {
 
     /// Body of CREATE_CONTEXT.
     pub struct CreateContext(24) {
-        /// Doorbell memory: `doorbell::BLOCK_PAGES` pages per doorbell queue, in their order, zeroed.
+        /// Doorbell memory: `doorbell::BLOCK_PAGES` pages per doorbell queue, in their order,
+        /// zeroed.
         0 => doorbell: PageList,
         /// Reserved, zero.
         16 => reserved: u64,
@@ -509,7 +516,8 @@ layouts! {
         8 => attr: QpAttr,
     }
 
-    /// Body of REREG_MR. The response is a `RegMrResponse`. Fields of what is not to be changed are ignored.
+    /// Body of REREG_MR. The response is a `RegMrResponse`. Fields of what is not to be changed are
+    /// ignored.
     pub struct ReregMr(72) {
         /// The region: its lkey.
         0 => lkey: u32,
@@ -533,7 +541,8 @@ layouts! {
         57 => reserved: [u8; 15],
     }
 
-    /// Body of ALLOC_MR. The response is a `RegMrResponse`; DEREG_MR takes its lkey, or any later one of the region.
+    /// Body of ALLOC_MR. The response is a `RegMrResponse`; DEREG_MR takes its lkey, or any later
+    /// one of the region.
     pub struct AllocMr(16) {
         /// Protection domain.
         0 => pd: u32,
@@ -547,8 +556,8 @@ layouts! {
         13 => reserved: [u8; 3],
     }
 
-    /// Body of ALLOC_MW. The response is a `HandleResponse` with the rkey of the window; DEALLOC_MW takes it, or any later
-    /// one of the window.
+    /// Body of ALLOC_MW. The response is a `HandleResponse` with the rkey of the window; DEALLOC_MW
+    /// takes it, or any later one of the window.
     pub struct AllocMw(16) {
         /// Protection domain.
         0 => pd: u32,
@@ -560,7 +569,8 @@ layouts! {
         6 => reserved: [u8; 10],
     }
 
-    /// Body of RESIZE_CQ. The response is a `HandleResponse` with the number of entries that were moved.
+    /// Body of RESIZE_CQ. The response is a `HandleResponse` with the number of entries that were
+    /// moved.
     pub struct ResizeCq(40) {
         /// Completion queue.
         0 => cqn: u32,
@@ -582,7 +592,8 @@ layouts! {
         0 => cqn: u32,
         /// An event is held back for so many completions at most; zero: `period` alone counts.
         4 => count: u16,
-        /// An event is held back for so long at most, microseconds; zero with `count` above 1: for the longest period.
+        /// An event is held back for so long at most, microseconds; zero with `count` above 1: for
+        /// the longest period.
         6 => period: u16,
         /// Reserved, zero.
         8 => reserved: u64,
@@ -696,7 +707,8 @@ constants! {
     pub mod create_qp_flag: u8 {
         /// Every send work request produces a completion.
         SIGNAL_ALL = 1,
-        /// UD: multicast messages do not come back to the queue pair that sent them, nor to others of its VM.
+        /// UD: multicast messages do not come back to the queue pair that sent them, nor to others
+        /// of its VM.
         BLOCK_MULTICAST_LOOPBACK = 2,
     }
 }
@@ -734,7 +746,8 @@ constants! {
     pub mod mw_type: u8 {
         /// Bound through a command-like verb, belongs to its protection domain.
         TYPE_1 = 1,
-        /// Bound and invalidated by work requests, belongs to the queue pair that bound it and to its protection domain.
+        /// Bound and invalidated by work requests, belongs to the queue pair that bound it and to
+        /// its protection domain.
         TYPE_2 = 2,
     }
 }

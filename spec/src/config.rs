@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Configuration space, virtqueues and feature bits (specification: "Virtqueues", "Feature bits", "Configuration").
+//! Configuration space, virtqueues and feature bits (specification: "Virtqueues", "Feature bits",
+//! "Configuration").
 use crate::{constants, layouts};
 
 layouts! {
@@ -40,8 +41,8 @@ pub const fn first_doorbell_queue(completion_queues: u16) -> u16 {
 constants! {
     /// Device-specific feature bits (bit numbers).
     pub mod feature: u32 {
-        /// RC queue pairs with SEND, RDMA WRITE, RDMA READ and their immediate forms. Always offered; a driver that
-        /// does not accept it has no queue pairs.
+        /// RC queue pairs with SEND, RDMA WRITE, RDMA READ and their immediate forms. Always
+        /// offered; a driver that does not accept it has no queue pairs.
         RC = 0,
         /// UD queue pairs, the GSI queue pair, multicast.
         UD = 1,

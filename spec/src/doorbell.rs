@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Doorbell memory and the wake-up protocol (specification: "Doorbells and wake-up").
 //!
-//! A context shares one *doorbell block* per worker with the device: bits of its queue pairs with new work, in three
-//! levels. The root word's bits 16 to 63 are the queue pairs in slots 0 to 47 themselves; bits 0 to 15 say which summary
-//! words are not zero, a summary word's bits which leaf words are not zero, and a leaf word's bits are slots 48 and up.
+//! A context shares one *doorbell block* per worker with the device: bits of its queue pairs with
+//! new work, in three levels. The root word's bits 16 to 63 are the queue pairs in slots 0 to 47
+//! themselves; bits 0 to 15 say which summary words are not zero, a summary word's bits which leaf
+//! words are not zero, and a leaf word's bits are slots 48 and up.
 //!
-//! To ring: set the bit (leaf first, then summary, then root), each by an atomic OR; then, all sequentially consistent,
-//! load the worker's status word, and if it says SLEEPING, write the doorbell queue's index to its notify address.
-//! The device clears in the other direction (root, summary, leaf), by atomic exchange with zero, and looks at the rings only
-//! after the exchange.
+//! To ring: set the bit (leaf first, then summary, then root), each by an atomic OR; then, all
+//! sequentially consistent, load the worker's status word, and if it says SLEEPING, write the
+//! doorbell queue's index to its notify address. The device clears in the other direction (root,
+//! summary, leaf), by atomic exchange with zero, and looks at the rings only after the exchange.
 use crate::constants;
 
 /// Slots per doorbell block.

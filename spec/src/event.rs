@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the device writes to the event queues (specification: "Completion events", "Asynchronous events").
+//! What the device writes to the event queues (specification: "Completion events", "Asynchronous
+//! events").
 use crate::{constants, layouts};
 
 layouts! {
@@ -51,7 +52,8 @@ constants! {
         SRQ_ERR = 14,
         /// Shared receive queue limit reached: `number` is the SRQ.
         SRQ_LIMIT_REACHED = 15,
-        /// The last receive work request of a queue pair with an SRQ was consumed: `number` is the QP.
+        /// The last receive work request of a queue pair with an SRQ was consumed: `number` is the
+        /// QP.
         QP_LAST_WQE_REACHED = 16,
     }
 }

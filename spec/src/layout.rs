@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The machinery behind every layout: one declaration gives the structure, its checked offsets, its conversion
-//! from and to little-endian bytes, and a description that a test compares with the text of the specification.
+//! The machinery behind every layout: one declaration gives the structure, its checked offsets, its
+//! conversion from and to little-endian bytes, and a description that a test compares with the text
+//! of the specification.
 
 /// One field of a [`Layout`]: what the table in the specification says about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,9 +18,11 @@ pub struct FieldDesc {
 pub trait Layout: Sized {
     /// Size of the representation, bytes.
     const SIZE: usize;
-    /// Writes the representation to the first [`Self::SIZE`] bytes of `out`; bytes that do not fit are dropped.
+    /// Writes the representation to the first [`Self::SIZE`] bytes of `out`; bytes that do not fit
+    /// are dropped.
     fn put(&self, out: &mut [u8]);
-    /// Reads the value from the first [`Self::SIZE`] bytes of `from`; bytes that are missing count as zero.
+    /// Reads the value from the first [`Self::SIZE`] bytes of `from`; bytes that are missing count
+    /// as zero.
     fn get(from: &[u8]) -> Self;
 }
 
@@ -83,8 +86,8 @@ impl<const N: usize> Layout for [u8; N] {
     }
 }
 
-/// Declares structures with explicit offsets: `OFFSET => name: type`. The offsets are checked at compile time:
-/// fields follow each other without holes or overlaps and end at the declared size.
+/// Declares structures with explicit offsets: `OFFSET => name: type`. The offsets are checked at
+/// compile time: fields follow each other without holes or overlaps and end at the declared size.
 #[macro_export]
 macro_rules! layouts {
     ($(
@@ -123,8 +126,8 @@ macro_rules! layouts {
                     out
                 }
 
-                /// The value with this little-endian representation. Every representation is a value; whether it
-                /// makes sense is for its user to check.
+                /// The value with this little-endian representation. Every representation is a
+                /// value; whether it makes sense is for its user to check.
                 #[inline(always)]
                 #[must_use]
                 pub fn from_bytes(from: &[u8; $size]) -> Self {

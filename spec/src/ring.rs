@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Rings in guest memory and their entries (specification: "Rings").
 //!
-//! A ring has a power-of-two number of entries of a power-of-two stride. Each entry carries a phase bit: it is 1 in the
-//! first lap, and flips with every lap; the ring starts zeroed. The writer of an entry writes everything else first and
-//! then, with release order, the 8 aligned bytes that hold the phase; the reader reads these 8 bytes first, with acquire
-//! order. There is no producer index, hence none that could be wrong.
+//! A ring has a power-of-two number of entries of a power-of-two stride. Each entry carries a phase
+//! bit: it is 1 in the first lap, and flips with every lap; the ring starts zeroed. The writer of
+//! an entry writes everything else first and then, with release order, the 8 aligned bytes that
+//! hold the phase; the reader reads these 8 bytes first, with acquire order. There is no producer
+//! index, hence none that could be wrong.
 use crate::command::PageList;
 use crate::layouts;
 
@@ -19,7 +20,8 @@ layouts! {
         12 => lkey: u32,
     }
 
-    /// The first bytes of an entry of a send queue; scatter/gather entries or inline data follow at offset 48.
+    /// The first bytes of an entry of a send queue; scatter/gather entries or inline data follow at
+    /// offset 48.
     pub struct SendWqe(48) {
         /// `wr_opcode`.
         0 => opcode: u8,
@@ -37,15 +39,16 @@ layouts! {
         24 => rkey: u32,
         /// XRC: number of the remote SRQ. Otherwise zero.
         28 => srqn: u32,
-        /// Atomic operations: operand to add or to compare with. FLUSH: length of the range, bytes. Otherwise zero.
+        /// Atomic operations: operand to add or to compare with. FLUSH: length of the range, bytes.
+        /// Otherwise zero.
         32 => operand0: u64,
-        /// Atomic operations: operand to swap in. FLUSH: `flush_type` bits, and `flush_level` in bits 8 to 15. Otherwise
-        /// zero.
+        /// Atomic operations: operand to swap in. FLUSH: `flush_type` bits, and `flush_level` in
+        /// bits 8 to 15. Otherwise zero.
         40 => operand1: u64,
     }
 
-    /// The first bytes of an entry of the send queue of a UD or GSI queue pair; scatter/gather entries or inline data follow
-    /// at offset 64.
+    /// The first bytes of an entry of the send queue of a UD or GSI queue pair; scatter/gather
+    /// entries or inline data follow at offset 64.
     pub struct UdWqe(64) {
         /// `wr_opcode`: SEND or SEND_WITH_IMM.
         0 => opcode: u8,
@@ -83,7 +86,8 @@ layouts! {
         58 => reserved1: [u8; 6],
     }
 
-    /// An entry of a send queue that binds a memory window, as far as it differs from `SendWqe`: bytes 16 to 64.
+    /// An entry of a send queue that binds a memory window, as far as it differs from `SendWqe`:
+    /// bytes 16 to 64.
     pub struct BindMw(48) {
         /// First address of the window, as remote work requests name it.
         0 => addr: u64,
@@ -105,7 +109,8 @@ layouts! {
         44 => reserved1: u32,
     }
 
-    /// An entry of a send queue that registers a region, as far as it differs from `SendWqe`: bytes 16 to 64.
+    /// An entry of a send queue that registers a region, as far as it differs from `SendWqe`: bytes
+    /// 16 to 64.
     pub struct FastReg(48) {
         /// Address of the first byte, as work requests name it.
         0 => iova: u64,
@@ -123,8 +128,8 @@ layouts! {
         44 => lkey: u32,
     }
 
-    /// The last operands of an entry of a send queue with a masked atomic operation; they follow the scatter/gather
-    /// entry, at offset 64.
+    /// The last operands of an entry of a send queue with a masked atomic operation; they follow
+    /// the scatter/gather entry, at offset 64.
     pub struct MaskedOperands(16) {
         /// Compare and swap: mask of the comparison. Fetch and add: mask of the field boundaries.
         0 => mask0: u64,
@@ -158,7 +163,8 @@ layouts! {
         16 => qp_num: u32,
         /// Remote queue pair (receives).
         20 => src_qp: u32,
-        /// Index of the completed entry in its ring; with it all earlier ones of the send queue are free.
+        /// Index of the completed entry in its ring; with it all earlier ones of the send queue are
+        /// free.
         24 => wqe_index: u16,
         /// `vendor_err`, when `status` is not SUCCESS.
         26 => vendor_err: u8,
@@ -166,7 +172,8 @@ layouts! {
         27 => sl: u8,
         /// `wc_status`.
         28 => status: u8,
-        /// `wc_opcode`; undefined unless `status` is SUCCESS, but whether it is a receive (bit 7) is always told.
+        /// `wc_opcode`; undefined unless `status` is SUCCESS, but whether it is a receive (bit 7)
+        /// is always told.
         29 => opcode: u8,
         /// `wc_flag` bits.
         30 => wc_flags: u8,
@@ -174,7 +181,8 @@ layouts! {
         31 => phase: u8,
     }
 
-    /// What follows `Cqe` in an entry of a completion queue with stride 64. It is written before `Cqe`'s phase.
+    /// What follows `Cqe` in an entry of a completion queue with stride 64. It is written before
+    /// `Cqe`'s phase.
     pub struct CqeExtension(32) {
         /// Time of the completion on the device's clock, nanoseconds.
         0 => timestamp: u64,
@@ -188,13 +196,15 @@ layouts! {
 
     /// The start of a shared receive queue's buffer. The ring follows.
     pub struct SrqRecord(128) {
-        /// Written by the device. Not zero: posting must ring the doorbell (a sender waits for a receive).
+        /// Written by the device. Not zero: posting must ring the doorbell (a sender waits for a
+        /// receive).
         0 => rq_waited: u32,
         /// Written by the device: entries consumed so far, modulo 2^32. They are free.
         4 => consumed: u32,
         /// Reserved, zero.
         8 => reserved0: [u8; 56],
-        /// Written by the driver: entries posted so far, modulo 2^32. The device reads it for the limit only.
+        /// Written by the driver: entries posted so far, modulo 2^32. The device reads it for the
+        /// limit only.
         64 => posted: u32,
         /// Reserved, zero.
         68 => reserved1: [u8; 60],
@@ -202,22 +212,24 @@ layouts! {
 
     /// The start of a queue pair's buffer: written by the device, read by the driver.
     pub struct QpRecord(64) {
-        /// Not zero: posting to the receive queue must ring the doorbell (a sender waits for a receive, or the queue
-        /// pair is in the error state and receives are to be flushed).
+        /// Not zero: posting to the receive queue must ring the doorbell (a sender waits for a
+        /// receive, or the queue pair is in the error state and receives are to be flushed).
         0 => rq_waited: u32,
         /// Reserved.
         4 => reserved: [u8; 60],
     }
 
-    /// The start of a completion queue's buffer: written by the driver, read by the device. What is written with every completion and
-    /// what is read with every completion do not share a cache line.
+    /// The start of a completion queue's buffer: written by the driver, read by the device. What is
+    /// written with every completion and what is read with every completion do not share a cache
+    /// line.
     pub struct CqRecord(128) {
-        /// Entries consumed so far, modulo 2^32. The device reads it to see that the queue is not full.
+        /// Entries consumed so far, modulo 2^32. The device reads it to see that the queue is not
+        /// full.
         0 => consumer: u32,
         /// Reserved, zero.
         4 => reserved0: [u8; 60],
-        /// Arming: bit 0: any completion, bit 1: solicited completions and errors only, bits 2..32: a sequence number that
-        /// the driver increments with every arming. Zero: never armed.
+        /// Arming: bit 0: any completion, bit 1: solicited completions and errors only, bits 2..32:
+        /// a sequence number that the driver increments with every arming. Zero: never armed.
         64 => arm: u32,
         /// Reserved, zero.
         68 => reserved1: [u8; 60],
@@ -265,8 +277,8 @@ pub const ARM_SOLICITED: u32 = 2;
 /// `CqRecord::arm`: the sequence number counts in steps of this.
 pub const ARM_SEQUENCE: u32 = 4;
 
-/// Stride of a send queue for work requests with up to `sge` scatter/gather entries and `inline` bytes; `None` where
-/// that is more than an entry can hold.
+/// Stride of a send queue for work requests with up to `sge` scatter/gather entries and `inline`
+/// bytes; `None` where that is more than an entry can hold.
 #[must_use]
 pub const fn send_stride(sge: u32, inline: u32) -> Option<u32> {
     if sge > MAX_SGE || inline > MAX_INLINE {
@@ -299,8 +311,8 @@ pub const fn ud_send_stride(sge: u32, inline: u32) -> Option<u32> {
     })
 }
 
-/// Stride of a receive queue for work requests with up to `sge` scatter/gather entries; `None` where that is more than
-/// an entry can hold.
+/// Stride of a receive queue for work requests with up to `sge` scatter/gather entries; `None`
+/// where that is more than an entry can hold.
 #[must_use]
 pub const fn recv_stride(sge: u32) -> Option<u32> {
     if sge > MAX_SGE {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The numbers of verbs: opcodes, statuses, states, access flags. Where the InfiniBand verbs of Linux have a number for
-//! something, it is the same here (specification: "Verbs numbers").
+//! The numbers of verbs: opcodes, statuses, states, access flags. Where the InfiniBand verbs of
+//! Linux have a number for something, it is the same here (specification: "Verbs numbers").
 use crate::constants;
 
 constants! {
@@ -44,7 +44,8 @@ constants! {
 constants! {
     /// Flags of a send work request (low bits of `SendWqe::flags`).
     pub mod send_flag: u8 {
-        /// Start only when all previous RDMA READ and atomic operations of this queue have completed.
+        /// Start only when all previous RDMA READ and atomic operations of this queue have
+        /// completed.
         FENCE = 1,
         /// Produce a completion on success.
         SIGNALED = 2,
@@ -192,13 +193,15 @@ constants! {
         RECV_TOO_SHORT = 11,
         /// The responder never had a receive work request.
         NO_RECEIVE = 12,
-        /// Nobody answered: no such port or queue pair, or it is not ready to receive, or not connected to this one.
+        /// Nobody answered: no such port or queue pair, or it is not ready to receive, or not
+        /// connected to this one.
         NO_ANSWER = 13,
         /// A receive work request of the responder was bad.
         BAD_RECEIVE = 14,
         /// Guest memory behind a key or ring is gone.
         MEMORY_GONE = 15,
-        /// The responder is not set up for RDMA READ or atomic operations (max_dest_rd_atomic is 0).
+        /// The responder is not set up for RDMA READ or atomic operations (max_dest_rd_atomic is
+        /// 0).
         RD_ATOMIC = 16,
         /// Flushed after an earlier error or a change to the error state.
         FLUSHED = 17,
@@ -332,8 +335,8 @@ constants! {
         FLUSH_PERSISTENT = 0x200,
         /// Relaxed ordering: a hint, accepted, no meaning.
         RELAXED_ORDERING = 0x10_0000,
-        /// Regions only, with the feature PHYSICAL_MR: all guest memory. Addresses are guest-physical addresses; REG_MR's
-        /// iova, length, offset and pages are zero.
+        /// Regions only, with the feature PHYSICAL_MR: all guest memory. Addresses are
+        /// guest-physical addresses; REG_MR's iova, length, offset and pages are zero.
         PHYSICAL = 0x8000_0000,
     }
 }

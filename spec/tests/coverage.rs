@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Every requirement of the text is cited by a test somewhere in the repository, or listed in `not-covered.md` with a
-//! reason. A citation is the identifier of the requirement, in a comment or anywhere else in the code of a test.
+//! Every requirement of the text is cited by a test somewhere in the repository, or listed in
+//! `not-covered.md` with a reason. A citation is the identifier of the requirement, in a comment or
+//! anywhere else in the code of a test.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,8 @@ use std::path::{Path, PathBuf};
 const TEXT: &str = include_str!("../virtio-rdma.md");
 const NOT_COVERED: &str = include_str!("../not-covered.md");
 
-/// Where tests are: of these directories the files below a `tests` directory, unit tests in sources, and all of `ci`.
+/// Where tests are: of these directories the files below a `tests` directory, unit tests in
+/// sources, and all of `ci`.
 const PLACES: &[&str] = &["ci", "device", "guest-driver", "spec"];
 
 /// Identifiers of requirements in `text`: `D-` or `G-`, capitals, `-`, three digits.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Properties of the layouts: every representation is a value and comes back as it was, fields are where the tables
-//! say, and bytes that are missing count as zero.
+//! Properties of the layouts: every representation is a value and comes back as it was, fields are
+//! where the tables say, and bytes that are missing count as zero.
 use std::collections::HashSet;
 
 use proptest::prelude::*;
@@ -8,7 +8,8 @@ use virtio_rdma_spec::doorbell::{self, Bit};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::{command, config, event, ring, verbs};
 
-/// For every structure: bytes to value to bytes, both ways of writing and reading, and a cut buffer.
+/// For every structure: bytes to value to bytes, both ways of writing and reading, and a cut
+/// buffer.
 macro_rules! round_trips {
     ($($test:ident: $path:path),* $(,)?) => {
         proptest! {

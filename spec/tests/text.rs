@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The text (`virtio-rdma.md`) and the crate are one specification in two forms. These tests prove that they agree in
-//! both directions: every structure and constant of one is in the other, with the same names, places and values.
+//! The text (`virtio-rdma.md`) and the crate are one specification in two forms. These tests prove
+//! that they agree in both directions: every structure and constant of one is in the other, with
+//! the same names, places and values.
 use std::collections::{BTreeMap, BTreeSet};
 
 use virtio_rdma_spec::{command, config, doorbell, event, ring, verbs};

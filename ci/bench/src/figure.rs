@@ -24,10 +24,11 @@
 //! }
 //! ```
 //!
-//! `ratio` is the median of the ratios of the repetitions, each to the peer's repetition beside it in time, so that a machine that
-//! changes meanwhile does not change it; it is that of the two values only if the peer was repeated less or more often.
-//! `percentiles`, `x`, `peer`, `ratio`, `target` and `met` may be missing or null. Whatever has two peers is two figures of the
-//! same section and name. Numbers of figures are in the unit that they are shown in.
+//! `ratio` is the median of the ratios of the repetitions, each to the peer's repetition beside it
+//! in time, so that a machine that changes meanwhile does not change it; it is that of the two
+//! values only if the peer was repeated less or more often. `percentiles`, `x`, `peer`, `ratio`,
+//! `target` and `met` may be missing or null. Whatever has two peers is two figures of the same
+//! section and name. Numbers of figures are in the unit that they are shown in.
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -126,7 +127,8 @@ impl Target {
 pub struct Figure {
     /// Where.
     pub part: Part,
-    /// What kind of thing it is: `latency`, `message rate`, `bandwidth` and the like. A section is a table of the report.
+    /// What kind of thing it is: `latency`, `message rate`, `bandwidth` and the like. A section is
+    /// a table of the report.
     pub section: String,
     /// What it is, unique in its section together with `x` and the peer.
     pub name: String,
@@ -138,10 +140,12 @@ pub struct Figure {
     pub value: f64,
     /// Each repetition.
     pub runs: Vec<f64>,
-    /// Other statistics of single events, such as `p99`; each is the median of that of the repetitions.
+    /// Other statistics of single events, such as `p99`; each is the median of that of the
+    /// repetitions.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub percentiles: BTreeMap<String, f64>,
-    /// If figures of this section and name are points of a curve: where on the horizontal axis, such as a size in bytes.
+    /// If figures of this section and name are points of a curve: where on the horizontal axis,
+    /// such as a size in bytes.
     #[serde(default)]
     pub x: Option<f64>,
     /// What it is compared with.
@@ -301,7 +305,8 @@ pub(crate) fn io(path: &Path, source: std::io::Error) -> Error {
     }
 }
 
-/// The middle one; of an even number the mean of the two in the middle. Not a number if there are none.
+/// The middle one; of an even number the mean of the two in the middle. Not a number if there are
+/// none.
 #[must_use]
 pub fn median(runs: &[f64]) -> f64 {
     let mut sorted = runs.to_vec();

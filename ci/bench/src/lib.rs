@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The benchmark: how fast the device is, beside what it competes with, measured in the same run.
 //!
-//! What is measured becomes [`Figure`]s. Each part of the benchmark leaves its figures in a file of the same format
-//! ([`Measurements`]): the native part ([`native`]) in `bench-native.json`, the part between VMs in `bench-vm.json`, both in
-//! `target/reports/`. The report ([`report`]) is made of what is there of these.
+//! What is measured becomes [`Figure`]s. Each part of the benchmark leaves its figures in a file of
+//! the same format ([`Measurements`]): the native part ([`native`]) in `bench-native.json`, the
+//! part between VMs in `bench-vm.json`, both in `target/reports/`. The report ([`report`]) is made
+//! of what is there of these.
 //!
 //! Without the feature `run` there is only the format.
 #![forbid(unsafe_code)]

@@ -118,7 +118,8 @@ struct Chart {
 /// Name, colour and points.
 type Curve = (String, RGBColor, Vec<(f64, f64)>);
 
-/// Draws all plots that there are figures for; returns their names, without the ending, and what they show.
+/// Draws all plots that there are figures for; returns their names, without the ending, and what
+/// they show.
 ///
 /// # Errors
 /// If the font is missing, or something cannot be written.

@@ -48,7 +48,10 @@ struct side {
 	uint64_t succeeded[2];
 };
 
-/* RC with a completion queue for both queues; RC with one for each; UD with one for both queue pairs. */
+/*
+ * RC with a completion queue for both queues; RC with one for each; UD with one for both queue
+ * pairs.
+ */
 #define COUNT 6
 #define CQS 7
 
@@ -251,7 +254,10 @@ static int post_one(struct side *side, enum which which)
 	return error;
 }
 
-/* Fills the receive queues, and the send queues as far as there are receives. After `limit` messages there are no more. */
+/*
+ * Fills the receive queues, and the send queues as far as there are receives. After `limit`
+ * messages there are no more.
+ */
 static void post_traffic(uint64_t limit)
 {
 	for (int i = 0; i < COUNT; i++)

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Everything a VM needs, built or taken from the cache: images, QEMU, the device, and what the guests load.
+//! Everything a VM needs, built or taken from the cache: images, QEMU, the device, and what the
+//! guests load.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -110,7 +111,8 @@ impl Everything {
     }
 }
 
-/// Removes what commands have left in a directory that run no longer: the names end in their process ids.
+/// Removes what commands have left in a directory that run no longer: the names end in their
+/// process ids.
 fn remove_old(directory: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(directory) else {
         return Ok(());
@@ -168,7 +170,8 @@ fn kernel_images(build_roots: &[(Kernel, BuildRoot)]) -> Result<Vec<(Kernel, Ker
         .collect()
 }
 
-/// Builds everything for some kernels, what is independent side by side: some of it waits for the network, some for the CPUs.
+/// Builds everything for some kernels, what is independent side by side: some of it waits for the
+/// network, some for the CPUs.
 pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
     std::thread::scope(|scope| {
         let qemu = scope.spawn(qemu);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The cache of slow, stable artefacts: `$XDG_CACHE_HOME/virtio-rdma/NAME-KEY/`, where KEY is a hash of what the
-//! artefact is made from.
+//! The cache of slow, stable artefacts: `$XDG_CACHE_HOME/virtio-rdma/NAME-KEY/`, where KEY is a
+//! hash of what the artefact is made from.
 //!
-//! An entry is made under another name and renamed when it is complete, so an entry that exists is whole. A lock per name keeps
-//! two commands from making the same thing at once.
+//! An entry is made under another name and renamed when it is complete, so an entry that exists is
+//! whole. A lock per name keeps two commands from making the same thing at once.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -88,7 +88,8 @@ pub fn directory() -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// The entry `name` for `key`, made by `make` (which gets an empty directory to fill) if it is not there.
+/// The entry `name` for `key`, made by `make` (which gets an empty directory to fill) if it is not
+/// there.
 pub fn entry(name: &str, key: Key, make: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let dir = directory()?;
     let path = dir.join(format!("{name}-{key}"));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The guest images and the root in which the kernel module is compiled, made by the scripts in `qemu/images/`.
+//! The guest images and the root in which the kernel module is compiled, made by the scripts in
+//! `qemu/images/`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -188,7 +189,8 @@ fn scripts() -> PathBuf {
     shell::root().join("qemu/images")
 }
 
-/// The Debian mirror for guests: the one that the host uses, or the official one. `VIRTIO_RDMA_MIRROR` overrides both.
+/// The Debian mirror for guests: the one that the host uses, or the official one.
+/// `VIRTIO_RDMA_MIRROR` overrides both.
 fn mirror() -> String {
     let from_apt = || {
         let targets = shell::capture(Command::new("apt-get").args([
@@ -256,8 +258,8 @@ impl BuildRoot {
         key.text(&self.key)
     }
 
-    /// A command in the root, in a mount namespace of its own: the repository at /src (read-only, current directory), `out` at
-    /// /out, and KVER set to the kernel's release.
+    /// A command in the root, in a mount namespace of its own: the repository at /src (read-only,
+    /// current directory), `out` at /out, and KVER set to the kernel's release.
     pub fn command(&self, kernel: Kernel, out: &Path, words: &[&str]) -> Result<Command> {
         const SCRIPT: &str = r#"
 root=$1 src=$2 out=$3; shift 3

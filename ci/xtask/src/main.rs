@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `cargo xtask`: the one door to every developer command.
 //!
-//! Reading order: a command ([`commands`]) asks [`artifacts`] for everything a VM needs (which [`cache`] keeps), starts a
-//! [`vm::Bed`] of VMs with it, and runs something there; a lane ([`lanes`]) is a list of such somethings with a report.
+//! Reading order: a command ([`commands`]) asks [`artifacts`] for everything a VM needs (which
+//! [`cache`] keeps), starts a [`vm::Bed`] of VMs with it, and runs something there; a lane
+//! ([`lanes`]) is a list of such somethings with a report.
 #![forbid(unsafe_code)]
 
 mod artifacts;
@@ -78,9 +79,11 @@ enum Command {
     },
     /// Random traffic and random events for some minutes; the report is target/reports/soak.md
     Soak(commands::soak::Options),
-    /// Measure how fast the device is, beside what it competes with; the report is target/reports/bench.md
+    /// Measure how fast the device is, beside what it competes with; the report is
+    /// target/reports/bench.md
     Bench(commands::bench::Options),
-    /// Count what the device executes for a message, and compare with the committed ceilings (part of `test`)
+    /// Count what the device executes for a message, and compare with the committed ceilings (part
+    /// of `test`)
     Instructions {
         /// Commit to what is counted now: rewrite the ceilings
         #[arg(long)]
@@ -93,7 +96,8 @@ enum Command {
     Setup,
     /// Make the guest images of Debian 13 (sid's are made when they are wanted)
     Images,
-    /// Print the path of the root in which the module for a guest kernel is compiled, or run a command in it
+    /// Print the path of the root in which the module for a guest kernel is compiled, or run a
+    /// command in it
     BuildRoot {
         /// The guest kernel; its release is in KVER for the command
         #[arg(value_enum)]

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What a lane reports: `target/reports/NAME.md` for people, `target/reports/NAME.json` for programs.
+//! What a lane reports: `target/reports/NAME.md` for people, `target/reports/NAME.json` for
+//! programs.
 
 use std::fmt::Write as _;
 use std::fs;

@@ -7,7 +7,8 @@ use anyhow::{ensure, Result};
 
 use crate::shell;
 
-/// For the guest images, for running VMs, and for counting instructions and system calls. `qemu/build.sh` installs what it needs itself.
+/// For the guest images, for running VMs, and for counting instructions and system calls.
+/// `qemu/build.sh` installs what it needs itself.
 const PACKAGES: &[&str] = &[
     "debian-archive-keyring",
     "e2fsprogs",

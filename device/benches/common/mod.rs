@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Two VMs and the device in one process, with a worker that runs when it is told to: what the device does for a message,
-//! by itself.
+//! Two VMs and the device in one process, with a worker that runs when it is told to: what the
+//! device does for a message, by itself.
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -102,7 +102,8 @@ impl Bed {
         }
     }
 
-    /// The same, and it waits for a moment for what comes next. Returns whether a queue pair went on after it had waited.
+    /// The same, and it waits for a moment for what comes next. Returns whether a queue pair went
+    /// on after it had waited.
     #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn watch(&mut self) -> bool {
         self.work.as_mut().is_some_and(Loop::watch)
@@ -309,7 +310,8 @@ impl Flow {
         self.workload.list * self.workload.qps
     }
 
-    /// Posts a list to each queue pair, has the worker do rounds until all is done, and takes the completions.
+    /// Posts a list to each queue pair, has the worker do rounds until all is done, and takes the
+    /// completions.
     pub fn step(&self, mut round: impl FnMut()) {
         let receives = matches!(
             self.workload.verb,

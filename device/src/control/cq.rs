@@ -63,7 +63,8 @@ fn find(tables: &Tables, number: u32) -> Result<Arc<Cq>, Error> {
 pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeCq) -> Result<Vec<u8>, Error> {
     needs(rnic, feature::RESIZE_CQ)?;
     zero(body.reserved0 == 0 && body.reserved1 == 0)?;
-    // A queue that comes back under this number meanwhile may have another stride: `resize` looks again.
+    // A queue that comes back under this number meanwhile may have another stride: `resize` looks
+    // again.
     let stride = find(&rnic.tables(), body.cqn)?.stride();
     let pages = resolve(rnic, body.entries, stride, body.ring_offset, &body.buffer)?;
     let tables = rnic.tables_mut();

@@ -97,7 +97,8 @@ fn keys_response(key: u32) -> Vec<u8> {
 }
 
 pub(super) fn deregister(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
-    // The write lock is the guarantee: whoever used the key holds the lock for reading until its access has ended.
+    // The write lock is the guarantee: whoever used the key holds the lock for reading until its
+    // access has ended.
     let mut tables = rnic.tables_mut();
     let removed = tables.keys.remove_region(key)?;
     if let Some(pd) = tables.pds.get_mut(removed.pd) {
@@ -109,7 +110,8 @@ pub(super) fn deregister(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
     Ok(Vec::new())
 }
 
-/// Changes a region: under the write lock, so that everybody sees it wholly before or wholly after the change.
+/// Changes a region: under the write lock, so that everybody sees it wholly before or wholly after
+/// the change.
 pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Error> {
     needs(rnic, feature::REREG_MR)?;
     let all = rereg_flag::TRANSLATION | rereg_flag::PD | rereg_flag::ACCESS;

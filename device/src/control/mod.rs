@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Control commands: decode, do, encode (specification: "Control commands").
 //!
-//! The command is a private copy already. Everything in it is checked here, before any object changes.
+//! The command is a private copy already. Everything in it is checked here, before any object
+//! changes.
 mod cq;
 mod memory;
 mod queue_pair;
@@ -383,7 +384,8 @@ fn destroy_pd(rnic: &Arc<Rnic>, handle: u32) -> Result<Vec<u8>, Error> {
     Ok(Vec::new())
 }
 
-/// Checks that a ring lies within `len` bytes, behind the record of `record` bytes, and is aligned to its stride.
+/// Checks that a ring lies within `len` bytes, behind the record of `record` bytes, and is aligned
+/// to its stride.
 fn check_ring(
     offset: u32,
     stride: u32,

@@ -131,7 +131,8 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeSrq) -> Result<Vec<u8>, Erro
     zero(body.reserved0 == 0 && body.reserved1 == 0)?;
     zero(body.flags & !resize_srq_flag::LIMIT == 0 && body.entries != 0)?;
     let limit = (body.flags & resize_srq_flag::LIMIT != 0).then_some(body.limit);
-    // A queue that comes back under this number meanwhile may have another stride: `resize` looks again.
+    // A queue that comes back under this number meanwhile may have another stride: `resize` looks
+    // again.
     let stride = get(rnic, body.srqn)?.stride();
     let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
     let queue = check_queue(

@@ -6,7 +6,8 @@ use crate::memory::{copy, copy_last, copy_stretch, end_streaming, fetch_bytes, S
 use crate::verbs::keys::{Accessor, Grant, KeyError};
 use crate::verbs::tables::Tables;
 
-/// A position in a scatter/gather list. Each entry's key is checked, for all of the entry, when it is reached.
+/// A position in a scatter/gather list. Each entry's key is checked, for all of the entry, when it
+/// is reached.
 #[derive(Debug)]
 pub struct Cursor<'a> {
     tables: &'a Tables,

@@ -96,8 +96,9 @@ impl Datagram {
         self.ipv4().is_some()
     }
 
-    /// The network header that the receiver finds before the payload of `length` bytes, as RoCEv2 has it: an IPv6 header,
-    /// or 20 zero bytes and an IPv4 header where both GIDs are IPv4 addresses.
+    /// The network header that the receiver finds before the payload of `length` bytes, as RoCEv2
+    /// has it: an IPv6 header, or 20 zero bytes and an IPv4 header where both GIDs are IPv4
+    /// addresses.
     #[must_use]
     pub fn grh(&self, length: u64) -> [u8; GRH] {
         let payload = u16::try_from(length + ROCE_HEADERS).unwrap_or(u16::MAX);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The transport: requester and responder as state machines that do no I/O and read no clock.
 //!
-//! The [`requester`] takes entries from a send queue and makes messages of them; a fabric carries them; the [`responder`]
-//! checks and places them and answers; the requester completes. Time is a parameter.
+//! The [`requester`] takes entries from a send queue and makes messages of them; a fabric carries
+//! them; the [`responder`] checks and places them and answers; the requester completes. Time is a
+//! parameter.
 
 pub mod cursor;
 pub mod message;
@@ -45,12 +46,14 @@ pub const SHARE: Budget = Budget {
     messages: 32,
     bytes: 64 * 1024,
 };
-/// That of a queue pair while no other waits: it is looked for others, and for the time, only so often.
+/// That of a queue pair while no other waits: it is looked for others, and for the time, only so
+/// often.
 pub const LONE_SHARE: Budget = Budget {
     messages: 96,
     bytes: 1 << 20,
 };
-/// Messages of this length and more are copied past the caches: they would evict all that is in them, and gain nothing.
+/// Messages of this length and more are copied past the caches: they would evict all that is in
+/// them, and gain nothing.
 pub const LARGE: u64 = 8 << 20;
 
 /// Writes a completion to a queue of the VM of `tables`, with all that follows from it.

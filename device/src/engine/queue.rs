@@ -37,8 +37,8 @@ pub struct PlainReceive<'a> {
     pub index: u16,
 }
 
-/// Entries of a queue that follow each other in memory. They end with the lap at the latest, so they have the same phase once they are
-/// posted.
+/// Entries of a queue that follow each other in memory. They end with the lap at the latest, so
+/// they have the same phase once they are posted.
 #[derive(Debug, Default)]
 pub struct Entries<'a> {
     words: &'a [AtomicU64],
@@ -49,8 +49,8 @@ pub struct Entries<'a> {
 
 /// The word of an entry that has its phase. All else of the entry was written before that.
 ///
-/// Whoever took the doorbell's bit before sees what was posted before the bit was set, or was seen to be set: both are sequentially
-/// consistent, and so is this.
+/// Whoever took the doorbell's bit before sees what was posted before the bit was set, or was seen
+/// to be set: both are sequentially consistent, and so is this.
 #[inline(always)]
 fn load_head(word: &AtomicU64) -> [u8; 8] {
     word.load(Ordering::SeqCst).to_ne_bytes()
@@ -75,12 +75,13 @@ fn read<const N: usize>(words: &[AtomicU64], phase: u8) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-/// Stores the id of an entry of a send queue again, as it was read there, which may be done until the entry is completed
-/// (D-RING-006).
+/// Stores the id of an entry of a send queue again, as it was read there, which may be done until
+/// the entry is completed (D-RING-006).
 ///
-/// With that its cache line is ours alone. A line that two cores have read is taken back by the one that wrote it at the pace of one
-/// after the other, at least on Zen 4; one that the other core wrote is fetched while others are. So the driver, which writes the
-/// line one lap later, writes lists two to six times as fast.
+/// With that its cache line is ours alone. A line that two cores have read is taken back by the one
+/// that wrote it at the pace of one after the other, at least on Zen 4; one that the other core
+/// wrote is fetched while others are. So the driver, which writes the line one lap later, writes
+/// lists two to six times as fast.
 #[inline(always)]
 fn take_over(id: Option<&AtomicU64>, wr_id: u64) {
     if let Some(id) = id {
@@ -89,7 +90,8 @@ fn take_over(id: Option<&AtomicU64>, wr_id: u64) {
 }
 
 impl Entries<'_> {
-    /// Copies the first `N` bytes of the first entry, a multiple of 8, if it was posted and they are at hand.
+    /// Copies the first `N` bytes of the first entry, a multiple of 8, if it was posted and they
+    /// are at hand.
     #[inline(always)]
     #[must_use]
     pub fn read<const N: usize>(&self) -> Option<[u8; N]> {
@@ -97,7 +99,8 @@ impl Entries<'_> {
         read(words, self.phase)
     }
 
-    /// Makes the cache line of the first entry ours, whose id this is. What it says stays (D-RING-006).
+    /// Makes the cache line of the first entry ours, whose id this is. What it says stays
+    /// (D-RING-006).
     #[inline(always)]
     pub fn take_over(&self, wr_id: u64) {
         take_over(self.words.get(SEND_ID_OFFSET / 8), wr_id);
@@ -151,7 +154,8 @@ impl WorkQueue {
         buffer.word(self.at(0))
     }
 
-    /// Copies the first `N` bytes of the current entry, a power of two, if it was posted and they are at hand.
+    /// Copies the first `N` bytes of the current entry, a power of two, if it was posted and they
+    /// are at hand.
     #[inline(always)]
     #[must_use]
     pub fn read<const N: usize>(&self, buffer: &Pages) -> Option<[u8; N]> {
@@ -161,7 +165,8 @@ impl WorkQueue {
         read(buffer.words::<N>(self.at(0))?, self.phase())
     }
 
-    /// The current entry and those that follow it in one piece of memory, up to the end of the ring.
+    /// The current entry and those that follow it in one piece of memory, up to the end of the
+    /// ring.
     #[inline(always)]
     #[must_use]
     pub fn entries<'a>(&self, buffer: &'a Pages) -> Entries<'a> {
@@ -209,7 +214,8 @@ impl WorkQueue {
             .map_or([0; 8], |word| word.load(Ordering::Relaxed).to_ne_bytes())
     }
 
-    /// Reads the current entry's scatter/gather list of `count` entries, which starts at `within`, into `sges`.
+    /// Reads the current entry's scatter/gather list of `count` entries, which starts at `within`,
+    /// into `sges`.
     #[inline]
     pub fn read_sges(&self, buffer: &Pages, within: usize, count: usize, sges: &mut Vec<Sge>) {
         sges.clear();
@@ -223,8 +229,8 @@ impl WorkQueue {
         }
     }
 
-    /// Takes the current entry of a receive queue, whose first 8 bytes are `head`: its id, and whether it is a receive of
-    /// at most `max_sge` entries, which go to `sges` then.
+    /// Takes the current entry of a receive queue, whose first 8 bytes are `head`: its id, and
+    /// whether it is a receive of at most `max_sge` entries, which go to `sges` then.
     pub fn take_receive(
         &mut self,
         buffer: &Pages,
@@ -247,8 +253,9 @@ impl WorkQueue {
         (wqe.wr_id, good)
     }
 
-    /// Takes the current entry of a receive queue for a message of `len` bytes, if it is plain: posted, as it should be, of one
-    /// scatter/gather entry that has place for them, in one piece, by its key and protection domain `pd`.
+    /// Takes the current entry of a receive queue for a message of `len` bytes, if it is plain:
+    /// posted, as it should be, of one scatter/gather entry that has place for them, in one piece,
+    /// by its key and protection domain `pd`.
     #[inline]
     pub fn take_plain<'a>(
         &mut self,

@@ -42,8 +42,8 @@ const STOPPED_RETRY: u64 = 5_000_000;
 /// How long to wait between attempts where no time-out is set, nanoseconds.
 const ENDLESS_RETRY: u64 = 100_000_000;
 
-/// How long to let receives gather where a sender that waits for them finds few each time, nanoseconds: at least, and at most
-/// (specification: "RNR").
+/// How long to let receives gather where a sender that waits for them finds few each time,
+/// nanoseconds: at least, and at most (specification: "RNR").
 const LEAST_GATHER: u32 = 4_000;
 const MOST_GATHER: u32 = 128_000;
 
@@ -125,7 +125,8 @@ pub struct Requester {
 }
 
 impl Requester {
-    /// A requester with a send queue for work requests of up to `max_sge` gather entries or `max_inline` bytes.
+    /// A requester with a send queue for work requests of up to `max_sge` gather entries or
+    /// `max_inline` bytes.
     #[must_use]
     pub fn new(
         buffer: Arc<Pages>,
@@ -231,8 +232,8 @@ impl Requester {
         self.rnr_retries = 0;
     }
 
-    /// One turn of at most `share` at time `now`, nanoseconds. With nothing more to do it may `linger`. Others before it `found` what it
-    /// may need.
+    /// One turn of at most `share` at time `now`, nanoseconds. With nothing more to do it may
+    /// `linger`. Others before it `found` what it may need.
     pub(crate) fn turn<'a>(
         &mut self,
         tables: &'a Tables,
@@ -326,8 +327,8 @@ impl Requester {
         turn
     }
 
-    /// The general way, for one work request or a slice of it, after `sent` of this turn. Fails with what the turn led to if that ends
-    /// it.
+    /// The general way, for one work request or a slice of it, after `sent` of this turn. Fails
+    /// with what the turn led to if that ends it.
     #[inline(never)]
     fn general(
         &mut self,
@@ -341,7 +342,8 @@ impl Requester {
         let active = self.next_active(tables, qp)?;
         self.active = Some(active);
         if qp.wake.load(Ordering::Relaxed) {
-            // Whatever woke us is behind us: the next wake-up comes after what the responder says now.
+            // Whatever woke us is behind us: the next wake-up comes after what the responder says
+            // now.
             qp.wake.store(false, Ordering::Relaxed);
         }
         if active.kind.is_local() {
@@ -460,8 +462,8 @@ impl Requester {
         }
     }
 
-    /// A turn of a queue pair that sends datagrams: each goes its own way, whole, and is done with. One to a group counts as
-    /// often as there are queue pairs in it.
+    /// A turn of a queue pair that sends datagrams: each goes its own way, whole, and is done with.
+    /// One to a group counts as often as there are queue pairs in it.
     fn datagrams(&mut self, visit: &Visit<'_>, tables: &Tables, qp: &Arc<Qp>) -> Turn {
         let mut budget = SHARE.bytes;
         for _ in 0..SHARE.messages {
@@ -529,8 +531,9 @@ impl Requester {
         }
     }
 
-    /// There is no receive, after so many messages of this turn. Each that is posted while the sender waits makes the guest ring and a
-    /// worker wake up, which costs much more than a message: where they come one by one, several are left to gather.
+    /// There is no receive, after so many messages of this turn. Each that is posted while the
+    /// sender waits makes the guest ring and a worker wake up, which costs much more than a
+    /// message: where they come one by one, several are left to gather.
     fn starve(&mut self, sent: u32) {
         self.gather = match sent {
             0..=15 if self.resumed => (2 * self.gather).clamp(LEAST_GATHER, MOST_GATHER),
@@ -546,7 +549,8 @@ impl Requester {
         Turn::Park(until)
     }
 
-    /// Reads and checks the next work request. `None`: nothing is posted. An error leaves it in `active`, to be completed.
+    /// Reads and checks the next work request. `None`: nothing is posted. An error leaves it in
+    /// `active`, to be completed.
     #[allow(clippy::type_complexity)]
     fn fetch(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Option<Result<Active, (u8, u8)>> {
         let buffer = &self.buffer;
@@ -667,7 +671,8 @@ impl Requester {
         Some(Ok(active))
     }
 
-    /// The RDMA_READ_WITH_INV in progress has brought its data: the key that it was written by is of no use any longer.
+    /// The RDMA_READ_WITH_INV in progress has brought its data: the key that it was written by is
+    /// of no use any longer.
     fn invalidate_sink(&self, tables: &Tables, qp: &Qp) -> Result<(), KeyError> {
         match self.sges.first() {
             Some(sink) => {
@@ -738,7 +743,8 @@ impl Requester {
         peer.deliver(tables, qp, self.dest_qp, slice)
     }
 
-    /// Carries out a work request that is no message, as far as the budget goes. Returns whether it is done.
+    /// Carries out a work request that is no message, as far as the budget goes. Returns whether it
+    /// is done.
     fn execute(
         &mut self,
         tables: &Tables,
@@ -833,7 +839,8 @@ impl Requester {
 
     /// Completes up to `budget` posted work requests as flushed. Returns whether there may be more.
     pub(crate) fn flush(&mut self, tables: &Tables, qp: &Arc<Qp>, budget: u32) -> bool {
-        // With us locked, it stays in this state: it may have been reset, or made ready, since the caller looked.
+        // With us locked, it stays in this state: it may have been reset, or made ready, since the
+        // caller looked.
         if !matches!(qp.state(), qp_state::ERR | qp_state::SQE) {
             return false;
         }
@@ -848,7 +855,8 @@ impl Requester {
     }
 }
 
-/// The time that an RNR NAK timer code stands for, nanoseconds (InfiniBand architecture specification, volume 1, table 45).
+/// The time that an RNR NAK timer code stands for, nanoseconds (InfiniBand architecture
+/// specification, volume 1, table 45).
 #[must_use]
 pub fn rnr_nanoseconds(code: u8) -> u64 {
     /// Units of 10 microseconds.

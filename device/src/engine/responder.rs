@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The responder: checks and places what a peer sends, consumes receive work requests, completes them
-//! (specification: "Responder").
+//! The responder: checks and places what a peer sends, consumes receive work requests, completes
+//! them (specification: "Responder").
 //!
-//! It never trusts that the peer's message is one: every slice is checked again, because keys and states may have changed
-//! between two of them.
+//! It never trusts that the peer's message is one: every slice is checked again, because keys and
+//! states may have changed between two of them.
 mod words;
 
 use std::sync::atomic::{fence, Ordering};
@@ -64,12 +64,14 @@ pub struct Responder {
     waiter: Option<Weak<Qp>>,
     /// Scatter list of the receive work request in use; its capacity was reserved at creation.
     sges: Vec<Sge>,
-    /// The part of them that the message in progress goes to. What it does not reach need not be accessible.
+    /// The part of them that the message in progress goes to. What it does not reach need not be
+    /// accessible.
     reached: Vec<Sge>,
 }
 
 impl Responder {
-    /// A responder with a receive queue for up to `max_sge` scatter/gather entries per work request.
+    /// A responder with a receive queue for up to `max_sge` scatter/gather entries per work
+    /// request.
     #[must_use]
     pub fn new(
         buffer: Arc<Pages>,
@@ -139,14 +141,16 @@ impl Responder {
         }
     }
 
-    /// The first 8 bytes of the next receive work request. If there is none, posting one will ring from now on.
+    /// The first 8 bytes of the next receive work request. If there is none, posting one will ring
+    /// from now on.
     fn next_receive(&self, qp: &Qp) -> Option<[u8; 8]> {
         let buffer = &self.buffer;
         if let Some(head) = self.queue.ready(buffer) {
             return Some(head);
         }
-        // The poster stores the entry, then, past a full fence, loads `rq_waited`; we store `rq_waited`, then, past a full
-        // fence, look for the entry again. One of the two sees the other.
+        // The poster stores the entry, then, past a full fence, loads `rq_waited`; we store
+        // `rq_waited`, then, past a full fence, look for the entry again. One of the two sees the
+        // other.
         qp.awaited.store(true, Ordering::SeqCst);
         self.set_waited(true);
         fence(Ordering::SeqCst);
@@ -170,7 +174,8 @@ impl Responder {
         }
     }
 
-    /// Completes up to `budget` posted receive work requests as flushed. Returns whether there may be more.
+    /// Completes up to `budget` posted receive work requests as flushed. Returns whether there may
+    /// be more.
     pub(crate) fn flush(&mut self, tables: &Tables, qp: &Arc<Qp>, budget: u32) -> bool {
         // As in the requester: it may have been reset since the caller looked.
         if qp.state() != qp_state::ERR {
@@ -231,7 +236,8 @@ impl Responder {
         self.communication_established || qp.state() != qp_state::RTR
     }
 
-    /// Takes the next receive work request for a message of `len` bytes, if it is plain (see [`WorkQueue::take_plain`]).
+    /// Takes the next receive work request for a message of `len` bytes, if it is plain (see
+    /// [`WorkQueue::take_plain`]).
     #[inline]
     pub(crate) fn take_plain<'a>(
         &mut self,
@@ -417,7 +423,8 @@ impl Responder {
         xrc.or(self.srq.as_ref()).map_or(qp.pd, |srq| srq.pd)
     }
 
-    /// Takes a datagram, whole. Where it cannot be received there is no answer: it is dropped, and nobody told.
+    /// Takes a datagram, whole. Where it cannot be received there is no answer: it is dropped, and
+    /// nobody told.
     pub(crate) fn receive_datagram(
         &mut self,
         tables: &Tables,
@@ -504,7 +511,8 @@ impl Responder {
         check(at.tables, remote, at.remote(), wanted).map_err(|key| self.violation(at, key.0))
     }
 
-    /// Makes sure that a receive work request is in use for this message, which needs `header` bytes more than its length.
+    /// Makes sure that a receive work request is in use for this message, which needs `header`
+    /// bytes more than its length.
     fn take_receive(
         &mut self,
         at: &Place<'_>,
@@ -513,7 +521,8 @@ impl Responder {
         header: u64,
     ) -> Result<(), Answer> {
         if !first {
-            // It was claimed with the first slice, unless all was reset since: then this message never began here.
+            // It was claimed with the first slice, unless all was reset since: then this message
+            // never began here.
             return self.inbound.as_ref().map(|_| ()).ok_or(Answer::NoAnswer);
         }
         // What a message to another shared receive queue left behind is not for this one.
@@ -553,7 +562,8 @@ impl Responder {
         Ok(())
     }
 
-    /// Finds the part of the receive that its first `length` bytes are in. Returns whether there is as much.
+    /// Finds the part of the receive that its first `length` bytes are in. Returns whether there is
+    /// as much.
     fn reach(&mut self, length: u64) -> bool {
         let mut left = length;
         self.reached.clear();
@@ -679,7 +689,8 @@ impl Responder {
         push(tables, qp, inbound, &cqe, &Source::default(), true);
     }
 
-    /// Our receive work request is bad: it completes with `status`, the peer's with `remote`, and we are in error.
+    /// Our receive work request is bad: it completes with `status`, the peer's with `remote`, and
+    /// we are in error.
     fn bad_receive(&mut self, at: &Place<'_>, status: u8, reason: u8, remote: u8) -> Answer {
         if let Some(inbound) = self.inbound.take() {
             self.complete(at.tables, at.qp, &inbound, status, reason);
@@ -744,7 +755,8 @@ impl Place<'_> {
     }
 }
 
-/// Completes a receive: in the queue pair's completion queue, or that of the XRC shared receive queue it is from.
+/// Completes a receive: in the queue pair's completion queue, or that of the XRC shared receive
+/// queue it is from.
 fn push(
     tables: &Tables,
     qp: &Arc<Qp>,
@@ -766,7 +778,8 @@ fn push(
     if let Some(cq) = cq {
         complete_from(tables, cq, cqe, source, solicited);
         if cq.errored() {
-            // Those that use it have failed already; an XRC_TGT queue pair uses it from case to case.
+            // Those that use it have failed already; an XRC_TGT queue pair uses it from case to
+            // case.
             qp.fail();
         }
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The local fabric: both queue pairs are in this process. The requester calls the peer's responder directly; payload is
-//! copied once, from guest memory to guest memory.
+//! The local fabric: both queue pairs are in this process. The requester calls the peer's responder
+//! directly; payload is copied once, from guest memory to guest memory.
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, RwLock};
@@ -38,7 +38,8 @@ struct Member {
     qpn: u32,
 }
 
-/// The queue pairs of a multicast group. A message goes to those that it found, however long that takes.
+/// The queue pairs of a multicast group. A message goes to those that it found, however long that
+/// takes.
 type Members = Arc<Vec<Member>>;
 
 impl Ports {
@@ -194,8 +195,9 @@ impl<'a> Target<'a> {
         listens(self.qp) && self.responder.established(self.qp)
     }
 
-    /// The `len` bytes at `addr` that the sender may access by `key` as `access` says, if they lie in one piece of a region. What is in
-    /// `memo` was granted: while we have the responder, it still is.
+    /// The `len` bytes at `addr` that the sender may access by `key` as `access` says, if they lie
+    /// in one piece of a region. What is in `memo` was granted: while we have the responder, it
+    /// still is.
     #[inline(always)]
     pub(crate) fn piece(
         &self,
@@ -237,7 +239,8 @@ impl<'a> Target<'a> {
         keys.stretch(key, self.qp.pd, access, addr, len)
     }
 
-    /// Takes a receive work request for a message of `len` bytes, if it is plain, and tells where it completes.
+    /// Takes a receive work request for a message of `len` bytes, if it is plain, and tells where
+    /// it completes.
     #[inline]
     pub(crate) fn take_plain(
         &mut self,
@@ -313,7 +316,8 @@ impl<'a> Peer<'a> {
         }
     }
 
-    /// Hands a datagram to its queue pair. Only a peer that is busy for a moment is worth another try.
+    /// Hands a datagram to its queue pair. Only a peer that is busy for a moment is worth another
+    /// try.
     pub(crate) fn deliver_datagram(
         &self,
         sender: &Arc<Qp>,
@@ -349,7 +353,8 @@ impl<'a> Peer<'a> {
     }
 }
 
-/// Whether a queue pair takes messages. In SQE only its send queue is in error. (With its responder locked, this stays so.)
+/// Whether a queue pair takes messages. In SQE only its send queue is in error. (With its responder
+/// locked, this stays so.)
 fn listens(qp: &Qp) -> bool {
     matches!(
         qp.state(),

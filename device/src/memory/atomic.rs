@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Atomic operations on words of guest memory (specification: "Atomic operations").
 //!
-//! They are atomic with respect to each other, and to what the guest's processors do: all are instructions of the host.
+//! They are atomic with respect to each other, and to what the guest's processors do: all are
+//! instructions of the host.
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Attempts before a word counts as contended. Only a guest that writes the word all the time uses them up.
+/// Attempts before a word counts as contended. Only a guest that writes the word all the time uses
+/// them up.
 const ATTEMPTS: u32 = 1000;
 
 /// An operation on a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// Replaces the bits of `swap_mask` by those of `swap`, if the bits of `compare_mask` are those of `compare`.
+    /// Replaces the bits of `swap_mask` by those of `swap`, if the bits of `compare_mask` are those
+    /// of `compare`.
     CompareSwap {
         /// What to compare with.
         compare: u64,
@@ -21,7 +24,8 @@ pub enum Operation {
         /// Where to write.
         swap_mask: u64,
     },
-    /// Adds to each field. Bits of `boundary` are the most significant bits of fields: no carry leaves them.
+    /// Adds to each field. Bits of `boundary` are the most significant bits of fields: no carry
+    /// leaves them.
     FetchAdd {
         /// What to add.
         add: u64,
@@ -43,22 +47,24 @@ impl Operation {
             } => ((old ^ compare) & compare_mask == 0)
                 .then_some((old & !swap_mask) | (swap & swap_mask)),
             Self::FetchAdd { add, boundary } => {
-                // With both most significant bits of a field clear nothing is carried out of it; they are added without carry.
+                // With both most significant bits of a field clear nothing is carried out of it;
+                // they are added without carry.
                 let sum = (old & !boundary).wrapping_add(add & !boundary);
                 Some(sum ^ ((old ^ add) & boundary))
             }
         }
     }
 
-    /// Carries it out on a little-endian word of guest memory; returns what the word was. `None` if others change the word
-    /// so fast that it did not succeed: nothing has happened then.
+    /// Carries it out on a little-endian word of guest memory; returns what the word was. `None` if
+    /// others change the word so fast that it did not succeed: nothing has happened then.
     #[must_use]
     pub fn execute(self, word: &AtomicU64) -> Option<u64> {
         let mut raw = word.load(Ordering::SeqCst);
         for _ in 0..ATTEMPTS {
             let old = u64::from_le(raw);
             let new = self.apply(old).unwrap_or(old).to_le();
-            // Also where nothing changes: a comparison that fails is an operation in the order of all others, too.
+            // Also where nothing changes: a comparison that fails is an operation in the order of
+            // all others, too.
             match word.compare_exchange_weak(raw, new, Ordering::SeqCst, Ordering::SeqCst) {
                 Ok(_) => return Some(old),
                 Err(now) => raw = now,
@@ -69,7 +75,8 @@ impl Operation {
     }
 }
 
-/// Stores a word that is given in the order of memory, as a whole and after all that was written before.
+/// Stores a word that is given in the order of memory, as a whole and after all that was written
+/// before.
 pub fn store(word: &AtomicU64, bytes: [u8; 8]) {
     word.store(u64::from_ne_bytes(bytes), Ordering::SeqCst);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Copies by AVX, with what comes next fetched meanwhile; and past the caches, by stores that do not allocate in them, if
-//! `STREAM`.
+//! Copies by AVX, with what comes next fetched meanwhile; and past the caches, by stores that do
+//! not allocate in them, if `STREAM`.
 use super::guest::Host;
 use super::span::{prefetch_line, prefetch_line_to_write};
 
@@ -22,9 +22,10 @@ const SOON: usize = 1;
 /// Pages after the next whose place in the list is fetched.
 const LISTED: usize = 16;
 
-/// Where a core takes lines that follow each other for a stream and fetches on beyond the end of the page, that is in vain where the
-/// next page lies elsewhere; so there the lines of a page are copied all over it: with this step from one to the next, odd, while the
-/// processor fetches those that are so many ahead.
+/// Where a core takes lines that follow each other for a stream and fetches on beyond the end of
+/// the page, that is in vain where the next page lies elsewhere; so there the lines of a page are
+/// copied all over it: with this step from one to the next, odd, while the processor fetches those
+/// that are so many ahead.
 const STEP: usize = 27;
 const AHEAD: usize = 12;
 
@@ -49,16 +50,17 @@ enum Order {
     Staggered,
 }
 
-/// Copies pages, the first of `from` to the first of `to` and so on, as long as there is another at both: that is fetched
-/// meanwhile.
+/// Copies pages, the first of `from` to the first of `to` and so on, as long as there is another at
+/// both: that is fetched meanwhile.
 ///
-/// Staggered is best on Zen 4, but for a few pages: there the core needs a while at the beginning of each page to find out that lines
-/// follow each other, and this is hidden behind the half of another. All over is best on one other machine, whose processor is
-/// not known and on which staggered was not tried. AVX-512 stands for the difference.
+/// Staggered is best on Zen 4, but for a few pages: there the core needs a while at the beginning
+/// of each page to find out that lines follow each other, and this is hidden behind the half of
+/// another. All over is best on one other machine, whose processor is not known and on which
+/// staggered was not tried. AVX-512 stands for the difference.
 ///
 /// # Safety
-/// All pages are valid for [`PAGE`] bytes and aligned to that, and no two of them overlap unless they are the same. The
-/// processor has AVX.
+/// All pages are valid for [`PAGE`] bytes and aligned to that, and no two of them overlap unless
+/// they are the same. The processor has AVX.
 #[target_feature(enable = "avx")]
 pub unsafe fn copy_pages<const STREAM: bool>(to: (Host, &[Host]), from: (Host, &[Host])) {
     let count = to.1.len().min(from.1.len());
@@ -141,12 +143,12 @@ fn fetch_list(to: &[Host], from: &[Host], i: usize) {
     }
 }
 
-/// Copies the second half of a page and the first half of the `next`, line by line in turn, and has the processor fetch the beginning
-/// of that `after` it. Each is a destination and a source.
+/// Copies the second half of a page and the first half of the `next`, line by line in turn, and has
+/// the processor fetch the beginning of that `after` it. Each is a destination and a source.
 ///
 /// # Safety
-/// The pages are valid for [`PAGE`] bytes and aligned to that, and no two of them overlap unless they are the same. The processor has
-/// AVX.
+/// The pages are valid for [`PAGE`] bytes and aligned to that, and no two of them overlap unless
+/// they are the same. The processor has AVX.
 #[target_feature(enable = "avx")]
 #[inline]
 unsafe fn copy_halves(
@@ -173,13 +175,16 @@ const fn place(n: usize) -> usize {
     n % LINES * STEP % LINES * LINE
 }
 
-/// Copies a page, its lines all over it, and has the processor fetch what is copied first of the next: a destination and a source.
+/// Copies a page, its lines all over it, and has the processor fetch what is copied first of the
+/// next: a destination and a source.
 ///
 /// # Safety
-/// Both pages are valid for [`PAGE`] bytes and aligned to that, and do not overlap. The processor has AVX.
+/// Both pages are valid for [`PAGE`] bytes and aligned to that, and do not overlap. The processor
+/// has AVX.
 #[target_feature(enable = "avx")]
 unsafe fn copy_all_over(page: *mut u8, source: *const u8, next: (*mut u8, *mut u8)) {
-    // Written out: as a loop, these few instructions would be what the processor takes for a stream.
+    // Written out: as a loop, these few instructions would be what the processor takes for a
+    // stream.
     macro_rules! copy_pairs {
         ($($n:literal)*) => {$(
             // SAFETY: the caller promises it.
@@ -189,7 +194,8 @@ unsafe fn copy_all_over(page: *mut u8, source: *const u8, next: (*mut u8, *mut u
     copy_pairs!(0 2 4 6 8 10 12 14 16 18 20 22 24 26 28 30 32 34 36 38 40 42 44 46 48 50 52 54 56 58 60 62);
 }
 
-/// Copies the lines of a page that are copied as number `N` and `N + 1`, and has the processor fetch those that are [`AHEAD`].
+/// Copies the lines of a page that are copied as number `N` and `N + 1`, and has the processor
+/// fetch those that are [`AHEAD`].
 ///
 /// # Safety
 /// As for [`copy_all_over`].
@@ -212,10 +218,12 @@ unsafe fn copy_pair<const N: usize>(page: *mut u8, source: *const u8, next: (*mu
     }
 }
 
-/// Copies cache lines, and has the processor fetch the first `ahead` lines at `next`: a destination and a source.
+/// Copies cache lines, and has the processor fetch the first `ahead` lines at `next`: a destination
+/// and a source.
 ///
 /// # Safety
-/// `from` and `to` are valid for `lines * LINE` bytes and do not overlap; `to` is aligned to `LINE`. The processor has AVX.
+/// `from` and `to` are valid for `lines * LINE` bytes and do not overlap; `to` is aligned to
+/// `LINE`. The processor has AVX.
 #[target_feature(enable = "avx")]
 pub unsafe fn copy_lines<const STREAM: bool>(
     to: *mut u8,

@@ -5,8 +5,8 @@ use std::marker::PhantomData;
 use super::guest::{Host, Range};
 use super::{Error, GuestMemory, Span};
 
-/// A list of blocks of guest memory, resolved, that are seen as one piece of memory. Keeps the mapping that it was resolved in
-/// alive.
+/// A list of blocks of guest memory, resolved, that are seen as one piece of memory. Keeps the
+/// mapping that it was resolved in alive.
 #[derive(Debug)]
 pub struct Blocks {
     place: Place,
@@ -21,7 +21,8 @@ pub struct Blocks {
 enum Place {
     /// In this memory, at these host addresses.
     Mapped(GuestMemory, Box<[Host]>),
-    /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be accessed.
+    /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be
+    /// accessed.
     Lost(Box<[u64]>),
 }
 
@@ -97,7 +98,8 @@ impl Blocks {
         resolver.finish(memory)
     }
 
-    /// The same blocks, resolved anew in `memory`. Where that fails they are lost, until a later call finds them.
+    /// The same blocks, resolved anew in `memory`. Where that fails they are lost, until a later
+    /// call finds them.
     #[must_use]
     pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
         let guest: Box<[u64]> = match &self.place {

@@ -59,8 +59,8 @@ pub struct RegionInfo {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Host(pub(super) *mut u8);
 
-// SAFETY: the address is only used through `GuestMemory` and `Pages`, which keep the mapping alive and access it by atomics and
-// by copies that allow for others writing at the same time.
+// SAFETY: the address is only used through `GuestMemory` and `Pages`, which keep the mapping alive
+// and access it by atomics and by copies that allow for others writing at the same time.
 unsafe impl Send for Host {}
 // SAFETY: as above.
 unsafe impl Sync for Host {}
@@ -171,7 +171,8 @@ impl GuestMemory {
         Ok(Self(Arc::new(Inner { mmap, ranges })))
     }
 
-    /// This memory without the region that starts at `guest_addr`; the same memory where there is none.
+    /// This memory without the region that starts at `guest_addr`; the same memory where there is
+    /// none.
     #[must_use]
     pub fn without_region(&self, guest_addr: u64) -> Self {
         let Some(range) = self.0.ranges.iter().find(|r| r.guest == guest_addr) else {
@@ -221,8 +222,8 @@ impl GuestMemory {
             .fold(0, |sum, r| sum.saturating_add(r.size))
     }
 
-    /// The longest contiguous piece that starts at guest-physical address `addr`, of at most `max` bytes; `None` where
-    /// there is no memory.
+    /// The longest contiguous piece that starts at guest-physical address `addr`, of at most `max`
+    /// bytes; `None` where there is no memory.
     #[must_use]
     pub fn span(&self, addr: u64, max: u64) -> Option<Span<'_>> {
         let range = self.range(addr)?;
@@ -276,8 +277,9 @@ impl GuestMemory {
             return None;
         }
         let Host(host) = self.host(guest_addr, PAGE_SIZE)?;
-        // SAFETY: `host` is valid for PAGE_SIZE bytes as long as the mapping lives, which `self` keeps; it is page aligned, as
-        // regions are (checked in `with_region`) and `guest_addr` is. Others change it only as memory, which atomics allow.
+        // SAFETY: `host` is valid for PAGE_SIZE bytes as long as the mapping lives, which `self`
+        // keeps; it is page aligned, as regions are (checked in `with_region`) and `guest_addr` is.
+        // Others change it only as memory, which atomics allow.
         Some(unsafe { &*host.cast::<[AtomicU64; 512]>() })
     }
 }

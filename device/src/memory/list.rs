@@ -100,8 +100,8 @@ impl ListReader {
     /// Begins to read the list that `list` describes: its tables, but those of the last level.
     ///
     /// # Errors
-    /// [`Error::PageList`] for a malformed description, [`Error::NotGuestMemory`] for a table outside of guest memory; with
-    /// one page and no table, the errors of [`Self::step`].
+    /// [`Error::PageList`] for a malformed description, [`Error::NotGuestMemory`] for a table
+    /// outside of guest memory; with one page and no table, the errors of [`Self::step`].
     pub fn new(memory: &GuestMemory, list: &PageList, form: Form) -> Result<Self, Error> {
         form.check(list)?;
         let count = list.count as usize;
@@ -112,7 +112,8 @@ impl ListReader {
         let leaves = count.div_ceil(form.entries());
         let mut tables = vec![list.addr];
         for depth in (1..list.levels).rev() {
-            // Tables of the next level in all: what one entry covers shrinks by 512 with each level.
+            // Tables of the next level in all: what one entry covers shrinks by 512 with each
+            // level.
             let entries = leaves.div_ceil(1 << (9 * u32::from(depth - 1)));
             let mut next = Vec::with_capacity(entries);
             for table in &tables {
@@ -153,8 +154,8 @@ impl ListReader {
     /// Goes on, by the time that `max` entries take. Returns for how many it took.
     ///
     /// # Errors
-    /// [`Error::NotGuestMemory`] if a table, a page or a block is not guest memory, [`Error::PageList`] if a page is not
-    /// aligned, or a block has no length.
+    /// [`Error::NotGuestMemory`] if a table, a page or a block is not guest memory,
+    /// [`Error::PageList`] if a page is not aligned, or a block has no length.
     pub fn step(&mut self, max: usize) -> Result<usize, Error> {
         let Self {
             memory,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! All unsafe access to guest memory, and nothing else.
 //!
-//! [`GuestMemory`] is the memory of a VM as its front end shared it. [`Pages`] is a list of guest pages resolved to host
-//! addresses: what a memory region or a ring consists of; [`Blocks`] is the same for a block list. It keeps the mapping alive, so everything outside of this module
-//! is safe code: ring words are seen as atomics, payload is copied between [`Span`]s.
+//! [`GuestMemory`] is the memory of a VM as its front end shared it. [`Pages`] is a list of guest
+//! pages resolved to host addresses: what a memory region or a ring consists of; [`Blocks`] is the
+//! same for a block list. It keeps the mapping alive, so everything outside of this module is safe
+//! code: ring words are seen as atomics, payload is copied between [`Span`]s.
 //!
 //! Guest memory changes under us at any time. Nothing here gives out a plain reference to it.
 

@@ -12,7 +12,8 @@ const SIZE: usize = 64 * 1024;
 #[repr(align(4096))]
 struct Memory(UnsafeCell<[u8; SIZE]>);
 
-// SAFETY: it is accessed through `Span`s only, which anybody may read and write at the same time, as they do guest memory.
+// SAFETY: it is accessed through `Span`s only, which anybody may read and write at the same time,
+// as they do guest memory.
 unsafe impl Sync for Memory {}
 
 static ZEROS: Memory = Memory(UnsafeCell::new([0; SIZE]));

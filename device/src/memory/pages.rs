@@ -14,14 +14,16 @@ use super::{Error, GuestMemory, Span, Stretch};
 enum Place {
     /// In this memory.
     Mapped(GuestMemory),
-    /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be accessed.
+    /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be
+    /// accessed.
     Lost(Box<[u64]>),
 }
 
 /// A list of guest pages, resolved. Keeps the mapping that it was resolved in alive.
 ///
-/// The pages are seen as pieces of 2^`unit` bytes, at the host addresses `list`: as one if all follow each other in the host, so
-/// that a look-up is the same whatever there is, and that of the first piece stays within this.
+/// The pages are seen as pieces of 2^`unit` bytes, at the host addresses `list`: as one if all
+/// follow each other in the host, so that a look-up is the same whatever there is, and that of the
+/// first piece stays within this.
 #[derive(Debug)]
 pub struct Pages {
     place: Place,
@@ -76,8 +78,8 @@ impl Resolver {
         })
     }
 
-    /// Takes the next page. Returns whether it takes further ones at once: otherwise there is something to
-    /// [`Self::spread`] before.
+    /// Takes the next page. Returns whether it takes further ones at once: otherwise there is
+    /// something to [`Self::spread`] before.
     #[inline]
     pub(super) fn push(&mut self, memory: &GuestMemory, page: u64) -> Result<bool, Error> {
         if page & (self.size - 1) != 0 {
@@ -115,8 +117,8 @@ impl Resolver {
             .ok_or(Error::NotGuestMemory(page))
     }
 
-    /// Writes down up to `max` of the pages that follow each other one by one, and behind them the one that does not.
-    /// Returns how many.
+    /// Writes down up to `max` of the pages that follow each other one by one, and behind them the
+    /// one that does not. Returns how many.
     pub(super) fn spread(&mut self, max: usize) -> usize {
         match (self.stray, self.first) {
             (Some(stray), Some(first)) => self.spread_before(first, stray, max),
@@ -169,8 +171,9 @@ impl Pages {
     /// Resolves the pages of 2^`shift` bytes at the guest-physical addresses `guest`.
     ///
     /// # Errors
-    /// [`Error::PageList`] if there is no page, the page size is not between 4 KiB and 2 GiB, or a page is not aligned to
-    /// it; [`Error::NotGuestMemory`] if a page is not wholly in one region of guest memory.
+    /// [`Error::PageList`] if there is no page, the page size is not between 4 KiB and 2 GiB, or a
+    /// page is not aligned to it; [`Error::NotGuestMemory`] if a page is not wholly in one region
+    /// of guest memory.
     pub fn resolve(memory: &GuestMemory, guest: &[u64], shift: u8) -> Result<Self, Error> {
         let mut resolver = Resolver::new(guest.len(), shift)?;
         for page in guest {
@@ -184,8 +187,8 @@ impl Pages {
     /// Reads and resolves the page list that `list` describes.
     ///
     /// # Errors
-    /// As [`Self::resolve`]; [`Error::PageList`] for a malformed list, [`Error::NotGuestMemory`] for a table outside of guest
-    /// memory.
+    /// As [`Self::resolve`]; [`Error::PageList`] for a malformed list, [`Error::NotGuestMemory`]
+    /// for a table outside of guest memory.
     pub fn read(memory: &GuestMemory, list: &PageList) -> Result<Self, Error> {
         let mut reader = ListReader::new(memory, list, Form::Pages)?;
         reader.step(usize::MAX)?;
@@ -213,7 +216,8 @@ impl Pages {
         }
     }
 
-    /// The same guest pages, resolved anew in `memory`. Where that fails they are lost, until a later call finds them.
+    /// The same guest pages, resolved anew in `memory`. Where that fails they are lost, until a
+    /// later call finds them.
     #[must_use]
     pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
         let guest = self.guest();
@@ -267,7 +271,8 @@ impl Pages {
     }
 
     /// Host address of `offset`, and the bytes that follow it contiguously.
-    // For every word of a ring and every piece of a message: with many callers, it would not be inlined.
+    // For every word of a ring and every piece of a message: with many callers, it would not be
+    // inlined.
     #[inline(always)]
     fn at(&self, offset: u64) -> Option<(*mut u8, u64)> {
         let left = self.mapped.checked_sub(offset).filter(|left| *left > 0)?;
@@ -336,12 +341,14 @@ impl Pages {
             return None;
         }
         let (ptr, _) = self.at(offset)?;
-        // SAFETY: `ptr` is valid for the 8 bytes: pages are page aligned and a multiple of 8 long, and `offset` is a multiple of 8
-        // below `mapped`. The mapping lives as long as `self`. All access to ring memory, ours and the guest's, is atomic.
+        // SAFETY: `ptr` is valid for the 8 bytes: pages are page aligned and a multiple of 8 long,
+        // and `offset` is a multiple of 8 below `mapped`. The mapping lives as long as `self`. All
+        // access to ring memory, ours and the guest's, is atomic.
         Some(unsafe { &*ptr.cast::<AtomicU64>() })
     }
 
-    /// The words of the `N` bytes at `offset`, which is a multiple of `N`, a power of two from 8 to 4096.
+    /// The words of the `N` bytes at `offset`, which is a multiple of `N`, a power of two from 8 to
+    /// 4096.
     #[inline]
     #[must_use]
     pub fn words<const N: usize>(&self, offset: u64) -> Option<&[AtomicU64]> {
@@ -350,7 +357,8 @@ impl Pages {
             return None;
         }
         let (ptr, _) = self.at(offset)?;
-        // SAFETY: as in `word`: pages are a multiple of `N` long and aligned to it, and so is `offset`, below `mapped`.
+        // SAFETY: as in `word`: pages are a multiple of `N` long and aligned to it, and so is
+        // `offset`, below `mapped`.
         Some(unsafe { std::slice::from_raw_parts(ptr.cast::<AtomicU64>(), N / 8) })
     }
 
@@ -363,8 +371,9 @@ impl Pages {
         }
         let (ptr, contiguous) = self.at(offset)?;
         let words = contiguous.min(max) / 8;
-        // SAFETY: `ptr` is valid for `contiguous` bytes and aligned to 8: pieces are aligned to pages, and so is `offset` to 8. The
-        // mapping lives as long as `self`. All access to ring memory, ours and the guest's, is atomic.
+        // SAFETY: `ptr` is valid for `contiguous` bytes and aligned to 8: pieces are aligned to
+        // pages, and so is `offset` to 8. The mapping lives as long as `self`. All access to ring
+        // memory, ours and the guest's, is atomic.
         Some(unsafe { std::slice::from_raw_parts(ptr.cast::<AtomicU64>(), words as usize) })
     }
 

@@ -68,13 +68,14 @@ impl<'a> Span<'a> {
         if self.len < 8 || self.ptr as usize % 8 != 0 {
             return None;
         }
-        // SAFETY: `ptr` is valid for 8 bytes for `'a` (invariant of `Span`) and aligned, as just checked. Others change it only as
-        // memory, which atomics allow.
+        // SAFETY: `ptr` is valid for 8 bytes for `'a` (invariant of `Span`) and aligned, as just
+        // checked. Others change it only as memory, which atomics allow.
         Some(unsafe { &*self.ptr.cast::<AtomicU64>() })
     }
 }
 
-/// What a copy reads from: guest memory, or bytes of ours (inline data, results of atomic operations).
+/// What a copy reads from: guest memory, or bytes of ours (inline data, results of atomic
+/// operations).
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     /// Valid for `len` bytes for `'a`.
@@ -143,17 +144,20 @@ impl<'a> From<&'a [u8]> for Source<'a> {
     }
 }
 
-/// Copies the common length of `from` to `to`, as memmove does. The bytes become visible in any order.
+/// Copies the common length of `from` to `to`, as memmove does. The bytes become visible in any
+/// order.
 #[inline]
 pub fn copy(to: Span<'_>, from: Source<'_>) {
     let len = to.len.min(from.len);
-    // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`). They may overlap, which `copy` allows. The guests may write at the same time: then the
-    // bytes are theirs to lose; we never interpret them.
+    // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`). They may overlap,
+    // which `copy` allows. The guests may write at the same time: then the bytes are theirs to
+    // lose; we never interpret them.
     unsafe { std::ptr::copy(from.ptr, to.ptr, len) };
 }
 
-/// Copies like [`copy`], but so that the last aligned word that is written becomes visible after all else, and as a whole
-/// where it is 1, 2, 4 or 8 aligned bytes. (MPI, UCX, NCCL and perftest poll on it.)
+/// Copies like [`copy`], but so that the last aligned word that is written becomes visible after
+/// all else, and as a whole where it is 1, 2, 4 or 8 aligned bytes. (MPI, UCX, NCCL and perftest
+/// poll on it.)
 #[inline(always)]
 pub fn copy_last(to: Span<'_>, from: Source<'_>) {
     let len = to.len.min(from.len);
@@ -169,7 +173,8 @@ pub fn copy_few(to: Span<'_>, from: Source<'_>) -> bool {
     let words = (to.ptr as usize | from.ptr as usize | len) % 8 == 0;
     let few = words && len.wrapping_sub(1) < SHORT;
     if few {
-        // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`), of words as just checked.
+        // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`), of words as
+        // just checked.
         unsafe { copy_words(to.ptr, from.ptr, len) };
     }
     few
@@ -183,8 +188,9 @@ fn copy_any(to: Span<'_>, from: Source<'_>, len: usize) {
     let tail_to = to.ptr.wrapping_add(bulk);
     let tail_from = from.ptr.wrapping_add(bulk);
     let mut word = [0u8; 8];
-    // SAFETY: `bulk + tail == len`, for which both are valid (invariants of `Span` and `Source`); `word` has 8 bytes and `tail` <= 8. The
-    // atomics are aligned as their branch checked, and within the destination.
+    // SAFETY: `bulk + tail == len`, for which both are valid (invariants of `Span` and `Source`);
+    // `word` has 8 bytes and `tail` <= 8. The atomics are aligned as their branch checked, and
+    // within the destination.
     unsafe {
         if tail == 8 && (tail_from as usize) % 8 == 0 {
             word = (*tail_from.cast::<AtomicU64>())
@@ -212,22 +218,25 @@ fn copy_any(to: Span<'_>, from: Source<'_>, len: usize) {
 /// Most bytes that are copied in line.
 const SHORT: usize = 64;
 
-/// As [`copy_last`], of `len` bytes: at least a word, at most [`SHORT`], all of them words. All is read before anything is written.
+/// As [`copy_last`], of `len` bytes: at least a word, at most [`SHORT`], all of them words. All is
+/// read before anything is written.
 ///
 /// # Safety
 /// `from` and `to` are valid for `len` bytes and aligned to 8.
 #[inline(always)]
 unsafe fn copy_words(to: *mut u8, from: *const u8, len: usize) {
-    /// Reads `N` pairs of words, the last of which is the end of `len` bytes, and then writes them: those at the end may be among the
-    /// first.
+    /// Reads `N` pairs of words, the last of which is the end of `len` bytes, and then writes them:
+    /// those at the end may be among the first.
     ///
     /// # Safety
-    /// `from` and `to` are valid for `len` bytes, which are at least `N` pairs and at most twice as many.
+    /// `from` and `to` are valid for `len` bytes, which are at least `N` pairs and at most twice as
+    /// many.
     #[inline(always)]
     unsafe fn ends<const N: usize>(to: *mut u8, from: *const u8, len: usize) {
         const PAIR: usize = size_of::<Pair>();
         let at = |i: usize| (i * PAIR, len - (N - i) * PAIR);
-        // SAFETY: the caller promises that both are valid for all of these; nothing needs to be aligned.
+        // SAFETY: the caller promises that both are valid for all of these; nothing needs to be
+        // aligned.
         unsafe {
             let pair = |at: usize| from.wrapping_add(at).cast::<Pair>().read_unaligned();
             let pairs: [_; N] = std::array::from_fn(|i| (pair(at(i).0), pair(at(i).1)));
@@ -260,7 +269,8 @@ unsafe fn copy_words(to: *mut u8, from: *const u8, len: usize) {
     }
 }
 
-/// Has the processor fetch what is needed soon: from the beginning of `object`, so many cache lines.
+/// Has the processor fetch what is needed soon: from the beginning of `object`, so many cache
+/// lines.
 #[inline(always)]
 pub fn prefetch_from<T>(object: &T, lines: usize) {
     prefetch_lines(std::ptr::from_ref(object).cast(), lines);
@@ -286,14 +296,16 @@ pub(super) fn prefetch_line(line: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-        // SAFETY: this changes nothing but caches, whatever the address; SSE is part of every processor of this architecture.
+        // SAFETY: this changes nothing but caches, whatever the address; SSE is part of every
+        // processor of this architecture.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = line;
 }
 
-/// Has the processor fetch a word that is to be changed soon, so that the change need not take it from others a second time.
+/// Has the processor fetch a word that is to be changed soon, so that the change need not take it
+/// from others a second time.
 #[inline(always)]
 pub fn prefetch_write(word: &AtomicU64) {
     prefetch_line_to_write(word.as_ptr().cast_const().cast());
@@ -303,8 +315,8 @@ pub fn prefetch_write(word: &AtomicU64) {
 #[inline(always)]
 pub(super) fn prefetch_line_to_write(line: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: this changes nothing but caches, whatever the address; processors that do not know the instruction do nothing
-    // for it.
+    // SAFETY: this changes nothing but caches, whatever the address; processors that do not know
+    // the instruction do nothing for it.
     unsafe {
         std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags));
     }

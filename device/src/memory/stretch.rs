@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Guest memory that is in one for those who use it, and in pieces here; copies of it, piece by piece.
+//! Guest memory that is in one for those who use it, and in pieces here; copies of it, piece by
+//! piece.
 use std::marker::PhantomData;
 
 #[cfg(target_arch = "x86_64")]
@@ -7,12 +8,14 @@ use super::avx::{self, LINE, PAGE};
 use super::guest::Host;
 use super::span::{copy, copy_last, Source, Span};
 
-/// Bytes in one piece, or in several of the same size, of which the first and the last may be a part.
+/// Bytes in one piece, or in several of the same size, of which the first and the last may be a
+/// part.
 #[derive(Debug, Clone, Copy)]
 pub struct Stretch<'a> {
     /// What is left of the first piece.
     first: Span<'a>,
-    /// The pieces that follow, as many as `left` bytes need. INVARIANT: each is valid for `size` bytes for `'a`.
+    /// The pieces that follow, as many as `left` bytes need. INVARIANT: each is valid for `size`
+    /// bytes for `'a`.
     more: &'a [Host],
     /// Size of one of them, bytes.
     size: usize,
@@ -32,7 +35,8 @@ impl<'a> From<Span<'a>> for Stretch<'a> {
 }
 
 impl<'a> Stretch<'a> {
-    /// The bytes of `first`, and the first `left` of the pieces of `size` bytes at `more`; `None` if there are not as many.
+    /// The bytes of `first`, and the first `left` of the pieces of `size` bytes at `more`; `None`
+    /// if there are not as many.
     ///
     /// The pieces must be valid for `size` bytes each for `'a`.
     pub(super) fn new(first: Span<'a>, more: &'a [Host], size: usize, left: u64) -> Option<Self> {
@@ -78,7 +82,8 @@ impl<'a> Stretch<'a> {
         taken
     }
 
-    /// Leaves out what is left of the first piece, and all of the `count - 1` pieces that follow; as many do.
+    /// Leaves out what is left of the first piece, and all of the `count - 1` pieces that follow;
+    /// as many do.
     #[cfg(target_arch = "x86_64")]
     fn skip(&mut self, count: usize) {
         let Some((before, more)) = self.more.split_at_checked(count) else {
@@ -119,9 +124,10 @@ pub enum Way {
     Streaming,
 }
 
-/// Copies the common length of the two, which both move on by that. The bytes become visible in any order, those that were copied
-/// past the caches before whatever is stored after [`end_streaming`]; but where all of `from` is copied and `last`, what is
-/// written last becomes visible last, as with [`copy_last`].
+/// Copies the common length of the two, which both move on by that. The bytes become visible in any
+/// order, those that were copied past the caches before whatever is stored after [`end_streaming`];
+/// but where all of `from` is copied and `last`, what is written last becomes visible last, as with
+/// [`copy_last`].
 pub fn copy_stretch(to: &mut Stretch<'_>, from: &mut Stretch<'_>, way: Way, last: bool) {
     loop {
         copy_pages(to, from, way);
@@ -141,7 +147,8 @@ pub fn copy_stretch(to: &mut Stretch<'_>, from: &mut Stretch<'_>, way: Way, last
     }
 }
 
-/// Copies the whole pages that both begin with, page by page, as long as others follow at both: those are fetched meanwhile.
+/// Copies the whole pages that both begin with, page by page, as long as others follow at both:
+/// those are fetched meanwhile.
 #[inline]
 fn copy_pages(to: &mut Stretch<'_>, from: &mut Stretch<'_>, way: Way) {
     #[cfg(target_arch = "x86_64")]
@@ -150,9 +157,9 @@ fn copy_pages(to: &mut Stretch<'_>, from: &mut Stretch<'_>, way: Way) {
         if count == 0 || !to.in_pages() || !from.in_pages() || !avx::is_there() {
             return;
         }
-        // SAFETY: the pieces are valid for `PAGE` bytes each (invariant of `Stretch`), which is what `size` says. They are
-        // pages of guest memory, so aligned, and two of them are the same or do not overlap. Others may write at the same
-        // time, as in `copy`.
+        // SAFETY: the pieces are valid for `PAGE` bytes each (invariant of `Stretch`), which is
+        // what `size` says. They are pages of guest memory, so aligned, and two of them are the
+        // same or do not overlap. Others may write at the same time, as in `copy`.
         unsafe {
             match way {
                 Way::Cached => avx::copy_pages::<false>(to.pages(), from.pages()),
@@ -166,11 +173,13 @@ fn copy_pages(to: &mut Stretch<'_>, from: &mut Stretch<'_>, way: Way) {
     let _ = (to, from, way);
 }
 
-/// Copies the common length of `from` to `to`, and has the processor fetch `next`, of which nothing is accessed.
+/// Copies the common length of `from` to `to`, and has the processor fetch `next`, of which nothing
+/// is accessed.
 fn copy_piece(to: Span<'_>, from: Source<'_>, next: (Span<'_>, Span<'_>), way: Way) {
     #[cfg(target_arch = "x86_64")]
     {
-        // A piece that is longer needs nothing but to be copied: the processor fetches by itself what comes next in it.
+        // A piece that is longer needs nothing but to be copied: the processor fetches by itself
+        // what comes next in it.
         const LONG: usize = 4 * PAGE;
         // Less is not worth a loop of our own.
         const FEW: usize = 256;
@@ -190,8 +199,9 @@ fn copy_piece(to: Span<'_>, from: Source<'_>, next: (Span<'_>, Span<'_>), way: W
             let lines = (len - head) / LINE;
             let ahead = next.0.len.min(next.1.len).min(PAGE) / LINE;
             let next = (next.0.ptr, next.1.ptr);
-            // SAFETY: both are valid for `lines * LINE` bytes (invariants of `Span` and `Source`) and do not overlap, and the
-            // destination is aligned to `LINE`. Others may write at the same time, as in `copy`.
+            // SAFETY: both are valid for `lines * LINE` bytes (invariants of `Span` and `Source`)
+            // and do not overlap, and the destination is aligned to `LINE`. Others may write at the
+            // same time, as in `copy`.
             unsafe {
                 match way {
                     Way::Cached => avx::copy_lines::<false>(to.ptr, from.ptr(), lines, next, ahead),
@@ -318,7 +328,8 @@ mod tests {
             prop_assert_eq!(from.read(), data);
         }
 
-        /// What overlaps is copied as if all was read first, as long as it is no more than is copied at once.
+        /// What overlaps is copied as if all was read first, as long as it is no more than is
+        /// copied at once.
         #[test]
         fn short_copies_may_overlap(
             from in 0usize..3000, to in 0usize..3000, len in 0usize..1000, streams: bool, last: bool,

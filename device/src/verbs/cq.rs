@@ -79,7 +79,8 @@ impl Moderation {
         period: 0,
     };
 
-    /// With the meaning that zero has: a limit that is not used, but there is always an end to the wait.
+    /// With the meaning that zero has: a limit that is not used, but there is always an end to the
+    /// wait.
     fn new(count: u16, period: u16) -> Self {
         match (count, period) {
             (1, _) | (0, 0) => Self::NONE,
@@ -134,7 +135,8 @@ pub enum Pushed {
     Event,
     /// Written, and the event that it wants is held back from now on: see `Cq::hold`.
     Held,
-    /// There was no room, or its memory is gone: it is in error now, for this reason (`vendor_err`).
+    /// There was no room, or its memory is gone: it is in error now, for this reason
+    /// (`vendor_err`).
     Error(u8),
     /// The queue was in error before: dropped.
     Dropped,
@@ -153,7 +155,8 @@ pub struct Cq {
     queue_pairs: Mutex<BTreeSet<u32>>,
     /// Whose it is.
     pub(crate) rnic: Weak<Rnic>,
-    /// When the worker's timer for the event that is held back ends, nanoseconds. Only the worker uses it.
+    /// When the worker's timer for the event that is held back ends, nanoseconds. Only the worker
+    /// uses it.
     pub(crate) timer: AtomicU64,
     /// The worker is about to look at the event that is held back.
     pub(crate) handed: AtomicBool,
@@ -233,7 +236,8 @@ impl Cq {
         self.producer().position
     }
 
-    /// Writes a completion. `solicited`: it also answers an arming for solicited completions (errors always do).
+    /// Writes a completion. `solicited`: it also answers an arming for solicited completions
+    /// (errors always do).
     pub fn push(&self, cqe: &Cqe, solicited: bool) -> Pushed {
         self.push_from(cqe, &Source::default(), solicited)
     }
@@ -274,7 +278,8 @@ impl Cq {
         }
     }
 
-    /// Takes over when to hold back events, and raises the one that is held back: whether there is one.
+    /// Takes over when to hold back events, and raises the one that is held back: whether there is
+    /// one.
     pub fn moderate(&self, count: u16, period: u16) -> bool {
         let mut producer = self.producer();
         producer.moderation = Moderation::new(count, period);
@@ -298,7 +303,8 @@ impl Cq {
         (producer.hold.completions != 0).then_some((producer.hold.number, period))
     }
 
-    /// The time of the event that is held back is over: whether it is still that of this `number`, and to be raised.
+    /// The time of the event that is held back is over: whether it is still that of this `number`,
+    /// and to be raised.
     pub(crate) fn expire(&self, number: u32) -> bool {
         let mut producer = self.producer();
         producer.hold.number == number && producer.end_hold()
@@ -315,12 +321,13 @@ impl Cq {
         *buffer = buffer.rebase(memory);
     }
 
-    /// Goes over to another ring, zeroed, with entries of the same stride and the same `arm`. What was not consumed is at
-    /// its start then. Returns the number of these entries, and whether an event is wanted.
+    /// Goes over to another ring, zeroed, with entries of the same stride and the same `arm`. What
+    /// was not consumed is at its start then. Returns the number of these entries, and whether an
+    /// event is wanted.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if they do not fit or the queue is in error, [`Error::Fault`] if a ring is not guest memory:
-    /// nothing has changed then.
+    /// [`Error::Invalid`] if they do not fit or the queue is in error, [`Error::Fault`] if a ring
+    /// is not guest memory: nothing has changed then.
     pub fn resize(&self, ring: Ring) -> Result<(u32, bool), Error> {
         let mut guard = self.producer();
         let producer = &mut *guard;
@@ -365,7 +372,8 @@ impl Cq {
     }
 }
 
-/// A completion queue, locked for a few completions. Whether they want an event is looked up at the end.
+/// A completion queue, locked for a few completions. Whether they want an event is looked up at the
+/// end.
 #[derive(Debug)]
 pub(crate) struct Batch<'a> {
     cq: &'a Cq,
@@ -401,11 +409,12 @@ impl Batch<'_> {
 }
 
 impl Producer {
-    /// Looks whether an event is wanted now that `written` entries were written, and was not raised yet. `solicited`: also where
-    /// only solicited completions and errors count. `urgent`: it is not held back.
+    /// Looks whether an event is wanted now that `written` entries were written, and was not raised
+    /// yet. `solicited`: also where only solicited completions and errors count. `urgent`: it is
+    /// not held back.
     fn check(&mut self, written: u32, solicited: bool, urgent: bool) -> Pushed {
-        // The consumer stores `arm`, then, past a full fence, looks for entries; we store the entry, then, past a full fence,
-        // load `arm`. One of the two sees the other.
+        // The consumer stores `arm`, then, past a full fence, looks for entries; we store the
+        // entry, then, past a full fence, load `arm`. One of the two sees the other.
         fence(Ordering::SeqCst);
         let Some(arm) = self.ring.buffer.half_word(ARM) else {
             return Pushed::Quiet;
@@ -431,8 +440,8 @@ impl Producer {
         }
     }
 
-    /// Whether there is an event that is held back. It counts as raised: nothing is needed for that but what is kept here, so
-    /// that it does not matter what the guest did to `arm` since.
+    /// Whether there is an event that is held back. It counts as raised: nothing is needed for that
+    /// but what is kept here, so that it does not matter what the guest did to `arm` since.
     fn end_hold(&mut self) -> bool {
         let held = self.hold.completions != 0;
         if held {
@@ -448,7 +457,8 @@ impl Producer {
         let ring = &self.ring;
         if self.position.wrapping_sub(self.consumer) >= ring.entries {
             let consumer = ring.consumer()?;
-            // A consumer that is ahead of us or further behind than before is nonsense: the queue stays full.
+            // A consumer that is ahead of us or further behind than before is nonsense: the queue
+            // stays full.
             if self.position.wrapping_sub(consumer) >= ring.entries {
                 return Some(false);
             }
@@ -734,7 +744,8 @@ mod tests {
         cq.moderate(3, 7);
         consumer.record(ARM, arm_any(1));
         let first = push_held(&cq, &mut consumer);
-        // Armed again, and nothing came: the event is that of the first arming, and the second stands.
+        // Armed again, and nothing came: the event is that of the first arming, and the second
+        // stands.
         consumer.record(ARM, arm_any(2));
         assert!(cq.expire(first));
         let second = push_held(&cq, &mut consumer);
@@ -837,7 +848,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is pushed, polled and resized when: completions come once and in order (D-RSZ-001).
+        /// Whatever is pushed, polled and resized when: completions come once and in order
+        /// (D-RSZ-001).
         #[test]
         fn completions_survive_resizes(
             wide: bool, steps in prop::collection::vec((0u8..4, 0u32..6), 1..200),

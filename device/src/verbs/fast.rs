@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Fast regions: allocated once, registered and invalidated again and again by work requests (specification: "Fast
-//! registration").
+//! Fast regions: allocated once, registered and invalidated again and again by work requests
+//! (specification: "Fast registration").
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
@@ -13,11 +13,13 @@ use crate::memory::{Form, GuestMemory};
 
 /// A fast region.
 ///
-/// Whoever accesses memory through it holds its state for reading meanwhile, so that an invalidation, which takes it for writing,
-/// returns when nobody accesses the memory any longer. Who wants to read never waits: where somebody has the state for writing, or
-/// waits for it, the region is about to be registered or invalidated, and counts as free. (A message may read one region and
-/// write another, or the same; if it waited, it could wait for one who waits for it.) So only who is sure to change the state takes it for
-/// writing: `change` is held from before that is looked at.
+/// Whoever accesses memory through it holds its state for reading meanwhile, so that an
+/// invalidation, which takes it for writing, returns when nobody accesses the memory any longer.
+/// Who wants to read never waits: where somebody has the state for writing, or waits for it, the
+/// region is about to be registered or invalidated, and counts as free. (A message may read one
+/// region and write another, or the same; if it waited, it could wait for one who waits for it.) So
+/// only who is sure to change the state takes it for writing: `change` is held from before that is
+/// looked at.
 #[derive(Debug)]
 pub struct FastMr {
     /// Protection domain.
@@ -112,7 +114,8 @@ impl FastMr {
         }
     }
 
-    /// Invalidates `key` for protection domain `pd`; returns what was registered, and is accessed by nobody any longer.
+    /// Invalidates `key` for protection domain `pd`; returns what was registered, and is accessed
+    /// by nobody any longer.
     ///
     /// # Errors
     /// Where that cannot be.

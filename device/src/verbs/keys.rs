@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The table of keys: memory regions and windows, and the check of what a key allows (specification: "Memory regions and
-//! keys", "Memory windows").
+//! The table of keys: memory regions and windows, and the check of what a key allows
+//! (specification: "Memory regions and keys", "Memory windows").
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, RwLockReadGuard};
@@ -106,7 +106,8 @@ pub struct Grant<'a> {
 }
 
 impl<'a> Grant<'a> {
-    /// As much from `addr` on as can be had at once, of at most `max` bytes, which are in the range that the grant is for.
+    /// As much from `addr` on as can be had at once, of at most `max` bytes, which are in the range
+    /// that the grant is for.
     ///
     /// # Errors
     /// If the memory is gone.
@@ -134,8 +135,9 @@ impl<'a> Grant<'a> {
     }
 }
 
-/// A piece of a region that was found by its key, for the next work request, which often names the same. It borrows the table, so
-/// it does not outlive a change. It is for one user, who has one protection domain for each kind of access.
+/// A piece of a region that was found by its key, for the next work request, which often names the
+/// same. It borrows the table, so it does not outlive a change. It is for one user, who has one
+/// protection domain for each kind of access.
 #[derive(Debug, Default)]
 pub struct Memo<'a> {
     key: u32,
@@ -401,8 +403,8 @@ impl Keys {
         self.grant_other(key, accessor, access, addr, len)
     }
 
-    /// The `len` bytes at `addr` that protection domain `pd` may access by `key` as `access` says, if they lie in one piece of a
-    /// region. What is found is remembered in `memo`.
+    /// The `len` bytes at `addr` that protection domain `pd` may access by `key` as `access` says,
+    /// if they lie in one piece of a region. What is found is remembered in `memo`.
     #[inline(always)]
     #[must_use]
     pub fn piece<'a>(
@@ -536,8 +538,8 @@ impl Keys {
         })
     }
 
-    /// Binds a window, as a work request of queue pair `qp` of protection domain `pd` says. Nobody uses its old binding any
-    /// longer then.
+    /// Binds a window, as a work request of queue pair `qp` of protection domain `pd` says. Nobody
+    /// uses its old binding any longer then.
     ///
     /// # Errors
     /// Where that is not possible: nothing has changed then.
@@ -611,7 +613,8 @@ impl Keys {
         Ok(binding)
     }
 
-    /// Whether a fast region of protection domain `pd` can be registered with this key, and that region.
+    /// Whether a fast region of protection domain `pd` can be registered with this key, and that
+    /// region.
     ///
     /// # Errors
     /// Why not.
@@ -650,8 +653,8 @@ impl Keys {
         region.check_invalidate(key, pd)
     }
 
-    /// Invalidates `key` for queue pair `qp` of protection domain `pd`, or for its peer. Nobody uses it any longer then. The
-    /// caller must not have a [`Grant`]: it could wait for itself.
+    /// Invalidates `key` for queue pair `qp` of protection domain `pd`, or for its peer. Nobody
+    /// uses it any longer then. The caller must not have a [`Grant`]: it could wait for itself.
     ///
     /// # Errors
     /// Where that is not possible.
@@ -668,7 +671,8 @@ impl Keys {
         }
     }
 
-    /// Queue pair `qp` is destroyed: what it bound is bound to nothing. Its number may be another's one day.
+    /// Queue pair `qp` is destroyed: what it bound is bound to nothing. Its number may be another's
+    /// one day.
     pub fn forget_qp(&self, qp: u32) {
         let mut bound = Vec::new();
         bound.extend(self.bound().range((qp, 0)..=(qp, u32::MAX)).copied());

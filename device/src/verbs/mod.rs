@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The objects of verbs: what they are made of, who may use them, and their state machines.
 //!
-//! Objects are created and destroyed by control commands under the write lock of their VM's [`tables`]; the data path
-//! reads the tables under the read lock. What changes on the data path (ring positions, messages in progress) is behind a
-//! lock of the object itself.
+//! Objects are created and destroyed by control commands under the write lock of their VM's
+//! [`tables`]; the data path reads the tables under the read lock. What changes on the data path
+//! (ring positions, messages in progress) is behind a lock of the object itself.
 
 pub mod cq;
 pub mod fast;

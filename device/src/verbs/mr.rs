@@ -34,14 +34,15 @@ const ACCESS_FEATURES: [(u32, u32); 3] = [
     (access::PHYSICAL, feature::PHYSICAL_MR),
 ];
 
-/// Access flags that the specification names, but that this device does not support: its pages are pinned and volatile.
+/// Access flags that the specification names, but that this device does not support: its pages are
+/// pinned and volatile.
 const ACCESS_NEVER: u32 = access::ON_DEMAND | access::FLUSH_PERSISTENT;
 
 /// Checks the access flags of a region.
 ///
 /// # Errors
-/// [`Error::Invalid`] for flags that are unknown or that cannot be without others, [`Error::NotSupported`] for those that are not
-/// supported.
+/// [`Error::Invalid`] for flags that are unknown or that cannot be without others,
+/// [`Error::NotSupported`] for those that are not supported.
 pub fn check_access(rnic: &Rnic, wanted: u32) -> Result<(), Error> {
     let known = ACCESS_FEATURES
         .iter()
@@ -55,7 +56,8 @@ pub fn check_access(rnic: &Rnic, wanted: u32) -> Result<(), Error> {
     if missing || wanted & ACCESS_NEVER != 0 {
         return Err(Error::NotSupported);
     }
-    // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1, 10.6.3.1).
+    // Remote writes and atomics need local write (InfiniBand architecture specification, volume 1,
+    // 10.6.3.1).
     let writes = access::REMOTE_WRITE | access::REMOTE_ATOMIC;
     if wanted & writes != 0 && wanted & access::LOCAL_WRITE == 0 {
         return Err(Error::Invalid);
@@ -156,7 +158,8 @@ impl From<Resolved> for Backing {
 /// A memory region.
 #[derive(Debug)]
 pub struct Mr {
-    /// The key: index in bits 8 to 31, the consumer's part below. Local and remote key are the same.
+    /// The key: index in bits 8 to 31, the consumer's part below. Local and remote key are the
+    /// same.
     pub key: u32,
     /// Protection domain.
     pub pd: u32,
@@ -177,7 +180,8 @@ pub struct Mr {
 }
 
 impl Mr {
-    /// Checks that `len` bytes at `addr` may be accessed as `access` says through this region by protection domain `pd`.
+    /// Checks that `len` bytes at `addr` may be accessed as `access` says through this region by
+    /// protection domain `pd`.
     ///
     /// # Errors
     /// The reason, where not.
@@ -216,7 +220,8 @@ impl Mr {
         check_range(self.iova, self.length, addr, len)
     }
 
-    /// A contiguous piece of the region that `addr` is in, and at which address it starts. The address has been checked.
+    /// A contiguous piece of the region that `addr` is in, and at which address it starts. The
+    /// address has been checked.
     #[inline]
     #[must_use]
     pub fn piece(&self, addr: u64) -> Option<(u64, Span<'_>)> {
@@ -236,7 +241,8 @@ impl Mr {
         Some((self.iova.wrapping_add(from - self.offset), piece))
     }
 
-    /// The `len` bytes at `addr`, if protection domain `pd` may access them as `access` says, and they are in one piece.
+    /// The `len` bytes at `addr`, if protection domain `pd` may access them as `access` says, and
+    /// they are in one piece.
     #[inline(always)]
     #[must_use]
     pub fn whole(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Option<Span<'_>> {
@@ -269,14 +275,16 @@ impl Mr {
         self.backing.rebase(memory);
     }
 
-    /// As much from `addr` on as can be had at once, of at most `max` bytes, which are within the region as has been checked.
+    /// As much from `addr` on as can be had at once, of at most `max` bytes, which are within the
+    /// region as has been checked.
     ///
     /// # Errors
     /// If the memory is gone.
     #[inline]
     pub fn stretch(&self, addr: u64, max: u64) -> Result<Stretch<'_>, KeyError> {
         let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
-        // The range is within the region, and the region within its pages: they are lost, if anything.
+        // The range is within the region, and the region within its pages: they are lost, if
+        // anything.
         match &self.backing {
             Backing::Pages(pages) => pages.stretch(offset, max),
             Backing::Blocks(blocks) => blocks.span(offset, max).map(Stretch::from),

@@ -30,8 +30,9 @@ pub struct State {
 
 /// A memory window.
 ///
-/// Whoever accesses memory through it holds its state for reading meanwhile. So a bind or an invalidation, which takes it for
-/// writing, returns when nobody accesses memory by the old binding any longer.
+/// Whoever accesses memory through it holds its state for reading meanwhile. So a bind or an
+/// invalidation, which takes it for writing, returns when nobody accesses memory by the old binding
+/// any longer.
 #[derive(Debug)]
 pub struct Mw {
     /// Protection domain.

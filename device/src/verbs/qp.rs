@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Queue pairs (specification: "Queue pairs").
 //!
-//! A queue pair belongs to one worker, which runs its requester. Its responder runs on the worker of whoever sends to it.
-//! The two halves have a lock each, taken for a bounded turn, in the order requester before responder (of the peer). A worker that
-//! waits for what one of two connected queue pairs of its own sends has all four: no other takes a requester, and nobody waits for
-//! a lock with a responder's.
+//! A queue pair belongs to one worker, which runs its requester. Its responder runs on the worker
+//! of whoever sends to it. The two halves have a lock each, taken for a bounded turn, in the order
+//! requester before responder (of the peer). A worker that waits for what one of two connected
+//! queue pairs of its own sends has all four: no other takes a requester, and nobody waits for a
+//! lock with a responder's.
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -82,7 +83,8 @@ pub struct Qp {
     attr: Mutex<QpAttr>,
 }
 
-/// What the next turn of a queue pair will need beside the queue pair itself, if it is as the last one: where it is.
+/// What the next turn of a queue pair will need beside the queue pair itself, if it is as the last
+/// one: where it is.
 #[derive(Debug, Default)]
 pub(crate) struct Ahead {
     /// The next entry of its send queue.
@@ -96,7 +98,8 @@ pub(crate) struct Ahead {
 }
 
 impl Ahead {
-    /// It had `entries` entries in its last turn. The next one will be `entry`, in `buffer`, and for `peer`.
+    /// It had `entries` entries in its last turn. The next one will be `entry`, in `buffer`, and
+    /// for `peer`.
     #[inline(always)]
     pub(crate) fn set(&self, entries: u32, entry: Option<&AtomicU64>, buffer: &Pages, peer: &Qp) {
         self.entry.set(entry);
@@ -217,8 +220,8 @@ impl Qp {
         self.state.load(Ordering::SeqCst)
     }
 
-    /// Goes to the error state, from any state but RESET, and lets the worker flush. Returns whether this call made the
-    /// change.
+    /// Goes to the error state, from any state but RESET, and lets the worker flush. Returns
+    /// whether this call made the change.
     pub(crate) fn fail(self: &Arc<Self>) -> bool {
         let changed = self
             .state
@@ -232,8 +235,8 @@ impl Qp {
         changed
     }
 
-    /// A send work request failed: the queue pair goes to the error state, or, where nobody is told of lost messages
-    /// anyway, only its send queue does.
+    /// A send work request failed: the queue pair goes to the error state, or, where nobody is told
+    /// of lost messages anyway, only its send queue does.
     pub(crate) fn fail_send(self: &Arc<Self>) {
         if !matches!(self.qp_type, qp_type::UD | qp_type::GSI | qp_type::UC) {
             self.fail();
@@ -337,7 +340,8 @@ impl Qp {
                     // What was posted before must not be executed now.
                     requester.flush_all(tables, self);
                 }
-                // The worker may have failed the queue pair since we looked: then it stays in the error state.
+                // The worker may have failed the queue pair since we looked: then it stays in the
+                // error state.
                 self.state
                     .compare_exchange(current, next, Ordering::SeqCst, Ordering::SeqCst)
                     .map_err(|_| Error::Invalid)?;

@@ -79,8 +79,9 @@ struct Inner {
     limit: u32,
     /// The queue pairs whose messages wait for a receive.
     waiters: Waiters<Qp>,
-    /// What was taken and given back: the first to be taken again. Each XRC_TGT queue pair gives back one at a time, and
-    /// nothing is taken from the ring meanwhile, so these are no more than such queue pairs.
+    /// What was taken and given back: the first to be taken again. Each XRC_TGT queue pair gives
+    /// back one at a time, and nothing is taken from the ring meanwhile, so these are no more than
+    /// such queue pairs.
     returned: VecDeque<(u64, Vec<Sge>)>,
 }
 
@@ -175,8 +176,8 @@ impl Srq {
         lock(&self.inner)
     }
 
-    /// Takes the next receive work request; its scatter list goes to `sges`. Without one, `waiter` is woken when one is
-    /// posted.
+    /// Takes the next receive work request; its scatter list goes to `sges`. Without one, `waiter`
+    /// is woken when one is posted.
     pub(crate) fn take(&self, sges: &mut Vec<Sge>, waiter: Option<&Arc<Qp>>) -> Option<Taken> {
         let mut guard = self.inner();
         let inner = &mut *guard;
@@ -233,8 +234,8 @@ impl Srq {
         })
     }
 
-    /// Takes the next receive work request for a message of `len` bytes, if it is plain (see [`WorkQueue::take_plain`]) and taking
-    /// it has no consequences.
+    /// Takes the next receive work request for a message of `len` bytes, if it is plain (see
+    /// [`WorkQueue::take_plain`]) and taking it has no consequences.
     pub(crate) fn take_plain<'a>(
         &self,
         keys: &'a Keys,
@@ -313,12 +314,12 @@ impl Srq {
         self.inner().footprint
     }
 
-    /// Goes over to another ring, zeroed, with entries of the same stride: what was not consumed is at its start then. A
-    /// `limit` takes the place of the one that is armed.
+    /// Goes over to another ring, zeroed, with entries of the same stride: what was not consumed is
+    /// at its start then. A `limit` takes the place of the one that is armed.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if entries or limit do not fit, [`Error::Fault`] if a ring is not guest memory: nothing has
-    /// changed then.
+    /// [`Error::Invalid`] if entries or limit do not fit, [`Error::Fault`] if a ring is not guest
+    /// memory: nothing has changed then.
     pub(crate) fn resize(
         &self,
         buffer: Pages,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The state machine of queue pairs: which change of state is allowed, and with which attributes (InfiniBand
-//! architecture specification, volume 1, 11.2.5.2; specification: "Queue pair states").
+//! The state machine of queue pairs: which change of state is allowed, and with which attributes
+//! (InfiniBand architecture specification, volume 1, 11.2.5.2; specification: "Queue pair states").
 use virtio_rdma_spec::verbs::qp_attr::{
     self, ACCESS_FLAGS, AV, CUR_STATE, DEST_QPN, EN_SQD_ASYNC_NOTIFY, MAX_DEST_RD_ATOMIC,
     MAX_QP_RD_ATOMIC, MIN_RNR_TIMER, PATH_MTU, PKEY_INDEX, PORT, QKEY, RETRY_CNT, RNR_RETRY,
@@ -23,8 +23,8 @@ const SQD_RC: u32 = PORT
     | PKEY_INDEX
     | MIN_RNR_TIMER;
 
-/// Required and optional attributes (beside STATE) of a change from `current` to `next` of a queue pair of type `kind`;
-/// `None` where there is no such change.
+/// Required and optional attributes (beside STATE) of a change from `current` to `next` of a queue
+/// pair of type `kind`; `None` where there is no such change.
 #[must_use]
 pub fn attributes(kind: u8, current: u8, next: u8) -> Option<(u32, u32)> {
     let datagram = matches!(kind, qp_type::UD | qp_type::GSI);
@@ -80,11 +80,12 @@ pub fn attributes(kind: u8, current: u8, next: u8) -> Option<(u32, u32)> {
     })
 }
 
-/// Checks a change of a queue pair of type `kind` from `current` to `next` with the attributes `mask`.
+/// Checks a change of a queue pair of type `kind` from `current` to `next` with the attributes
+/// `mask`.
 ///
 /// # Errors
-/// [`Error::NotSupported`] for attributes that the device does not have, [`Error::Invalid`] for a change that is not
-/// allowed, misses a required attribute, or carries one that it must not.
+/// [`Error::NotSupported`] for attributes that the device does not have, [`Error::Invalid`] for a
+/// change that is not allowed, misses a required attribute, or carries one that it must not.
 pub fn check(kind: u8, current: u8, next: u8, mask: u32) -> Result<(), Error> {
     const SUPPORTED: u32 = STATE
         | CUR_STATE

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the messages of the front end mean: features, memory, configuration, and the life of the virtqueues.
+//! What the messages of the front end mean: features, memory, configuration, and the life of the
+//! virtqueues.
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
@@ -336,8 +337,8 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
         let base = u16::try_from(base).map_err(|_| Error::InvalidParam)?;
         if index == u32::from(CONTROL_QUEUE) && self.stopped_at.is_some_and(|at| at != base) {
-            // A stopped VM goes on where it was. This one does not: its driver began anew, and the front end does not
-            // know (or did not negotiate) RESET_DEVICE.
+            // A stopped VM goes on where it was. This one does not: its driver began anew, and the
+            // front end does not know (or did not negotiate) RESET_DEVICE.
             info!("the driver starts anew");
             self.forget_all();
         }

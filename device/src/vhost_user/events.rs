@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The event queues: completion events and asynchronous events on their way to the guest.
 //!
-//! Workers bring events at any time. An event for which the guest has no buffer waits: a completion event once per
-//! completion queue, however often it is raised.
+//! Workers bring events at any time. An event for which the guest has no buffer waits: a completion
+//! event once per completion queue, however often it is raised.
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -13,7 +13,8 @@ use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 use super::ring::Ring;
 use crate::rnic::{EventSink, Rnic};
 
-/// Events that wait for a buffer, at most, per queue. There are no more objects to raise events for.
+/// Events that wait for a buffer, at most, per queue. There are no more objects to raise events
+/// for.
 const MAX_WAITING: usize = 1 << 17;
 
 /// Events that wait for a buffer, in order, each once.

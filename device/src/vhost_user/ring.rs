@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! One virtqueue: its life between the messages of the front end, its descriptor chains, its notifications.
+//! One virtqueue: its life between the messages of the front end, its descriptor chains, its
+//! notifications.
 //!
-//! The rings are the guest's. `virtio-queue` checks indices and bounds every walk; what it finds wrong breaks the ring,
-//! which is then left alone until the front end sets it up anew.
+//! The rings are the guest's. `virtio-queue` checks indices and bounds every walk; what it finds
+//! wrong breaks the ring, which is then left alone until the front end sets it up anew.
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
@@ -74,7 +75,8 @@ impl Ring {
     pub fn new(index: u16) -> Self {
         Self {
             index,
-            // MAX_RING_SIZE is a power of two, which is all that `new` asks for: the default is never used.
+            // MAX_RING_SIZE is a power of two, which is all that `new` asks for: the default is
+            // never used.
             queue: Queue::new(MAX_RING_SIZE).unwrap_or_default(),
             addresses: None,
             base: 0,
@@ -148,7 +150,8 @@ impl Ring {
 
     /// Starts it: its kicks become events of `epoll` with the number `token`.
     ///
-    /// They are edge triggered and never read, so that no file descriptor a front end might pass can block us.
+    /// They are edge triggered and never read, so that no file descriptor a front end might pass
+    /// can block us.
     pub fn set_kick(&mut self, kick: Option<File>, epoll: &Epoll, token: u64) -> Result<(), Error> {
         self.remove_kick(epoll);
         let kick = kick.ok_or(Error::NoKick)?;
@@ -186,7 +189,8 @@ impl Ring {
 
     fn remove_kick(&mut self, epoll: &Epoll) {
         if let Some(kick) = self.kick.take() {
-            // Only a kick of `set_foreign_kick` is not registered there: then there is nothing to remove.
+            // Only a kick of `set_foreign_kick` is not registered there: then there is nothing to
+            // remove.
             let _ = epoll.ctl(
                 ControlOperation::Delete,
                 kick.as_raw_fd(),
@@ -232,7 +236,8 @@ impl Ring {
         }
     }
 
-    /// Handles up to `budget` commands by `execute`, which returns the response. Returns whether there are more.
+    /// Handles up to `budget` commands by `execute`, which returns the response. Returns whether
+    /// there are more.
     pub fn serve<R: AsRef<[u8]>>(
         &mut self,
         budget: usize,
@@ -278,8 +283,8 @@ impl Ring {
         result.map_err(|error| self.broken(error))
     }
 
-    /// Writes `bytes` to the next buffer of the guest. Returns whether there was one; if not, the guest will kick when it
-    /// adds one.
+    /// Writes `bytes` to the next buffer of the guest. Returns whether there was one; if not, the
+    /// guest will kick when it adds one.
     pub fn push(&mut self, bytes: &[u8]) -> Result<bool, Error> {
         if !self.is_running() {
             return Ok(false);
@@ -293,7 +298,8 @@ impl Ring {
             match self.pop(memory) {
                 Ok(Some(chain)) => {
                     let head = chain.head_index();
-                    // A buffer that is too short is the driver's mistake: it gets it back with what fits.
+                    // A buffer that is too short is the driver's mistake: it gets it back with what
+                    // fits.
                     let length = write_chain(&chain, bytes);
                     self.queue
                         .add_used(memory, head, length)
@@ -396,7 +402,8 @@ fn write_chain(chain: &Chain<'_>, bytes: &[u8]) -> u32 {
         if chain.memory().write_slice(part, descriptor.addr()).is_err() {
             break;
         }
-        // No more than the length of a descriptor, which is 32 bits, and of `bytes`, which is short.
+        // No more than the length of a descriptor, which is 32 bits, and of `bytes`, which is
+        // short.
         written = written.saturating_add(part.len() as u32);
         rest = after;
     }

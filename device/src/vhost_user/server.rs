@@ -45,7 +45,8 @@ pub enum Error {
 /// Binds a unix socket at `path`. A socket file that nobody listens on any longer is replaced.
 ///
 /// # Errors
-/// If another process listens there, something that is not a socket is there, or the system refuses.
+/// If another process listens there, something that is not a socket is there, or the system
+/// refuses.
 pub fn bind(path: &Path) -> Result<UnixListener, Error> {
     let listen = |source| Error::Listen {
         path: path.to_owned(),
@@ -78,7 +79,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves VMs on the socket `path`: for each front end that connects, an rnic of `settings` is attached.
+    /// Serves VMs on the socket `path`: for each front end that connects, an rnic of `settings` is
+    /// attached.
     ///
     /// # Errors
     /// If the socket cannot be bound, or the system has no threads or file descriptors left.

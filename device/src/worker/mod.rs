@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Workers: the threads that look at doorbells and run queue pairs, shared by all VMs.
 //!
-//! A worker loops: take what others scheduled, scan the doorbell memory of every VM, look at the timers, and give each queue pair
-//! with work a bounded turn: at once where its bit is found if nobody else waits for a turn, else in the order of a queue. Without
-//! work it goes on looking for a while, then sleeps until a doorbell queue is notified, another thread schedules something, or a
-//! timer ends. Where guests wait for its CPU and would notify it all the time, it takes a nap instead (`patience`).
+//! A worker loops: take what others scheduled, scan the doorbell memory of every VM, look at the
+//! timers, and give each queue pair with work a bounded turn: at once where its bit is found if
+//! nobody else waits for a turn, else in the order of a queue. Without work it goes on looking for
+//! a while, then sleeps until a doorbell queue is notified, another thread schedules something, or
+//! a timer ends. Where guests wait for its CPU and would notify it all the time, it takes a nap
+//! instead (`patience`).
 //!
-//! Who sends one message at a time is answered soonest: while nobody else has work, the queue pair that had the last turn keeps it
-//! for a moment, and the worker watches its send queue, and that of its peer, beside the doorbells (`Linger`).
+//! Who sends one message at a time is answered soonest: while nobody else has work, the queue pair
+//! that had the last turn keeps it for a moment, and the worker watches its send queue, and that of
+//! its peer, beside the doorbells (`Linger`).
 //!
 //! # Sleeping loses no wake-up
-//! A guest sets its doorbell bit and then loads the worker's status word; the worker stores SLEEPING and then scans all
-//! doorbells once more before it sleeps. Both pairs are store, full fence, load: so either the guest sees SLEEPING and
-//! notifies, or the worker sees the bit. The same holds between [`Worker::schedule`] (inbox, then `asleep`) and the worker (`asleep`,
-//! then inbox). The notification itself is an eventfd, which remembers.
+//! A guest sets its doorbell bit and then loads the worker's status word; the worker stores
+//! SLEEPING and then scans all doorbells once more before it sleeps. Both pairs are store, full
+//! fence, load: so either the guest sees SLEEPING and notifies, or the worker sees the bit. The
+//! same holds between [`Worker::schedule`] (inbox, then `asleep`) and the worker (`asleep`, then
+//! inbox). The notification itself is an eventfd, which remembers.
 mod patience;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -46,14 +50,17 @@ use crate::verbs::tables::{Context, Rung, Tables};
 use patience::{Patience, Rest};
 use vhost_device_rdma_sync::{lock, Visit, Visitor};
 
-/// Queue pairs of the queue that get a turn before the doorbells are scanned again, and those that get one at once while they are.
+/// Queue pairs of the queue that get a turn before the doorbells are scanned again, and those that
+/// get one at once while they are.
 const TURNS: usize = 32;
-/// Doorbells that are watched closely: where there are more contexts, each look is at all of them, and that takes its time.
+/// Doorbells that are watched closely: where there are more contexts, each look is at all of them,
+/// and that takes its time.
 const WATCHED: usize = 64;
-/// How often a look that finds nothing looks at the doorbells again, before it looks at the clock and at all else.
+/// How often a look that finds nothing looks at the doorbells again, before it looks at the clock
+/// and at all else.
 const LOOKS: u32 = 100;
-/// How often a lone queue pair may go on after a wait before the clock and all else is looked at, with up to [`LINGER`] each time, or
-/// less often with more.
+/// How often a lone queue pair may go on after a wait before the clock and all else is looked at,
+/// with up to [`LINGER`] each time, or less often with more.
 const LINGERS: u32 = 256;
 const LINGER: Budget = Budget {
     messages: 32,
@@ -118,7 +125,8 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts worker `index`, which sleeps after looking for work in vain for `poll_budget`, at most.
+    /// Starts worker `index`, which sleeps after looking for work in vain for `poll_budget`, at
+    /// most.
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
@@ -145,7 +153,8 @@ impl Worker {
         Ok(worker)
     }
 
-    /// A worker that does nothing but what its loop is told to, in the caller's thread: for measurements and tests.
+    /// A worker that does nothing but what its loop is told to, in the caller's thread: for
+    /// measurements and tests.
     ///
     /// # Errors
     /// If the system refuses a descriptor.
@@ -222,7 +231,8 @@ impl Worker {
         }
     }
 
-    /// Whether anything but doorbells wants the worker, which knows of the changes up to `generation`.
+    /// Whether anything but doorbells wants the worker, which knows of the changes up to
+    /// `generation`.
     #[inline(always)]
     fn is_wanted(&self, generation: u64) -> bool {
         self.inbox_filled.load(Ordering::Relaxed)
@@ -352,7 +362,8 @@ pub struct Loop {
     queue: VecDeque<Arc<Qp>>,
     /// Parked queue pairs by time; each is in it once at most.
     timers: BTreeMap<(u64, usize), Arc<Qp>>,
-    /// Completion queues whose event is held back by time, with the number of that event; each is in it once at most.
+    /// Completion queues whose event is held back by time, with the number of that event; each is
+    /// in it once at most.
     holds: BTreeMap<(u64, usize), (Weak<Cq>, u32)>,
     /// Wakes us from sleep.
     timer: TimerFd,
@@ -397,7 +408,8 @@ impl Loop {
         // When we looked for work last, if we have only looked since.
         let mut looked = None;
         while !self.worker.stopping.load(Ordering::Relaxed) {
-            // Work that comes at once is found sooner without pauses; later they are for who shares our core.
+            // Work that comes at once is found sooner without pauses; later they are for who shares
+            // our core.
             let watch = match looked {
                 _ if self.patience.budget(self.time) == 0 => Watch::No,
                 None => Watch::Eagerly,
@@ -449,8 +461,8 @@ impl Loop {
         look
     }
 
-    /// What the worker does again and again while it polls: a look, and turns for those who have work. Returns whether
-    /// there was any.
+    /// What the worker does again and again while it polls: a look, and turns for those who have
+    /// work. Returns whether there was any.
     pub fn round(&mut self) -> bool {
         let Look { served, .. } = self.look(TURNS, Watch::No);
         let work = served != 0 || !self.queue.is_empty();
@@ -458,8 +470,8 @@ impl Loop {
         work
     }
 
-    /// As [`Self::round`], and it waits for a moment for what may come next, as it does while work comes and goes. Returns whether a queue
-    /// pair went on after it had waited.
+    /// As [`Self::round`], and it waits for a moment for what may come next, as it does while work
+    /// comes and goes. Returns whether a queue pair went on after it had waited.
     pub fn watch(&mut self) -> bool {
         let Look { lingered, .. } = self.look(TURNS, Watch::Eagerly);
         self.turns(TURNS);
@@ -501,8 +513,8 @@ impl Loop {
         for rnic in &self.rnics {
             match rnic.visit(&visit) {
                 Some(tables) => announce(tables, self.worker.index, status),
-                // Whoever changes the tables may be about to start the VM: then the page says SLEEPING, and the
-                // generation changes.
+                // Whoever changes the tables may be about to start the VM: then the page says
+                // SLEEPING, and the generation changes.
                 None => all = false,
             }
         }
@@ -582,8 +594,9 @@ impl Loop {
         timers.into_iter().chain(holds).min()
     }
 
-    /// Finds the queue pairs whose doorbell rang. If nobody waits for a turn, the first of them get theirs at once, at most `most`,
-    /// the others are put in the queue. Where nothing rang, it watches for a moment whether something does.
+    /// Finds the queue pairs whose doorbell rang. If nobody waits for a turn, the first of them get
+    /// theirs at once, at most `most`, the others are put in the queue. Where nothing rang, it
+    /// watches for a moment whether something does.
     fn scan(&mut self, most: usize, watch: Watch) -> Look {
         let visit = self.visitor.enter();
         let worker = &*self.worker;
@@ -724,7 +737,8 @@ impl Loop {
         }
     }
 
-    /// Sets the timer that wakes us. Returns how long to wait for it at most, milliseconds, as epoll has it.
+    /// Sets the timer that wakes us. Returns how long to wait for it at most, milliseconds, as
+    /// epoll has it.
     fn set_timer(&mut self, left: u64) -> i32 {
         // Zero would be no timer.
         match self.timer.reset(Duration::from_nanos(left.max(1)), None) {
@@ -769,8 +783,8 @@ impl Loop {
         self.announce(worker_status::POLLING);
     }
 
-    /// Does nothing for `nap` nanoseconds, or until a timer or another thread needs us, and then carries out what there is. Guests take
-    /// it for polling, and do not notify.
+    /// Does nothing for `nap` nanoseconds, or until a timer or another thread needs us, and then
+    /// carries out what there is. Guests take it for polling, and do not notify.
     fn nap(&mut self, now: u64, nap: u64) {
         count(&self.worker.stats.naps);
         self.worker.asleep.store(true, Ordering::SeqCst);
@@ -855,7 +869,8 @@ impl<'a> Bell<'a> {
             }
             None => {}
         };
-        // Bits of slots that nobody has cost nothing more: a guest may set all of them all the time.
+        // Bits of slots that nobody has cost nothing more: a guest may set all of them all the
+        // time.
         let end = slots.end();
         drain(self.root, |bit| {
             if bit >= DIRECT_SHIFT {
@@ -913,7 +928,8 @@ fn drain_at(pages: &Pages, offset: u64, f: impl FnMut(u32)) {
     }
 }
 
-/// Raises the event `number` that a completion queue holds back, if it still does; false if that is not possible now.
+/// Raises the event `number` that a completion queue holds back, if it still does; false if that is
+/// not possible now.
 fn release(visit: &Visit<'_>, cq: &Arc<Cq>, number: u32) -> bool {
     let Some(rnic) = cq.rnic.upgrade() else {
         return true;
@@ -946,8 +962,8 @@ struct Scan<'a> {
     most: usize,
     /// Turns given at once, or about to be.
     served: usize,
-    /// The one to serve next, and the one after that: while others are served and looked for, what they need is fetched, and what that
-    /// names.
+    /// The one to serve next, and the one after that: while others are served and looked for, what
+    /// they need is fetched, and what that names.
     next: Option<Served<'a>>,
     then: Option<Served<'a>>,
     /// What those that were served found.
@@ -994,8 +1010,8 @@ pub(crate) enum Came {
     Answer,
 }
 
-/// Leave for a queue pair that has had its turn to wait for a moment for more work, as long as nobody else has any: who sends one
-/// message at a time is answered sooner.
+/// Leave for a queue pair that has had its turn to wait for a moment for more work, as long as
+/// nobody else has any: who sends one message at a time is answered sooner.
 pub(crate) struct Linger<'a> {
     pub(crate) visit: &'a Visit<'a>,
     worker: &'a Worker,
@@ -1046,8 +1062,9 @@ impl Linger<'_> {
         Some(OwnBell { root, bit, qp })
     }
 
-    /// Waits until `posted` finds something, for as long as nobody else has work. It looks all the time if `eager`. Otherwise it looks
-    /// when one of the doorbells `bells` rang, which say that there is something, and takes their rings.
+    /// Waits until `posted` finds something, for as long as nobody else has work. It looks all the
+    /// time if `eager`. Otherwise it looks when one of the doorbells `bells` rang, which say that
+    /// there is something, and takes their rings.
     #[inline(always)]
     pub(crate) fn wait<const N: usize>(
         &mut self,
@@ -1065,7 +1082,8 @@ impl Linger<'_> {
             let mut look = eager;
             for bell in bells {
                 if eager {
-                    // Its rings stay: who sees one standing need not ring again, and leaves us our cache line.
+                    // Its rings stay: who sees one standing need not ring again, and leaves us our
+                    // cache line.
                     if bell.rings_for_receives() {
                         return None;
                     }
@@ -1107,7 +1125,8 @@ impl OwnBell<'_> {
         self.qp.awaited.load(Ordering::SeqCst) && self.root.load(Ordering::SeqCst) & self.bit != 0
     }
 
-    /// Takes the ring, if it is the only one, and for a send. Returns whether, or none if it is not for a send.
+    /// Takes the ring, if it is the only one, and for a send. Returns whether, or none if it is not
+    /// for a send.
     #[inline(always)]
     fn hush(&self) -> Option<bool> {
         if self.root.load(Ordering::Relaxed) != self.bit || self.bit == 0 {
@@ -1162,7 +1181,8 @@ impl<'a> Turns<'a> {
         }
     }
 
-    /// Gives a queue pair of the VM of `tables` a turn of at most `share`. Returns whether others should be looked for now.
+    /// Gives a queue pair of the VM of `tables` a turn of at most `share`. Returns whether others
+    /// should be looked for now.
     fn give<'b>(
         &mut self,
         tables: &'b Tables,

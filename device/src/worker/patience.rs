@@ -1,36 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! How long a worker without work looks for some before it sleeps.
 //!
-//! Looking saves a wake-up if work comes in time, and posting then costs the guest no exit. In vain it costs the CPU, and where
-//! there are fewer CPUs than threads that want one it is worse: whoever would bring the work may be waiting for this very CPU. A
-//! worker cannot see that; it sees that looking fails, and that work comes as soon as it sleeps.
+//! Looking saves a wake-up if work comes in time, and posting then costs the guest no exit. In vain
+//! it costs the CPU, and where there are fewer CPUs than threads that want one it is worse: whoever
+//! would bring the work may be waiting for this very CPU. A worker cannot see that; it sees that
+//! looking fails, and that work comes as soon as it sleeps.
 //!
-//! There, who posts one work request after the other would notify a worker that sleeps of nearly each, at a much higher price than
-//! that of a message. So instead of a sleep, which a notification ends, the worker may take a nap: nobody notifies it, and what is
-//! posted meanwhile is carried out together when it ends. Who waits for each answer would wait for the end of the nap, so the worker
-//! tries from time to time, and goes on only while it finds several messages each time.
+//! There, who posts one work request after the other would notify a worker that sleeps of nearly
+//! each, at a much higher price than that of a message. So instead of a sleep, which a notification
+//! ends, the worker may take a nap: nobody notifies it, and what is posted meanwhile is carried out
+//! together when it ends. Who waits for each answer would wait for the end of the nap, so the
+//! worker tries from time to time, and goes on only while it finds several messages each time.
 //!
 //! There is no clock and no I/O here. All times are nanoseconds.
 use std::time::Duration;
 
-/// Longer than this between two looks with a turn between them at most, which copies a MiB: we had lost the CPU.
+/// Longer than this between two looks with a turn between them at most, which copies a MiB: we had
+/// lost the CPU.
 const LOST_CPU: u64 = 400_000;
 
-/// For so long others are taken to need our CPU: looking for [`LEAST`] is enough. A thread that uses its share up by looking is
-/// not put before others when it is woken.
+/// For so long others are taken to need our CPU: looking for [`LEAST`] is enough. A thread that
+/// uses its share up by looking is not put before others when it is woken.
 const CONTENDED: u64 = 100_000_000;
 
-/// Looking for the longest time has to find work so many times as often as it fails. Else it costs more than it saves.
+/// Looking for the longest time has to find work so many times as often as it fails. Else it costs
+/// more than it saves.
 const WORTH: u32 = 4;
 
 /// So many failures more than that are not chance.
 const FAILURES: u32 = 16;
 
-/// A sleep is short if it is shorter than the longest time to look, times this. How long the work itself took to come is less than
-/// what we see, which contains the way of the notification.
+/// A sleep is short if it is shorter than the longest time to look, times this. How long the work
+/// itself took to come is less than what we see, which contains the way of the notification.
 const SOON: u64 = 8;
 
-/// The least time to look, unless the longest is less: a peer that has its CPU and answers at once needs no more.
+/// The least time to look, unless the longest is less: a peer that has its CPU and answers at once
+/// needs no more.
 const LEAST: u64 = 3_000;
 
 /// How long a nap is.
@@ -39,7 +44,8 @@ const NAP: u64 = 50_000;
 /// So many messages after a nap were worth it.
 const STREAM: u64 = 4;
 
-/// A nap is tried after so many short sleeps at first, then after twice as many each time that it was not worth it, up to the most.
+/// A nap is tried after so many short sleeps at first, then after twice as many each time that it
+/// was not worth it, up to the most.
 const FIRST_TRY: u32 = 16;
 const LAST_TRY: u32 = 1024;
 
@@ -239,8 +245,8 @@ mod tests {
         }
     }
 
-    /// Sleeps and naps for a second with a message every `pause`, or, if `waits`, `pause` after the last was carried out, while
-    /// others need the CPU. Returns the number of sleeps and naps.
+    /// Sleeps and naps for a second with a message every `pause`, or, if `waits`, `pause` after the
+    /// last was carried out, while others need the CPU. Returns the number of sleeps and naps.
     fn second(patience: &mut Patience, pause: u64, waits: bool) -> (u32, u32) {
         let (mut sleeps, mut naps) = (0, 0);
         let mut now = 1_000_000_000;

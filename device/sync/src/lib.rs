@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The locks of the data path: one whose readers, a fixed set of threads, write nothing that others read often, and a count of
-//! those who had to wait for another ([`lock`]).
+//! The locks of the data path: one whose readers, a fixed set of threads, write nothing that others
+//! read often, and a count of those who had to wait for another ([`lock`]).
 //!
-//! A reader-writer lock has its readers write to it, each time: two atomic read-modify-writes per lock and look. Workers look at
-//! the tables of every VM millions of times a second, while those change seldom. So a worker is a [`Visitor`]: it says once that it
-//! is about to look around ([`Visitor::enter`]), in a cache line of its own, and then may look at everything that is
-//! [`Shared`], at the cost of a load each. Who wants to change something closes it, and waits until each visitor that may have come
-//! in before has left once.
+//! A reader-writer lock has its readers write to it, each time: two atomic read-modify-writes per
+//! lock and look. Workers look at the tables of every VM millions of times a second, while those
+//! change seldom. So a worker is a [`Visitor`]: it says once that it is about to look around
+//! ([`Visitor::enter`]), in a cache line of its own, and then may look at everything that is
+//! [`Shared`], at the cost of a load each. Who wants to change something closes it, and waits until
+//! each visitor that may have come in before has left once.
 //!
 //! # Why nobody reads what is being changed
-//! A visitor stores that it is in, then loads `closed`; a writer stores `closed`, then loads whether the visitor is in. All four are
-//! sequentially consistent: either the visitor sees `closed` and keeps out, or the writer sees the visitor and waits. What the writer
-//! waits for is another number of the visitor's round: what comes in later sees `closed`. `tests/loom.rs` model-checks this.
+//! A visitor stores that it is in, then loads `closed`; a writer stores `closed`, then loads
+//! whether the visitor is in. All four are sequentially consistent: either the visitor sees
+//! `closed` and keeps out, or the writer sees the visitor and waits. What the writer waits for is
+//! another number of the visitor's round: what comes in later sees `closed`. `tests/loom.rs`
+//! model-checks this.
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -67,8 +70,9 @@ pub fn waits() -> u64 {
     WAITS.load(std::sync::atomic::Ordering::Relaxed)
 }
 
-/// Stands between a sequentially consistent store or exchange and a later load. The two are ordered as they are; but the model checker
-/// takes such accesses as acquire and release only, and honours fences.
+/// Stands between a sequentially consistent store or exchange and a later load. The two are ordered
+/// as they are; but the model checker takes such accesses as acquire and release only, and honours
+/// fences.
 #[inline(always)]
 fn store_load_order() {
     #[cfg(loom)]
@@ -217,8 +221,8 @@ pub struct Shared<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: references to the value are handed out to several threads (T: Sync), and exclusive ones to whichever holds the lock
-// (T: Send).
+// SAFETY: references to the value are handed out to several threads (T: Sync), and exclusive ones
+// to whichever holds the lock (T: Send).
 unsafe impl<T: Send + Sync> Sync for Shared<T> {}
 
 impl<T: fmt::Debug> fmt::Debug for Shared<T> {
@@ -246,9 +250,10 @@ impl<T> Shared<T> {
         if !ours || self.closed.load(Ordering::SeqCst) {
             return None;
         }
-        // SAFETY: who changes the value has stored `closed` before, and found each of its visitors out since: this one is in, and loaded
-        // `closed` since it came in, so that it came in before that store, if there was one, and is waited for until the visit
-        // ends, which the reference does not outlive. That `closed` is false again makes all changes visible.
+        // SAFETY: who changes the value has stored `closed` before, and found each of its visitors
+        // out since: this one is in, and loaded `closed` since it came in, so that it came in
+        // before that store, if there was one, and is waited for until the visit ends, which the
+        // reference does not outlive. That `closed` is false again makes all changes visible.
         Some(unsafe { &*self.value.get() })
     }
 

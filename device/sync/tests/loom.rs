@@ -3,7 +3,8 @@
 //!
 //!     RUSTFLAGS="--cfg loom" cargo test -p vhost-device-rdma-sync --release --test loom
 //!
-//! The model checker tells of each access to the value that is not ordered after all changes before it.
+//! The model checker tells of each access to the value that is not ordered after all changes before
+//! it.
 #![cfg(loom)]
 
 use loom::cell::UnsafeCell;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Commands that are wrong: each gets its error, and nothing a guest sends hurts the device or other VMs.
+//! Commands that are wrong: each gets its error, and nothing a guest sends hurts the device or
+//! other VMs.
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -552,7 +553,8 @@ fn virtqueues_that_break_the_rules_stop_and_others_go_on() {
     assert_served(&two.a);
     two.b.reset().unwrap();
     assert_served(&two.b);
-    // A chain that leads to itself, one that leaves the table, one that leaves memory, and a table in a table.
+    // A chain that leads to itself, one that leaves the table, one that leaves memory, and a table
+    // in a table.
     for (flags, next, addr, len) in [
         (1u16, 0u16, 0u64, 0u32),
         (1, 500, 0, 0),

@@ -323,8 +323,8 @@ pub fn overflown_by_lists(two: &Two, list: u64) -> Pair {
     pair
 }
 
-/// Puts an entry, whatever it is, and scatter/gather entries behind it into the buffer of a queue pair; what makes it valid
-/// comes last.
+/// Puts an entry, whatever it is, and scatter/gather entries behind it into the buffer of a queue
+/// pair; what makes it valid comes last.
 pub fn put_entry(qp: &Qp, at: usize, entry: &[u8], sges: &[(u64, u32, u32)]) {
     let memory = qp.memory();
     let (head, rest) = entry.split_at(8);
@@ -367,8 +367,8 @@ pub fn assert_no_event(vm: &Vm) {
     assert_eq!(vm.wait_async_event(NOTHING).unwrap(), None);
 }
 
-/// Senders that were woken were woken long before their time, which is 655.36 ms. (The usual time counts: on a busy machine
-/// anything may take long once.)
+/// Senders that were woken were woken long before their time, which is 655.36 ms. (The usual time
+/// counts: on a busy machine anything may take long once.)
 #[track_caller]
 pub fn assert_soon(mut times: Vec<Duration>) {
     times.sort_unstable();

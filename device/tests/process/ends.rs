@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the device lets go of, and when: with the response to a command there is no access any more to what it ended.
+//! What the device lets go of, and when: with the response to a command there is no access any more
+//! to what it ended.
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -282,7 +283,8 @@ fn asynchronous_events_wait_for_buffers_unless_their_object_goes() {
     assert_no_event(&b);
 }
 
-/// A process and two VMs with everything; and a connected pair of them with a region of 4 MiB of the second.
+/// A process and two VMs with everything; and a connected pair of them with a region of 4 MiB of
+/// the second.
 struct Under {
     two: Two,
 }

@@ -61,7 +61,8 @@ fn assert_in_error(side: &Side) {
     assert_eq!(flushed.opcode & RECV_FLAG, RECV_FLAG);
 }
 
-/// Posts `wqe` at side a; expects that the device refuses it there, and that the peer notices nothing.
+/// Posts `wqe` at side a; expects that the device refuses it there, and that the peer notices
+/// nothing.
 #[track_caller]
 fn refused_locally(
     two: &Two,
@@ -353,7 +354,8 @@ fn a_queue_without_scatter_gather_entries_takes_none() {
     };
     let pair = two.pair_with(&options, |_| {});
     let (a, b) = (&pair.a, &pair.b);
-    // As above: all but the number of entries is good. The first multiple of this stride behind the record is 64.
+    // As above: all but the number of entries is good. The first multiple of this stride behind the
+    // record is 64.
     let head = u64::from(wr_opcode::RDMA_WRITE) | 0x80 << 8 | 1 << 16;
     let key_and_length = u64::from(a.mr.lkey) << 32 | 8;
     let words = [
@@ -520,7 +522,8 @@ fn what_one_queue_pair_may_do_the_next_may_not() {
         Qp::new(&context[vm], &pds[vm][pd], &cqs[vm], &cqs[vm], &options).unwrap()
     };
     let both = access::REMOTE_WRITE | access::REMOTE_READ;
-    // Protection domains of the two, what the second grants, and what becomes of WRITEs between regions of the first of each.
+    // Protection domains of the two, what the second grants, and what becomes of WRITEs between
+    // regions of the first of each.
     let cases = [
         (0, 0, both, wc_status::SUCCESS, vendor_err::NONE),
         (
@@ -705,7 +708,8 @@ fn nobody_answers(a: &Side, retry_cnt: u32, timeout: u32) {
     let expected = Duration::from_nanos(4096) * (1 << timeout) * (retry_cnt + 1);
     let took = start.elapsed();
     assert!(took >= expected, "{took:?} of {expected:?}");
-    // Much longer would be a wake-up that was lost; a bit longer is a machine with other things to do.
+    // Much longer would be a wake-up that was lost; a bit longer is a machine with other things to
+    // do.
     assert!(
         took < expected * 4 + Duration::from_secs(10),
         "{took:?} of {expected:?}"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Fast regions: registered, used, invalidated, well and badly; while others access them, and while memory comes and goes.
+//! Fast regions: registered, used, invalidated, well and badly; while others access them, and while
+//! memory comes and goes.
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -189,7 +190,8 @@ impl Fast {
         outcome
     }
 
-    /// The region is free: the key gives no access, and a registration is possible. It is free afterwards, too.
+    /// The region is free: the key gives no access, and a registration is possible. It is free
+    /// afterwards, too.
     #[track_caller]
     fn assert_free(&self, key: u32) {
         let unknown = (wc_status::REM_ACCESS_ERR, vendor_err::KEY_UNKNOWN);
@@ -967,7 +969,8 @@ fn allocations_are_checked_and_cost_nothing_before_they_are_registered() {
         (&false.into(), &true.into())
     );
     assert_eq!(of(1)["max_pages"], 1 << 20);
-    // It goes as it is, whatever the low bits of the handle are; and it cannot be changed by command.
+    // It goes as it is, whatever the low bits of the handle are; and it cannot be changed by
+    // command.
     let rereg = |lkey| {
         two.b.execute::<ReregMr>(&command::ReregMr {
             lkey,
@@ -1117,7 +1120,8 @@ fn other_types_of_queue_pairs_register_and_invalidate_too() {
     assert_eq!((cqe.status, cqe.vendor_err), error);
     assert_eq!(b.qp.state().unwrap(), qp_state::SQE);
 
-    // XRC: an initiator registers; what a message invalidates is of the protection domain of the SRQ.
+    // XRC: an initiator registers; what a message invalidates is of the protection domain of the
+    // SRQ.
     let f = Fast::new(&two);
     let b = &f.pair.b;
     let domain = Xrcd::new(&two.b).unwrap();
@@ -1175,7 +1179,8 @@ fn other_types_of_queue_pairs_register_and_invalidate_too() {
     assert_success(&initiator.sent());
 }
 
-/// Says that it is done when it is dropped, also if the test fails: otherwise others would go on for ever.
+/// Says that it is done when it is dropped, also if the test fails: otherwise others would go on
+/// for ever.
 struct Finish<'a>(&'a AtomicBool);
 
 impl Drop for Finish<'_> {
@@ -1381,7 +1386,8 @@ fn memory_comes_and_goes_under_fast_regions() {
         assert_eq!(f.write(reg.key, 0), GOOD);
         two.b.remove_memory(number).unwrap();
         assert_eq!(f.write(reg.key, 0), gone);
-        // It is registered all the same: it can be invalidated, and nothing of that memory registered.
+        // It is registered all the same: it can be invalidated, and nothing of that memory
+        // registered.
         assert_eq!(f.invalidate(reg.key), GOOD);
         assert_eq!(
             f.register(&reg),

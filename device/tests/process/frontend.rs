@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Front ends and guests that misbehave towards vhost-user and the virtqueues, and the process around it all.
+//! Front ends and guests that misbehave towards vhost-user and the virtqueues, and the process
+//! around it all.
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
@@ -54,7 +55,8 @@ fn random_messages_end_their_connection_at_most() {
     let result = runner.run(&session, |messages| {
         let mut stream = UnixStream::connect(&path).unwrap();
         stream.set_nonblocking(true).unwrap();
-        // SET_PROTOCOL_FEATURES, so that more is understood: MQ, REPLY_ACK, CONFIG, RESET_DEVICE, CONFIGURE_MEM_SLOTS.
+        // SET_PROTOCOL_FEATURES, so that more is understood: MQ, REPLY_ACK, CONFIG, RESET_DEVICE,
+        // CONFIGURE_MEM_SLOTS.
         let features = message(16, 1, &0xa209u64.to_le_bytes());
         for bytes in [features]
             .into_iter()

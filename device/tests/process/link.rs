@@ -182,7 +182,8 @@ fn nonsense_on_the_status_socket_is_told_and_does_no_harm() {
         Ok(())
     });
     result.unwrap();
-    // A client that says nothing gets the status, and so does one behind a client that does not end.
+    // A client that says nothing gets the status, and so does one behind a client that does not
+    // end.
     let mut silent = UnixStream::connect(process.status_socket()).unwrap();
     let mut slow = UnixStream::connect(process.status_socket()).unwrap();
     slow.write_all(b"link ").unwrap();

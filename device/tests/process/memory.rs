@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Atomic operations, memory windows, changes of regions, FLUSH, physical regions; completion queues that are resized and have
-//! time stamps.
+//! Atomic operations, memory windows, changes of regions, FLUSH, physical regions; completion
+//! queues that are resized and have time stamps.
 use std::sync::Arc;
 
 use vhost_device_rdma_bare::core::command::{QueryClock, ReregMr};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Moderation: events of completion queues that are held back, by count and by time, and are never lost. (The rules, without
-//! the time, have their tests beside the code.)
+//! Moderation: events of completion queues that are held back, by count and by time, and are never
+//! lost. (The rules, without the time, have their tests beside the code.)
 use std::time::{Duration, Instant};
 
 use vhost_device_rdma_bare::core::command::ModifyCq;
@@ -53,7 +53,8 @@ fn no_event(pair: &Pair) {
     assert!(!pair.b.recv_cq.wait_event(NOTHING).unwrap(), "an event");
 }
 
-/// Arms and holds back an event for [`LONG`], then does something: how long it took from before the hold to the event.
+/// Arms and holds back an event for [`LONG`], then does something: how long it took from before the
+/// hold to the event.
 fn held_until(pair: &Pair, mode: ArmMode, flags: u8, what: impl FnOnce()) -> Duration {
     pair.b.recv_cq.arm(mode);
     let start = Instant::now();

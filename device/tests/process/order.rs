@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The order in which data and completions become visible, what retries count, and who must not be kept waiting.
+//! The order in which data and completions become visible, what retries count, and who must not be
+//! kept waiting.
 use std::sync::atomic::{fence, Ordering};
 use std::time::{Duration, Instant};
 
@@ -112,7 +113,8 @@ fn work_requests_of_a_queue_take_effect_one_after_the_other() {
         );
         let mut expected = first;
         expected[50_000..53_000].copy_from_slice(&second);
-        // What is written later stays; a read brings both; with FENCE a send finds what the read brought.
+        // What is written later stays; a read brings both; with FENCE a send finds what the read
+        // brought.
         b.qp.post_recv(1, &[b.mr.sge(500_000, LEN as u32)]).unwrap();
         a.qp.write(1, &[all], b.mr.iova, b.mr.rkey).unwrap();
         a.qp.write(2, &[part], b.mr.iova + 50_000, b.mr.rkey)

@@ -236,7 +236,8 @@ impl Dice {
     }
 }
 
-/// Writes a few messages at a time, and at times sends one or receives one, at times that match the other side's in all ways.
+/// Writes a few messages at a time, and at times sends one or receives one, at times that match the
+/// other side's in all ways.
 fn converse(side: &Side, other: &Side, rounds: u64, seed: u64) {
     let mut dice = Dice(seed);
     for round in 0..rounds {
@@ -284,7 +285,8 @@ fn beside(side: &Side, vm: &Arc<Vm>) -> Side {
     }
 }
 
-// D-DB-001, D-DB-007: a worker that waits for the next message of a queue pair, or for the answer of its peer, takes rings on its own account.
+// D-DB-001, D-DB-007: a worker that waits for the next message of a queue pair, or for the answer
+// of its peer, takes rings on its own account.
 #[test]
 fn whoever_answers_at_whatever_time_is_heard() {
     const ROUNDS: u64 = 4000;
@@ -316,7 +318,8 @@ fn two_that_always_have_work_keep_nobody_waiting() {
     /// Bytes, and messages of each: there is always something to send.
     const LENGTH: u32 = 64 << 10;
     const OUTSTANDING: u32 = 8;
-    /// What the two may send while another waits for its turn: more than a turn that nobody else waits for.
+    /// What the two may send while another waits for its turn: more than a turn that nobody else
+    /// waits for.
     const FEW: u32 = 256;
     let two = Two::with(&["--workers", "1", "--poll-us", "5000000"]);
     let (busy, other) = (two.pair(), two.pair());
@@ -380,7 +383,8 @@ fn posting_to_a_polling_worker_notifies_nobody() {
             .unwrap();
         assert_success(&pair.a.sent());
     }
-    // Each needs a worker that announced to sleep; the one for what was posted before it said so may come late.
+    // Each needs a worker that announced to sleep; the one for what was posted before it said so
+    // may come late.
     let notified = two.a.notifications() - notifications;
     let announced = sleeps() - slept;
     assert!(

@@ -743,7 +743,8 @@ fn entries_move_to_another_ring_in_their_order() {
             shared.srq.queue().room(),
         )
     };
-    // Smaller, larger and the same, with none, some and all of the entries posted, for several laps.
+    // Smaller, larger and the same, with none, some and all of the entries posted, for several
+    // laps.
     let mut next = 0;
     let mut pending = std::collections::VecDeque::new();
     let steps = [

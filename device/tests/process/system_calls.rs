@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What a worker asks of the operating system while messages flow: nothing but to sleep, when it does. As long as it polls there
-//! is no system call at all, and how long that is depends on who else wants its CPU.
+//! What a worker asks of the operating system while messages flow: nothing but to sleep, when it
+//! does. As long as it polls there is no system call at all, and how long that is depends on who
+//! else wants its CPU.
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;

@@ -33,7 +33,8 @@ fn initiator(vm: &Arc<Vm>) -> Side {
     })
 }
 
-/// A process of the target's VM: a shared receive queue of the domain with its own completion queue, PD and memory.
+/// A process of the target's VM: a shared receive queue of the domain with its own completion
+/// queue, PD and memory.
 struct Server {
     srq: Arc<Srq>,
     mr: Mr,

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A VM without a VM: a vhost-user front end over memfd memory that plays QEMU and the guest driver, and drives a
-//! `vhost-device-rdma` at native speed. Tests, fuzzers and benchmarks stand on it.
+//! A VM without a VM: a vhost-user front end over memfd memory that plays QEMU and the guest
+//! driver, and drives a `vhost-device-rdma` at native speed. Tests, fuzzers and benchmarks stand on
+//! it.
 //!
-//! [`DeviceProcess`] starts the device, [`Vm`] connects to one of its sockets and brings up the virtqueues, and from there it
-//! is verbs: [`Context`], [`Pd`], [`Mr`], [`Cq`], [`Srq`], [`Xrcd`], [`Qp`], with rings, doorbells and commands from `virtio-rdma-driver-core`.
-//! The life of a VM can be played too ([`Vm::stop`], [`Vm::start`], [`Vm::reset`], [`Vm::add_memory`], [`Vm::remove_memory`]), and
-//! what no driver would do: raw commands, raw descriptor chains, any byte anywhere in memory.
+//! [`DeviceProcess`] starts the device, [`Vm`] connects to one of its sockets and brings up the
+//! virtqueues, and from there it is verbs: [`Context`], [`Pd`], [`Mr`], [`Cq`], [`Srq`], [`Xrcd`],
+//! [`Qp`], with rings, doorbells and commands from `virtio-rdma-driver-core`. The life of a VM can
+//! be played too ([`Vm::stop`], [`Vm::start`], [`Vm::reset`], [`Vm::add_memory`],
+//! [`Vm::remove_memory`]), and what no driver would do: raw commands, raw descriptor chains, any
+//! byte anywhere in memory.
 //!
-//! Objects destroy themselves on the device when dropped, in any order that Rust drops them in; `destroy` does the same
-//! and tells what the device said.
+//! Objects destroy themselves on the device when dropped, in any order that Rust drops them in;
+//! `destroy` does the same and tells what the device said.
 //!
 //! `unsafe` is confined to [`mapping`], where shared memory is mapped and seen as atomics.
 #![deny(unsafe_code)]

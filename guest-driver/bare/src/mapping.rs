@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Shared memory, seen as atomics: the only unsafe code of this crate.
 //!
-//! The device reads and writes the same memory from another process at any time. So it is never seen as plain bytes, only
-//! as atomic words; what the two sides agree on beyond that is the protocol's matter.
+//! The device reads and writes the same memory from another process at any time. So it is never
+//! seen as plain bytes, only as atomic words; what the two sides agree on beyond that is the
+//! protocol's matter.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -18,7 +19,8 @@ use crate::{Error, PAGE};
 /// A mapping of (parts of) a file.
 #[derive(Debug)]
 pub struct Mapping {
-    /// INVARIANT: the start of `len` bytes of shared mappings that live as long as `self`; page aligned.
+    /// INVARIANT: the start of `len` bytes of shared mappings that live as long as `self`; page
+    /// aligned.
     ptr: *mut c_void,
     /// INVARIANT: a multiple of the page size.
     len: usize,
@@ -33,7 +35,8 @@ impl Mapping {
     /// Maps `len` bytes of `file` at `offset`.
     ///
     /// # Errors
-    /// If `len` or `offset` is not a multiple of the page size, the file is shorter, or the system refuses.
+    /// If `len` or `offset` is not a multiple of the page size, the file is shorter, or the system
+    /// refuses.
     pub fn new(file: &File, offset: u64, len: usize) -> Result<Self, Error> {
         Self::scattered(file, &[(offset, len)])
     }
@@ -68,7 +71,8 @@ impl Mapping {
         let mapping = Self { ptr, len };
         let mut at = 0;
         for &(offset, piece) in pieces {
-            // SAFETY: replaces `piece` bytes of the mapping above, which nobody uses yet; `at + piece <= len`.
+            // SAFETY: replaces `piece` bytes of the mapping above, which nobody uses yet; `at +
+            // piece <= len`.
             unsafe {
                 mmap(
                     ptr.byte_add(at),
@@ -105,8 +109,8 @@ impl Mapping {
     /// All of it.
     #[must_use]
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: `ptr` is valid for `len` bytes and page aligned, and the mapping lives as long as `self` (invariants). Atomics may be
-        // shared with anybody.
+        // SAFETY: `ptr` is valid for `len` bytes and page aligned, and the mapping lives as long as
+        // `self` (invariants). Atomics may be shared with anybody.
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len / 8) }
     }
 
@@ -134,7 +138,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours (invariant), and nobody can have a reference into it any longer.
+        // SAFETY: the mapping is ours (invariant), and nobody can have a reference into it any
+        // longer.
         let _ = unsafe { munmap(self.ptr, self.len) };
     }
 }
@@ -143,14 +148,16 @@ impl Drop for Mapping {
 #[derive(Debug, Clone)]
 pub struct View {
     mapping: Arc<Mapping>,
-    /// INVARIANT: the word at `start` of the mapping. So that rings, which ask for their words all the time, get them at once.
+    /// INVARIANT: the word at `start` of the mapping. So that rings, which ask for their words all
+    /// the time, get them at once.
     words: *const AtomicU64,
     /// INVARIANT: `start + len <= mapping.len()`, both multiples of the page size.
     start: usize,
     len: usize,
 }
 
-// SAFETY: `words` points into `mapping`, which may be sent to and used by other threads, and is seen as atomics only.
+// SAFETY: `words` points into `mapping`, which may be sent to and used by other threads, and is
+// seen as atomics only.
 unsafe impl Send for View {}
 // SAFETY: as for Send.
 unsafe impl Sync for View {}
@@ -235,9 +242,10 @@ impl View {
             "write beyond the end of a buffer"
         );
         let start = self.start + offset;
-        // SAFETY: the range is within the mapping (asserted; invariants), and `bytes` cannot overlap it, as nobody has a plain
-        // reference into it. The device may access it at the same time: then the application broke its own rules, and
-        // gets some mixture of bytes, as with a real device.
+        // SAFETY: the range is within the mapping (asserted; invariants), and `bytes` cannot
+        // overlap it, as nobody has a plain reference into it. The device may access it at the same
+        // time: then the application broke its own rules, and gets some mixture of bytes, as with a
+        // real device.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 bytes.as_ptr(),
@@ -292,8 +300,8 @@ impl View {
             from + len <= into || into + len <= from,
             "copy of a buffer to itself"
         );
-        // SAFETY: both ranges are within their mappings (asserted; invariants) and do not overlap (asserted). As for `write`, the
-        // device may access them at the same time.
+        // SAFETY: both ranges are within their mappings (asserted; invariants) and do not overlap
+        // (asserted). As for `write`, the device may access them at the same time.
         unsafe {
             std::ptr::copy_nonoverlapping(from as *const u8, into as *mut u8, len);
         }
@@ -312,8 +320,8 @@ impl Deref for View {
 
     #[inline(always)]
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: `words` is valid for `len` bytes as long as the mapping lives, which `self` keeps alive (invariants). Atomics may be
-        // shared with anybody.
+        // SAFETY: `words` is valid for `len` bytes as long as the mapping lives, which `self` keeps
+        // alive (invariants). Atomics may be shared with anybody.
         unsafe { std::slice::from_raw_parts(self.words, self.len / 8) }
     }
 }

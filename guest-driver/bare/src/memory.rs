@@ -94,7 +94,8 @@ impl Pages {
 }
 
 impl Region {
-    /// New, zeroed memory of `size` bytes at `guest_addr`, of huge pages of the host if `huge_pages`.
+    /// New, zeroed memory of `size` bytes at `guest_addr`, of huge pages of the host if
+    /// `huge_pages`.
     pub(crate) fn new(guest_addr: u64, size: usize, huge_pages: bool) -> Result<Arc<Self>, Error> {
         let mut flags = MemfdFlags::CLOEXEC;
         flags.set(MemfdFlags::HUGETLB, huge_pages);
@@ -172,7 +173,8 @@ impl Region {
     }
 }
 
-/// Some pages of the VM, which are one buffer for a process in it. They are free again when it is dropped.
+/// Some pages of the VM, which are one buffer for a process in it. They are free again when it is
+/// dropped.
 #[derive(Debug)]
 pub struct Buffer {
     region: Arc<Region>,
@@ -214,7 +216,8 @@ impl Buffer {
         &self.region
     }
 
-    /// Describes it as a page list. The tables belong to the second value: keep it until the command is done.
+    /// Describes it as a page list. The tables belong to the second value: keep it until the
+    /// command is done.
     ///
     /// # Errors
     /// If there is no memory for the tables.
@@ -250,7 +253,8 @@ pub fn page_list(region: &Arc<Region>, pages: &[u64]) -> Result<(PageList, Optio
     Ok((list, Some(tables)))
 }
 
-/// A block list of the pieces of memory with these guest-physical addresses and lengths, with its tables in `region`.
+/// A block list of the pieces of memory with these guest-physical addresses and lengths, with its
+/// tables in `region`.
 ///
 /// # Errors
 /// If there are no or too many blocks, or no memory for the tables.

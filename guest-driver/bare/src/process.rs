@@ -21,7 +21,8 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 /// How to start the device.
 #[derive(Debug, Clone)]
 pub struct ProcessOptions {
-    /// The binary; otherwise the environment variable VHOST_DEVICE_RDMA names it, otherwise it is beside the running one.
+    /// The binary; otherwise the environment variable VHOST_DEVICE_RDMA names it, otherwise it is
+    /// beside the running one.
     pub binary: Option<PathBuf>,
     /// For each VM the options of its socket, such as `mac=52:54:00:00:00:01,network=a`.
     pub vms: Vec<String>,
@@ -58,7 +59,8 @@ impl ProcessOptions {
     }
 }
 
-/// A running device. It is killed when dropped; its log is shown if the thread panics (a test fails).
+/// A running device. It is killed when dropped; its log is shown if the thread panics (a test
+/// fails).
 #[derive(Debug)]
 pub struct DeviceProcess {
     child: Child,

@@ -110,7 +110,8 @@ impl Srq {
         Self::create(context, pd, None, options)
     }
 
-    /// Creates a shared receive queue for the messages to an XRC domain that name it. Its receives complete in `cq`.
+    /// Creates a shared receive queue for the messages to an XRC domain that name it. Its receives
+    /// complete in `cq`.
     ///
     /// # Errors
     /// If the device refuses.
@@ -200,8 +201,8 @@ impl Srq {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Goes over to another buffer for at least `max_wr` work requests, in region `region`, and to another limit if there
-    /// is one.
+    /// Goes over to another buffer for at least `max_wr` work requests, in region `region`, and to
+    /// another limit if there is one.
     ///
     /// # Errors
     /// If the device refuses.

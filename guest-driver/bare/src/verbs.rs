@@ -78,7 +78,8 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // The device may be gone, or have refused: nothing is left to do either way. (Likewise below.)
+        // The device may be gone, or have refused: nothing is left to do either way. (Likewise
+        // below.)
         let _ = self.vm.execute::<DestroyContext>(&handle(self.handle));
     }
 }
@@ -437,7 +438,8 @@ impl Cq {
         Some((cqe, extension))
     }
 
-    /// Goes over to another buffer of at least `entries` entries; returns how many completions were moved.
+    /// Goes over to another buffer of at least `entries` entries; returns how many completions were
+    /// moved.
     ///
     /// # Errors
     /// If the device refuses.
@@ -543,7 +545,8 @@ impl Cq {
         self.queue().arm(mode);
     }
 
-    /// Waits for an event of its vector, which must not serve another queue at the time. Returns whether one came.
+    /// Waits for an event of its vector, which must not serve another queue at the time. Returns
+    /// whether one came.
     ///
     /// # Errors
     /// If the device writes nonsense.
@@ -563,8 +566,8 @@ impl Cq {
     }
 }
 
-/// A completion queue that one thread keeps to poll it at full speed. What completions report must be freed with
-/// [`SendQueue::complete`] and [`RecvQueue::complete`].
+/// A completion queue that one thread keeps to poll it at full speed. What completions report must
+/// be freed with [`SendQueue::complete`] and [`RecvQueue::complete`].
 #[derive(Debug)]
 pub struct Polling<'a> {
     queue: std::sync::MutexGuard<'a, CompletionQueue<View>>,

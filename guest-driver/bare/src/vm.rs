@@ -42,7 +42,8 @@ pub struct VmOptions {
     pub memory: usize,
     /// How the buffers of queues and doorbells, and those that are registered, lie in it.
     pub placement: Placement,
-    /// Its first region consists of huge pages of the host, of which there must be enough. Buffers must be contiguous then.
+    /// Its first region consists of huge pages of the host, of which there must be enough. Buffers
+    /// must be contiguous then.
     pub huge_pages: bool,
     /// Use RING_EVENT_IDX.
     pub event_index: bool,
@@ -50,7 +51,8 @@ pub struct VmOptions {
     pub control_size: u16,
     /// Size of the event queues: buffers for events.
     pub event_size: u16,
-    /// Length of these buffers, bytes, at most that of the longest event: shorter ones get events cut.
+    /// Length of these buffers, bytes, at most that of the longest event: shorter ones get events
+    /// cut.
     pub event_length: usize,
     /// Tell the memory by one SET_MEM_TABLE, not region by region.
     pub mem_table: bool,
@@ -159,7 +161,8 @@ pub struct Vm {
     status_page: Buffer,
     gid: [u8; 16],
     notifications: AtomicU64,
-    /// The device does not answer: so that a thousand objects do not wait for it one after the other when dropped.
+    /// The device does not answer: so that a thousand objects do not wait for it one after the
+    /// other when dropped.
     dead: AtomicBool,
 }
 
@@ -420,7 +423,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Stops all virtqueues, as QEMU does for a VM that is paused. When this returns, the VM is quiet.
+    /// Stops all virtqueues, as QEMU does for a VM that is paused. When this returns, the VM is
+    /// quiet.
     ///
     /// # Errors
     /// If the device refuses.
@@ -436,7 +440,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Resets the device and brings it up again, as a guest that boots does. All objects are gone; drop yours.
+    /// Resets the device and brings it up again, as a guest that boots does. All objects are gone;
+    /// drop yours.
     ///
     /// # Errors
     /// If the device refuses.
@@ -521,7 +526,8 @@ impl Vm {
         Ok(command::parse::<C>(&self.raw_command(&bytes, PAGE)?)?)
     }
 
-    /// Sends any bytes as a command, with space for a response of `space` bytes; returns the response as far as it was used.
+    /// Sends any bytes as a command, with space for a response of `space` bytes; returns the
+    /// response as far as it was used.
     ///
     /// # Errors
     /// If the device does not answer.
@@ -529,7 +535,8 @@ impl Vm {
         self.raw_chain(bytes, &[bytes.len()], &[space])
     }
 
-    /// As [`Vm::raw_command`], with the command and the space for the response in pieces of these lengths.
+    /// As [`Vm::raw_command`], with the command and the space for the response in pieces of these
+    /// lengths.
     ///
     /// # Errors
     /// If the device does not answer, or the pieces are too long.
@@ -640,7 +647,8 @@ impl Vm {
         })
     }
 
-    /// Waits for the next completion event of a vector: the number of the completion queue. `None`: there was none in time.
+    /// Waits for the next completion event of a vector: the number of the completion queue. `None`:
+    /// there was none in time.
     ///
     /// # Errors
     /// If the device writes nonsense.

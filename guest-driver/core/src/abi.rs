@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The private interface between the kernel module and the rdma-core provider: the driver data of uverbs commands.
+//! The private interface between the kernel module and the rdma-core provider: the driver data of
+//! uverbs commands.
 //!
-//! Requests and responses may grow at their end: missing bytes count as zero, and [`ABI_VERSION`] changes only when that
-//! is not enough.
+//! Requests and responses may grow at their end: missing bytes count as zero, and [`ABI_VERSION`]
+//! changes only when that is not enough.
 //!
-//! What is not here has no driver data: memory regions and windows, XRC domains, opening queue pairs, multicast, modifying
-//! and querying. Three things use attributes and a method of the driver in the ioctl interface: [`DRIVER_ATTR`] of
-//! QUERY_CONTEXT and DM_ALLOC, and [`DM_QUERY_METHOD`].
+//! What is not here has no driver data: memory regions and windows, XRC domains, opening queue
+//! pairs, multicast, modifying and querying. Three things use attributes and a method of the driver
+//! in the ioctl interface: [`DRIVER_ATTR`] of QUERY_CONTEXT and DM_ALLOC, and [`DM_QUERY_METHOD`].
 use virtio_rdma_spec::layouts;
 
 /// Version of this interface (`uverbs_abi_ver` of the module).
@@ -14,8 +15,8 @@ pub const ABI_VERSION: u32 = 1;
 
 /// First attribute of the driver's own in an ioctl method (`1 << UVERBS_ID_NS_SHIFT`).
 ///
-/// - In UVERBS_METHOD_QUERY_CONTEXT of UVERBS_OBJECT_DEVICE, out: [`AllocContextResponse`] of the context, as
-///   alloc_ucontext gave it, for a process that imports it.
+/// - In UVERBS_METHOD_QUERY_CONTEXT of UVERBS_OBJECT_DEVICE, out: [`AllocContextResponse`] of the
+///   context, as alloc_ucontext gave it, for a process that imports it.
 /// - In UVERBS_METHOD_DM_ALLOC of UVERBS_OBJECT_DM, out: [`DmResponse`].
 /// - In [`DM_QUERY_METHOD`], in: the handle of the device memory (IDR, read access).
 pub const DRIVER_ATTR: u16 = 0x1000;
@@ -47,7 +48,8 @@ layouts! {
         44 => max_sge: u32,
         /// Entries of a completion queue, at most.
         48 => max_cqe: u32,
-        /// Local key of the null region: what is written there is dropped, reads deliver zeros. Zero: there is none.
+        /// Local key of the null region: what is written there is dropped, reads deliver zeros.
+        /// Zero: there is none.
         52 => null_lkey: u32,
         /// Features of the device that the kernel module uses: bits by `config::feature`.
         56 => features: u64,
@@ -71,7 +73,8 @@ layouts! {
     pub struct DmResponse(16) {
         /// For mmap on the command file; read and write.
         0 => offset: u64,
-        /// Length as asked for when allocating, bytes. The mapping is that, rounded up to whole pages.
+        /// Length as asked for when allocating, bytes. The mapping is that, rounded up to whole
+        /// pages.
         8 => length: u64,
     }
 
@@ -107,8 +110,8 @@ layouts! {
         28 => flags: u32,
     }
 
-    /// Driver request of resize_cq. The new buffer is zeroed, but for the record at its start: nothing consumed, and
-    /// armed as the queue is.
+    /// Driver request of resize_cq. The new buffer is zeroed, but for the record at its start:
+    /// nothing consumed, and armed as the queue is.
     pub struct ResizeCqRequest(24) {
         /// New buffer, page aligned, in the memory of the process.
         0 => buffer: u64,
@@ -136,8 +139,9 @@ layouts! {
         4 => reserved: u32,
     }
 
-    /// Driver request of create_qp. Scatter/gather and inline limits are in the attributes of the verb; with a shared
-    /// receive queue and for XRC those about receives have no meaning. All zero for an XRC target: it has no buffer.
+    /// Driver request of create_qp. Scatter/gather and inline limits are in the attributes of the
+    /// verb; with a shared receive queue and for XRC those about receives have no meaning. All zero
+    /// for an XRC target: it has no buffer.
     pub struct CreateQpRequest(48) {
         /// Buffer, page aligned, in the memory of the process.
         0 => buffer: u64,
@@ -186,8 +190,8 @@ layouts! {
         28 => reserved: u32,
     }
 
-    /// Driver request of modify_srq with another size. The new buffer is zeroed; afterwards its record tells how many
-    /// entries the device moved to the start of its ring.
+    /// Driver request of modify_srq with another size. The new buffer is zeroed; afterwards its
+    /// record tells how many entries the device moved to the start of its ring.
     pub struct ResizeSrqRequest(24) {
         /// New buffer, page aligned, in the memory of the process.
         0 => buffer: u64,
@@ -199,8 +203,8 @@ layouts! {
         20 => ring_offset: u32,
     }
 
-    /// Driver response of create_srq. For an XRC shared receive queue the kernel module also sets the number that the verb
-    /// returns (`ext.xrc.srq_num`).
+    /// Driver response of create_srq. For an XRC shared receive queue the kernel module also sets
+    /// the number that the verb returns (`ext.xrc.srq_num`).
     pub struct CreateSrqResponse(16) {
         /// Number of the shared receive queue.
         0 => srqn: u32,

@@ -51,7 +51,8 @@ pub struct QpCaps {
     pub max_inline: u32,
 }
 
-/// The buffer of a queue pair: a `QpRecord`, the send queue, the receive queue. Small queues share one page.
+/// The buffer of a queue pair: a `QpRecord`, the send queue, the receive queue. Small queues share
+/// one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QpLayout {
     /// Send queue.
@@ -66,7 +67,8 @@ pub struct QpLayout {
 }
 
 impl QpLayout {
-    /// The layout for these capabilities; `None` where they are more than the interface can express (EINVAL).
+    /// The layout for these capabilities; `None` where they are more than the interface can express
+    /// (EINVAL).
     #[must_use]
     pub fn new(caps: &QpCaps) -> Option<Self> {
         let stride = send_stride(caps.max_send_sge, caps.max_inline)?;
@@ -129,8 +131,8 @@ pub struct SrqLayout {
 }
 
 impl SrqLayout {
-    /// The layout for at least `max_wr` work requests of up to `max_sge` scatter/gather entries; `None` where there are
-    /// none or too many (EINVAL).
+    /// The layout for at least `max_wr` work requests of up to `max_sge` scatter/gather entries;
+    /// `None` where there are none or too many (EINVAL).
     #[must_use]
     pub fn new(max_wr: u32, max_sge: u32) -> Option<Self> {
         if max_wr == 0 {

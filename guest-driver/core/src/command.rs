@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Control commands as their driver sees them: build the command, parse the response (specification: "Control commands").
+//! Control commands as their driver sees them: build the command, parse the response
+//! (specification: "Control commands").
 use core::fmt;
 
 use virtio_rdma_spec::command::{self as spec, opcode, status, CommandHeader, ResponseHeader};
@@ -134,10 +135,12 @@ pub fn build<C: Command>(body: &C::Body, out: &mut [u8]) -> Result<usize, Comman
     Ok(C::COMMAND_LEN)
 }
 
-/// Parses what the device wrote as response: `response` is as long as the used length says, at most the buffer.
+/// Parses what the device wrote as response: `response` is as long as the used length says, at most
+/// the buffer.
 ///
 /// # Errors
-/// [`CommandError::Status`] if the command failed, [`CommandError::Malformed`] if the response is too short.
+/// [`CommandError::Status`] if the command failed, [`CommandError::Malformed`] if the response is
+/// too short.
 pub fn parse<C: Command>(response: &[u8]) -> Result<C::Response, CommandError> {
     let (head, rest) = response
         .split_first_chunk::<{ ResponseHeader::SIZE }>()

@@ -59,7 +59,8 @@ pub struct CompletionQueue<M> {
     consumer: AtomicU32,
     /// `CqRecord::arm`.
     arm: AtomicU32,
-    /// Completion events that were seen, and what that count was when the queue was armed for any completion.
+    /// Completion events that were seen, and what that count was when the queue was armed for any
+    /// completion.
     events: AtomicU32,
     armed_any_at: AtomicU32,
 }
@@ -101,8 +102,8 @@ impl<M: Memory> CompletionQueue<M> {
         None
     }
 
-    /// The extension of the completion that was polled last, as long as that is not published; zero where entries have
-    /// none.
+    /// The extension of the completion that was polled last, as long as that is not published; zero
+    /// where entries have none.
     #[inline(always)]
     #[must_use]
     pub fn extension(&self) -> CqeExtension {
@@ -136,7 +137,8 @@ impl<M: Memory> CompletionQueue<M> {
     #[inline(always)]
     fn written(&self, position: u32) -> Option<&[AtomicU64; WORDS]> {
         let words = self.ring.entry(position).first_chunk::<WORDS>()?;
-        // Acquire: the rest of the entry, and the data of the message, were written before the phase.
+        // Acquire: the rest of the entry, and the data of the message, were written before the
+        // phase.
         let phase = words[PHASE_WORD].load(Ordering::Acquire) & PHASE_BIT != 0;
         (phase == self.ring.phase(position)).then_some(words)
     }
@@ -158,8 +160,9 @@ impl<M: Memory> CompletionQueue<M> {
         }
     }
 
-    /// Prepares another, zeroed buffer for the queue: to give to the device, which moves there what is not consumed. Until
-    /// [`CompletionQueue::resized`], or until the device refused, the queue must not be used.
+    /// Prepares another, zeroed buffer for the queue: to give to the device, which moves there what
+    /// is not consumed. Until [`CompletionQueue::resized`], or until the device refused, the queue
+    /// must not be used.
     ///
     /// # Errors
     /// The layout is not valid, does not fit the memory, or has another stride than the queue.
@@ -178,23 +181,26 @@ impl<M: Memory> CompletionQueue<M> {
         Ok(ResizedQueue { ring })
     }
 
-    /// Goes on with the buffer that the device has moved the completions to: they are the first of its ring. Returns the
-    /// old one.
+    /// Goes on with the buffer that the device has moved the completions to: they are the first of
+    /// its ring. Returns the old one.
     pub fn resized(&mut self, queue: ResizedQueue<M>) -> M {
         self.consumer.store(0, Ordering::Relaxed);
         core::mem::replace(&mut self.ring, queue.ring).into_memory()
     }
 
-    /// Asks for an event with the next completion. Completions that are there already raise none: poll again afterwards.
+    /// Asks for an event with the next completion. Completions that are there already raise none:
+    /// poll again afterwards.
     ///
     /// # Ordering
     ///
-    /// The device writes an entry, then behind a full fence loads `arm`. Here `arm` is stored, then behind a full fence
-    /// the caller polls once more. If the device's load misses the store, its fence came before this one, and so the
-    /// poll behind this one sees the entry: nobody sleeps while a completion lies there.
+    /// The device writes an entry, then behind a full fence loads `arm`. Here `arm` is stored, then
+    /// behind a full fence the caller polls once more. If the device's load misses the store, its
+    /// fence came before this one, and so the poll behind this one sees the entry: nobody sleeps
+    /// while a completion lies there.
     pub fn arm(&self, mode: ArmMode) {
         let events = self.events.load(Ordering::Relaxed);
-        // While no event has come, what was asked for before stands: any completion includes the solicited ones.
+        // While no event has come, what was asked for before stands: any completion includes the
+        // solicited ones.
         let any = mode == ArmMode::Any || self.armed_any_at.load(Ordering::Relaxed) == events;
         if any {
             self.armed_any_at.store(events, Ordering::Relaxed);
@@ -214,8 +220,8 @@ impl<M: Memory> CompletionQueue<M> {
         self.events.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Makes [`CompletionQueue::poll`] pass over the completions of a queue pair that are in the ring now: for queue pairs
-    /// that were destroyed or reset.
+    /// Makes [`CompletionQueue::poll`] pass over the completions of a queue pair that are in the
+    /// ring now: for queue pairs that were destroyed or reset.
     pub fn forget(&self, qp_num: u32) {
         let consumer = self.consumer.load(Ordering::Relaxed);
         for i in 0..self.ring.entries() {

@@ -3,20 +3,25 @@
 //!
 //! # Ordering
 //!
-//! No wake-up is lost. Posting is, in this order: (P1) store the entry; (P2) set the doorbell bit by an atomic OR, unless a load
-//! shows it set already; (P3) load the worker's status word. The worker that wants to sleep does: (W1) store SLEEPING; (W2) a full
-//! fence, then look at all root words; and sleeps only if none is set. Taking a bit is an exchange, after which it loads the entry.
-//! All of these are sequentially consistent, so there is one total order of them that all agree on.
+//! No wake-up is lost. Posting is, in this order: (P1) store the entry; (P2) set the doorbell bit
+//! by an atomic OR, unless a load shows it set already; (P3) load the worker's status word. The
+//! worker that wants to sleep does: (W1) store SLEEPING; (W2) a full fence, then look at all root
+//! words; and sleeps only if none is set. Taking a bit is an exchange, after which it loads the
+//! entry. All of these are sequentially consistent, so there is one total order of them that all
+//! agree on.
 //!
-//! After P2 the bit is set, until the worker takes it by an exchange that is later than P2, hence than P1: it sees the entry. Either
-//! P2 is before W2: the worker sees the bit and does not sleep, or has taken it. Or W2 is before P2; then W1 is before P3, the load
-//! sees SLEEPING, and the notification wakes the worker.
+//! After P2 the bit is set, until the worker takes it by an exchange that is later than P2, hence
+//! than P1: it sees the entry. Either P2 is before W2: the worker sees the bit and does not sleep,
+//! or has taken it. Or W2 is before P2; then W1 is before P3, the load sees SLEEPING, and the
+//! notification wakes the worker.
 //!
-//! Slots from [`DIRECT_SLOTS`] up set their bit in a leaf word, then announce it in a summary word and in the root word, unless a
-//! load shows that announced already. The device clears in the other direction: root, summary, leaf. That the load saw
-//! the bit of the summary word set says that the device's exchange of that word is still to come, and with it that of the
-//! leaf word, which is later than our OR to it; the same holds between root and summary. If the root word's bit was gone
-//! but the summary word's not yet, the root bit is set again, which costs one scan that finds nothing.
+//! Slots from [`DIRECT_SLOTS`] up set their bit in a leaf word, then announce it in a summary word
+//! and in the root word, unless a load shows that announced already. The device clears in the other
+//! direction: root, summary, leaf. That the load saw the bit of the summary word set says that the
+//! device's exchange of that word is still to come, and with it that of the leaf word, which is
+//! later than our OR to it; the same holds between root and summary. If the root word's bit was
+//! gone but the summary word's not yet, the root bit is set again, which costs one scan that finds
+//! nothing.
 //!
 //! The same bits by another poster do no harm: a bit says that there may be work, never how much.
 use virtio_rdma_spec::doorbell::{
@@ -30,10 +35,10 @@ use crate::sync::{store_load_order, AtomicU64, Ordering};
 /// The status page, for those who ask whether the device is lost (specification: "Stop, reset and
 /// loss").
 ///
-/// The driver stores LOST in all words when it has reset a lost device: for good, and after the last completion that the
-/// device wrote. So who finds a completion queue empty, and then the device lost, polls once more; if the queue is still
-/// empty, what its queue pairs have outstanding is his to complete ([`crate::SendQueue::flush_next`],
-/// [`crate::RecvQueue::flush_next`]).
+/// The driver stores LOST in all words when it has reset a lost device: for good, and after the
+/// last completion that the device wrote. So who finds a completion queue empty, and then the
+/// device lost, polls once more; if the queue is still empty, what its queue pairs have outstanding
+/// is his to complete ([`crate::SendQueue::flush_next`], [`crate::RecvQueue::flush_next`]).
 #[derive(Debug, Clone, Copy)]
 pub struct StatusPage<M>(M);
 
@@ -90,8 +95,8 @@ struct Leaf {
 }
 
 impl<M: Memory> Doorbell<M> {
-    /// The doorbell of a slot of a doorbell queue (counting from 0), in the doorbell memory and with the status page of a
-    /// context.
+    /// The doorbell of a slot of a doorbell queue (counting from 0), in the doorbell memory and
+    /// with the status page of a context.
     ///
     /// # Errors
     /// There is no such slot, or the memory is too small for the queue.
@@ -138,10 +143,12 @@ impl<M: Memory> Doorbell<M> {
     #[must_use]
     pub fn ring(&self) -> bool {
         match &self.leaf {
-            // A worker that watches the queue leaves the bit standing: then the cache line stays with it.
+            // A worker that watches the queue leaves the bit standing: then the cache line stays
+            // with it.
             None => announce(self.blocks.get(self.root_word), self.root),
             Some(leaf) => {
-                // Where so many ring, bits seldom stand: the worker took these words from us, and each would be waited for in turn.
+                // Where so many ring, bits seldom stand: the worker took these words from us, and
+                // each would be waited for in turn.
                 for word in [leaf.summary_word, self.root_word] {
                     prefetch_write(self.blocks.get(word..=word).unwrap_or_default());
                 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The shape of a page list or block list: how many tables it needs and what goes where (specification: "Page lists",
-//! "Regions for fast registration").
+//! The shape of a page list or block list: how many tables it needs and what goes where
+//! (specification: "Page lists", "Regions for fast registration").
 //!
-//! Tables are numbered: first those that hold page addresses or blocks, then those that hold addresses of the former, and so on; the
-//! last one is the root.
+//! Tables are numbered: first those that hold page addresses or blocks, then those that hold
+//! addresses of the former, and so on; the last one is the root.
 
 use virtio_rdma_spec::command::Block;
 
@@ -40,8 +40,8 @@ impl PageTree {
         Self::with_leaves(count, TABLE_ENTRIES)
     }
 
-    /// The shape for `count` blocks, which are in a table even if there is only one; `None` where there are none or too
-    /// many.
+    /// The shape for `count` blocks, which are in a table even if there is only one; `None` where
+    /// there are none or too many.
     #[must_use]
     pub fn of_blocks(count: u64) -> Option<Self> {
         Self::with_leaves(count, TABLE_BLOCKS)

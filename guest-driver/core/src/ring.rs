@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What send, receive and completion queues have in common: entries of a ring, positions and phases.
+//! What send, receive and completion queues have in common: entries of a ring, positions and
+//! phases.
 use core::fmt;
 use core::ops::Deref;
 
 use crate::buffer::RingLayout;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Memory shared with the device, seen as 8-byte words in the byte order of the machine they are in.
+/// Memory shared with the device, seen as 8-byte words in the byte order of the machine they are
+/// in.
 ///
-/// A `&[AtomicU64]` is one; who owns the memory by other means (a mapping behind a reference count, say) implements
-/// `Deref` for a type of his own. It must always deliver the same words.
+/// A `&[AtomicU64]` is one; who owns the memory by other means (a mapping behind a reference count,
+/// say) implements `Deref` for a type of his own. It must always deliver the same words.
 pub trait Memory: Deref<Target = [AtomicU64]> {}
 impl<M: Deref<Target = [AtomicU64]>> Memory for M {}
 
@@ -59,7 +61,8 @@ impl fmt::Display for PostError {
 
 impl core::error::Error for PostError {}
 
-/// The entries of a ring. Positions count from 0 modulo 2^32; a ring that is not used yet is all zero.
+/// The entries of a ring. Positions count from 0 modulo 2^32; a ring that is not used yet is all
+/// zero.
 #[derive(Debug)]
 pub(crate) struct Ring<M> {
     memory: M,
@@ -114,7 +117,8 @@ impl<M: Memory> Ring<M> {
     /// The entry at a position, as exactly as many words as the stride has.
     #[inline(always)]
     pub(crate) fn entry(&self, position: u32) -> &[AtomicU64] {
-        // Nothing here overflows (the invariant); in the kernel the compiler must see that nothing can panic.
+        // Nothing here overflows (the invariant); in the kernel the compiler must see that nothing
+        // can panic.
         let start = self
             .base
             .wrapping_add((self.index(position) as usize).wrapping_shl(self.shift));
@@ -122,7 +126,8 @@ impl<M: Memory> Ring<M> {
         self.memory.get(start..end).unwrap_or(&[])
     }
 
-    /// The entries from a position on, `count` of them at most, as far as they follow each other in memory.
+    /// The entries from a position on, `count` of them at most, as far as they follow each other in
+    /// memory.
     #[inline(always)]
     pub(crate) fn run(&self, position: u32, count: u32) -> &[AtomicU64] {
         let index = self.index(position);
@@ -141,8 +146,8 @@ impl<M: Memory> Ring<M> {
         position & self.entries() == 0
     }
 
-    /// How many entries are completed when the one with this index is, of those between `completed` and `posted`;
-    /// `None` if it is not among them.
+    /// How many entries are completed when the one with this index is, of those between `completed`
+    /// and `posted`; `None` if it is not among them.
     #[inline(always)]
     pub(crate) fn completed_up_to(&self, index: u16, completed: u32, posted: u32) -> Option<u32> {
         let count = u32::from(index).wrapping_sub(completed) & self.mask;
@@ -162,7 +167,8 @@ impl<M: Memory> Ring<M> {
     }
 }
 
-/// The words of a little-endian representation, as they are stored in memory shared with the device.
+/// The words of a little-endian representation, as they are stored in memory shared with the
+/// device.
 #[inline(always)]
 pub(crate) fn word(bytes: &[u8], index: usize) -> u64 {
     let mut word = [0; 8];

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Send and receive queues: posting and freeing entries (specification: "Rings").
 //!
-//! A queue is posted to by one thread at a time; whoever shares it brings the lock. (Posting from two threads at once is
-//! no memory error, but mixes up their work requests.) Entries are freed by any thread, without a lock against posting:
-//! but by one at a time, under the lock of the completion queue they complete to.
+//! A queue is posted to by one thread at a time; whoever shares it brings the lock. (Posting from
+//! two threads at once is no memory error, but mixes up their work requests.) Entries are freed by
+//! any thread, without a lock against posting: but by one at a time, under the lock of the
+//! completion queue they complete to.
 use core::ops::Range;
 
 use virtio_rdma_spec::layout::Layout;
@@ -121,7 +122,8 @@ impl<M: Memory> WorkQueue<M> {
 /// How many entries ahead they are fetched for writing.
 const AHEAD: u32 = 12;
 
-/// Entries that are written, of which the first is not published yet; so the device sees none of them.
+/// Entries that are written, of which the first is not published yet; so the device sees none of
+/// them.
 #[derive(Debug)]
 struct Batch<'q, M: Memory> {
     queue: &'q WorkQueue<M>,
@@ -138,8 +140,9 @@ impl<'q, M: Memory> Batch<'q, M> {
         if self.room == 0 {
             return Err(PostError::Full);
         }
-        // Who posts many would have to wait for the cache line of each entry, which the device has from the last lap, or nobody has any
-        // more. Those who post one and wait for its completion need no more.
+        // Who posts many would have to wait for the cache line of each entry, which the device has
+        // from the last lap, or nobody has any more. Those who post one and wait for its completion
+        // need no more.
         let ring = &self.queue.ring;
         let used = ring.entries().wrapping_sub(self.room);
         if used == 1 && self.first.is_some() {
@@ -344,7 +347,8 @@ impl<M: Memory> SendQueue<M> {
     /// A send queue in a zeroed ring; `memory` is the whole buffer that `layout` is about.
     ///
     /// # Errors
-    /// The layout is not valid, does not fit the memory, or its stride is too small for the other two.
+    /// The layout is not valid, does not fit the memory, or its stride is too small for the other
+    /// two.
     pub fn new(
         memory: M,
         layout: &RingLayout,
@@ -392,7 +396,8 @@ impl<M: Memory> SendQueue<M> {
         }
     }
 
-    /// Posts one work request, as [`SendBatch::push`] and [`SendBatch::commit`]. Ring the doorbell afterwards.
+    /// Posts one work request, as [`SendBatch::push`] and [`SendBatch::commit`]. Ring the doorbell
+    /// afterwards.
     ///
     /// # Errors
     /// As [`SendBatch::push`].
@@ -447,14 +452,15 @@ impl<M: Memory> SendQueue<M> {
         self.queue.ring.entries()
     }
 
-    /// Starts over, as after a change to RESET: the ring zeroed, nothing posted. Neither thread nor device may use the
-    /// queue meanwhile.
+    /// Starts over, as after a change to RESET: the ring zeroed, nothing posted. Neither thread nor
+    /// device may use the queue meanwhile.
     pub fn reset(&self) {
         self.queue.reset();
     }
 }
 
-/// Send work requests that become visible to the device together. Dropping it uncommitted takes them back.
+/// Send work requests that become visible to the device together. Dropping it uncommitted takes
+/// them back.
 #[derive(Debug)]
 #[must_use]
 pub struct SendBatch<'q, M: Memory> {
@@ -469,8 +475,8 @@ impl<M: Memory> SendBatch<'_, M> {
         self.batch.queue.ring.index(self.batch.position)
     }
 
-    /// Adds a work request. The number of its scatter/gather entries and the phase are filled in; the flag INLINE must
-    /// not be set.
+    /// Adds a work request. The number of its scatter/gather entries and the phase are filled in;
+    /// the flag INLINE must not be set.
     ///
     /// # Errors
     /// The queue is full or there are too many scatter/gather entries; the batch is as before.
@@ -487,8 +493,8 @@ impl<M: Memory> SendBatch<'_, M> {
         Ok(())
     }
 
-    /// Adds a work request with inline data, gathered from `parts`. Its length, the flag INLINE and the phase are filled
-    /// in.
+    /// Adds a work request with inline data, gathered from `parts`. Its length, the flag INLINE and
+    /// the phase are filled in.
     ///
     /// # Errors
     /// The queue is full or the data too long; the batch is as before.
@@ -538,8 +544,8 @@ impl<M: Memory> SendBatch<'_, M> {
     /// Adds a masked atomic operation, with at most one scatter/gather entry.
     ///
     /// # Errors
-    /// The queue is full, or its entries are too short for masked operands (see `QpLayout::with_masked_atomics`); the
-    /// batch is as before.
+    /// The queue is full, or its entries are too short for masked operands (see
+    /// `QpLayout::with_masked_atomics`); the batch is as before.
     pub fn push_masked(
         &mut self,
         wqe: &SendWqe,
@@ -614,7 +620,8 @@ impl<M: Memory> RecvQueue<M> {
     /// A receive queue in a zeroed ring; `memory` is the whole buffer that `layout` is about.
     ///
     /// # Errors
-    /// The layout is not valid, does not fit the memory, or its stride is too small for the entries.
+    /// The layout is not valid, does not fit the memory, or its stride is too small for the
+    /// entries.
     pub fn new(memory: M, layout: &RingLayout, max_sge: u32) -> Result<Self, BadLayout> {
         Ok(Self {
             queue: WorkQueue::new(memory, layout, max_sge, RECV_DATA_OFFSET as u32)?,
@@ -630,7 +637,8 @@ impl<M: Memory> RecvQueue<M> {
         }
     }
 
-    /// Posts one work request, as [`RecvBatch::push`] and [`RecvBatch::commit`]. Returns whether to ring the doorbell.
+    /// Posts one work request, as [`RecvBatch::push`] and [`RecvBatch::commit`]. Returns whether to
+    /// ring the doorbell.
     ///
     /// # Errors
     /// As [`RecvBatch::push`].
@@ -666,8 +674,8 @@ impl<M: Memory> RecvQueue<M> {
         self.queue.ring.entries()
     }
 
-    /// Starts over, as after a change to RESET: the ring zeroed, nothing posted. Neither thread nor device may use the
-    /// queue meanwhile.
+    /// Starts over, as after a change to RESET: the ring zeroed, nothing posted. Neither thread nor
+    /// device may use the queue meanwhile.
     pub fn reset(&self) {
         self.queue.reset();
     }
@@ -681,10 +689,12 @@ pub struct SharedRecvQueue<M> {
 }
 
 impl<M: Memory> SharedRecvQueue<M> {
-    /// A shared receive queue in a zeroed ring; `memory` is the whole buffer that `layout` is about.
+    /// A shared receive queue in a zeroed ring; `memory` is the whole buffer that `layout` is
+    /// about.
     ///
     /// # Errors
-    /// The layout is not valid, does not fit the memory, or its stride is too small for the entries.
+    /// The layout is not valid, does not fit the memory, or its stride is too small for the
+    /// entries.
     pub fn new(memory: M, layout: &RingLayout, max_sge: u32) -> Result<Self, BadLayout> {
         if layout.offset < SrqRecord::SIZE as u32 {
             return Err(BadLayout);
@@ -719,8 +729,8 @@ impl<M: Memory> SharedRecvQueue<M> {
         }
     }
 
-    /// Posts one work request, as [`RecvBatch::push`] and [`RecvBatch::commit`]. Returns whether to ring the doorbell of
-    /// the shared receive queue.
+    /// Posts one work request, as [`RecvBatch::push`] and [`RecvBatch::commit`]. Returns whether to
+    /// ring the doorbell of the shared receive queue.
     ///
     /// # Errors
     /// As [`RecvBatch::push`].
@@ -731,8 +741,9 @@ impl<M: Memory> SharedRecvQueue<M> {
         Ok(batch.commit())
     }
 
-    /// Checks another, zeroed buffer for the queue: to give to the device, which moves there what it has not consumed.
-    /// Until [`SharedRecvQueue::resized`], or until the device refused, nothing may be posted.
+    /// Checks another, zeroed buffer for the queue: to give to the device, which moves there what
+    /// it has not consumed. Until [`SharedRecvQueue::resized`], or until the device refused,
+    /// nothing may be posted.
     ///
     /// # Errors
     /// The layout is not valid, does not fit the memory, or has another stride than the queue.
@@ -748,8 +759,8 @@ impl<M: Memory> SharedRecvQueue<M> {
         Ok(ResizedSharedQueue { queue })
     }
 
-    /// Goes on with the buffer that the device has moved the entries to: they are the first of its ring, and the device
-    /// has stored how many. Returns the old one.
+    /// Goes on with the buffer that the device has moved the entries to: they are the first of its
+    /// ring, and the device has stored how many. Returns the old one.
     pub fn resized(&mut self, new: ResizedSharedQueue<M>) -> M {
         let queue = new.queue;
         let posted = match queue.ring.memory().get(SRQ_POSTED_WORD) {
@@ -784,7 +795,8 @@ pub struct ResizedSharedQueue<M> {
     queue: WorkQueue<M>,
 }
 
-/// Receive work requests that become visible to the device together. Dropping it uncommitted takes them back.
+/// Receive work requests that become visible to the device together. Dropping it uncommitted takes
+/// them back.
 #[derive(Debug)]
 #[must_use]
 pub struct RecvBatch<'q, M: Memory> {
@@ -820,16 +832,17 @@ impl<M: Memory> RecvBatch<'_, M> {
         Ok(())
     }
 
-    /// Publishes the work requests. Returns whether the device waits for them: then ring the doorbell of the queue pair,
-    /// or of the shared receive queue.
+    /// Publishes the work requests. Returns whether the device waits for them: then ring the
+    /// doorbell of the queue pair, or of the shared receive queue.
     ///
     /// # Ordering
     ///
-    /// The device that finds no receive for a message stores `rq_waited`, looks at the ring once more behind a full
-    /// fence, and only then leaves the message waiting. Here the ring is stored to, then `rq_waited` is loaded. All of
-    /// it is sequentially consistent, so one of the two comes first in the one total order: if the store to the ring
-    /// is before the device's second look, the device sees the entry; if it is after, the load of `rq_waited` is after
-    /// the device's store to it, and the doorbell is rung.
+    /// The device that finds no receive for a message stores `rq_waited`, looks at the ring once
+    /// more behind a full fence, and only then leaves the message waiting. Here the ring is stored
+    /// to, then `rq_waited` is loaded. All of it is sequentially consistent, so one of the two
+    /// comes first in the one total order: if the store to the ring is before the device's second
+    /// look, the device sees the entry; if it is after, the load of `rq_waited` is after the
+    /// device's store to it, and the doorbell is rung.
     #[inline(always)]
     pub fn commit(mut self) -> bool {
         if self.shared && self.batch.first.is_some() {

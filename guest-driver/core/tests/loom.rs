@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Model checks of the protocols between driver and device: every interleaving, every value a load may return.
+//! Model checks of the protocols between driver and device: every interleaving, every value a load
+//! may return.
 //!
 //!     RUSTFLAGS="--cfg loom" cargo test -p virtio-rdma-driver-core --release --test loom
 //!
-//! The driver's side is the real code. The device's side is written here as the specification has it: the device's code
-//! must do the same. The model checker knows sequential consistency from fences only, so the device's side has its
-//! fences spelt out.
+//! The driver's side is the real code. The device's side is written here as the specification has
+//! it: the device's code must do the same. The model checker knows sequential consistency from
+//! fences only, so the device's side has its fences spelt out.
 #![cfg(loom)]
 
 use std::ops::Deref;
@@ -22,7 +23,8 @@ use virtio_rdma_spec::doorbell::{
 };
 use virtio_rdma_spec::ring::{Cqe, SendWqe, ARM_NEXT, CQ_ARM_OFFSET, PHASE};
 
-/// Shared memory of the model: words that are touched are atomics of the model checker, which are dear.
+/// Shared memory of the model: words that are touched are atomics of the model checker, which are
+/// dear.
 #[derive(Clone)]
 struct Words(Arc<Vec<AtomicU64>>);
 
@@ -109,8 +111,8 @@ fn bit() -> u64 {
     (1u64 << DIRECT_SHIFT).to_le()
 }
 
-/// A poster and a worker that watches its queue: it takes the ring that it sees and looks for what was posted before. Either it finds
-/// that, or the ring stands.
+/// A poster and a worker that watches its queue: it takes the ring that it sees and looks for what
+/// was posted before. Either it finds that, or the ring stands.
 // D-DB-001.
 #[test]
 fn no_ring_is_taken_for_nothing() {
@@ -151,7 +153,8 @@ fn take_a_ring(standing: u64) {
     });
 }
 
-/// The same with a ring for a receive that another worker has just asked for: whoever takes it sees that, and puts it back.
+/// The same with a ring for a receive that another worker has just asked for: whoever takes it sees
+/// that, and puts it back.
 // D-DB-001.
 #[test]
 fn no_ring_for_a_receive_is_taken_away() {
@@ -210,8 +213,8 @@ fn scan(blocks: &Words) -> u64 {
     at(blocks, LEAF_OFFSET).swap(0, AcqRel)
 }
 
-/// Two posters with bits in the same leaf word, and a worker that scans meanwhile: each bit is taken by that scan or by
-/// the next, though both posters skip the words that are set already.
+/// Two posters with bits in the same leaf word, and a worker that scans meanwhile: each bit is
+/// taken by that scan or by the next, though both posters skip the words that are set already.
 // G-DB-001.
 #[test]
 fn no_leaf_bit_is_left_behind() {
@@ -233,7 +236,8 @@ fn no_leaf_bit_is_left_behind() {
     });
 }
 
-/// A receive posted while a message finds none: the message finds it at second sight, or the doorbell is rung.
+/// A receive posted while a message finds none: the message finds it at second sight, or the
+/// doorbell is rung.
 // G-RQ-001.
 #[test]
 fn no_receive_is_overlooked() {
@@ -260,8 +264,9 @@ const SRQ: RingLayout = RingLayout {
     offset: 128,
 };
 
-/// Receives posted to a shared receive queue of one entry while a message finds none: it finds one at second sight, or
-/// the doorbell is rung. What it has consumed is posted, is read before it is written again, and has room after that.
+/// Receives posted to a shared receive queue of one entry while a message finds none: it finds one
+/// at second sight, or the doorbell is rung. What it has consumed is posted, is read before it is
+/// written again, and has room after that.
 #[test]
 fn no_shared_receive_is_overlooked() {
     loom::model(|| {

@@ -117,7 +117,8 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// Whatever is committed, in batches or not, arrives in order and unchanged; a full queue says so.
+    /// Whatever is committed, in batches or not, arrives in order and unchanged; a full queue says
+    /// so.
     // G-RING-001, G-RING-002, G-RING-003.
     #[test]
     fn sends_arrive(steps in prop::collection::vec(step(), 1..200)) {
@@ -180,7 +181,8 @@ proptest! {
                 taken.push(index);
             }
             if let (true, Some(last)) = (step.completes, taken.last()) {
-                // One completion stands for all before it; an index that is not outstanding frees nothing.
+                // One completion stands for all before it; an index that is not outstanding frees
+                // nothing.
                 sq.complete(*last);
                 if posted.is_empty() {
                     sq.complete(*last);
@@ -307,7 +309,8 @@ proptest! {
         prop_assert_eq!((sq.room(), rq.room()), (8, 4));
     }
 
-    /// What is posted to a shared receive queue arrives in order; it is full until the device has consumed.
+    /// What is posted to a shared receive queue arrives in order; it is full until the device has
+    /// consumed.
     // G-SRQ-002, G-SRQ-003.
     // G-SRQ-004.
     #[test]
@@ -352,7 +355,8 @@ proptest! {
         }
     }
 
-    /// Datagrams, binds and masked atomic operations are where the specification says, whatever the entry held before.
+    /// Datagrams, binds and masked atomic operations are where the specification says, whatever the
+    /// entry held before.
     #[test]
     fn other_entries_are_in_their_places(seed: u64, flags in 0u8..8, length in 0usize..=60) {
         let word = |i: u64| seed.wrapping_mul(2 * i + 1).wrapping_add(i);
@@ -426,7 +430,8 @@ proptest! {
         prop_assert_eq!(MaskedOperands::get(&entry[64..]), operands);
     }
 
-    /// Completions with an extension, and a queue that changes its size: nothing is lost, doubled or out of order.
+    /// Completions with an extension, and a queue that changes its size: nothing is lost, doubled
+    /// or out of order.
     // G-RSZ-001, G-RSZ-002.
     #[test]
     fn resized_queues_go_on(extended: bool, steps in prop::collection::vec((0u32..20, 0u32..20, 0u32..3), 1..60)) {

@@ -55,8 +55,8 @@ impl Device {
         self.command::<C, Empty>(code, body).map(|_| ())
     }
 
-    /// Destroys an object. It is gone, too, if the device does not know it (any longer), or if the device failed: then
-    /// it was reset.
+    /// Destroys an object. It is gone, too, if the device does not know it (any longer), or if the
+    /// device failed: then it was reset.
     pub(crate) fn destroy(&self, code: u16, handle: u32) -> Result<()> {
         let body = Handle {
             handle,
@@ -69,7 +69,8 @@ impl Device {
         }
     }
 
-    /// Destroys an object whose memory is given back in any case: a device that does not let go of it is reset.
+    /// Destroys an object whose memory is given back in any case: a device that does not let go of
+    /// it is reset.
     pub(crate) fn must_destroy(&self, code: u16, handle: u32) {
         if let Err(error) = self.destroy(code, handle) {
             let name = opcode::name(code).unwrap_or("a command");

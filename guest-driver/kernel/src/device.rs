@@ -20,13 +20,15 @@ use virtio_rdma_spec::doorbell::{worker_status, STATUS_STRIDE};
 use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::PAGE_SIZE;
 
-/// How long binding the driver waits for the device to come up. Longer than that, it comes up later, by itself.
+/// How long binding the driver waits for the device to come up. Longer than that, it comes up
+/// later, by itself.
 const START_WAIT_MS: u32 = 3_000;
-/// How long processes have to see what became of their work requests before a lost device is taken from them.
+/// How long processes have to see what became of their work requests before a lost device is taken
+/// from them.
 const LOST_DELAY_MS: u32 = 500;
-/// How long users in the kernel may take to destroy the queue pairs that they have on a lost device. Those that have
-/// done so by the time the device is unregistered connect again by themselves; of others it takes more (an NVMe
-/// controller, for one, is removed for good).
+/// How long users in the kernel may take to destroy the queue pairs that they have on a lost
+/// device. Those that have done so by the time the device is unregistered connect again by
+/// themselves; of others it takes more (an NVMe controller, for one, is removed for good).
 const LET_GO_MS: u32 = 10_000;
 /// How often that is looked at.
 const LET_GO_POLL_MS: u32 = 20;
@@ -62,15 +64,15 @@ impl Features {
         self.0
     }
 
-    /// Can the kernel itself use the device? It needs a key for all of its memory, and the communication managers need
-    /// datagrams.
+    /// Can the kernel itself use the device? It needs a key for all of its memory, and the
+    /// communication managers need datagrams.
     pub(crate) fn kernel_verbs(self) -> bool {
         self.has(feature::PHYSICAL_MR) && self.has(feature::UD)
     }
 }
 
-/// One RDMA device. The order of the fields is the order in which they are dropped: what may still call in comes first,
-/// the queues come after everything that uses them.
+/// One RDMA device. The order of the fields is the order in which they are dropped: what may still
+/// call in comes first, the queues come after everything that uses them.
 pub(crate) struct Device {
     rebind: Rebind,
     starting: Work,
@@ -87,8 +89,8 @@ pub(crate) struct Device {
     notify: NotifyPages,
     limits: SetOnce<QueryDeviceResponse>,
 
-    /// Objects that completion and asynchronous events are for. They outlive the objects: the core destroys those
-    /// before `stop` ends.
+    /// Objects that completion and asynchronous events are for. They outlive the objects: the core
+    /// destroys those before `stop` ends.
     cqs: Table<CqTarget>,
     qps: Table<QpTarget>,
     srqs: Table<SrqTarget>,
@@ -113,7 +115,8 @@ pub(crate) struct Device {
     start_error: AtomicU32,
     /// The device told that it failed.
     failed: AtomicBool,
-    /// The device was reset because it was lost: it completes nothing any more, and the driver does.
+    /// The device was reset because it was lost: it completes nothing any more, and the driver
+    /// does.
     lost: AtomicBool,
     /// What follows of a loss was begun; its users were told.
     loss_seen: AtomicBool,
@@ -173,7 +176,8 @@ impl Device {
             );
             return Err(Errno::EINVAL);
         }
-        // The driver shows the device addresses for DMA; where the platform translates those, the device must know.
+        // The driver shows the device addresses for DMA; where the platform translates those, the
+        // device must know.
         let status_page = Arc::new(DmaBuffer::new(dma, 1)?)?;
         if !has_platform_access(virtio) && !status_page.pages().iter().all(DmaPage::is_physical) {
             virtio.error(
@@ -234,8 +238,8 @@ impl Device {
         })
     }
 
-    /// Takes the device into use. On an error, [`Self::stop`] must follow. The process behind the device may be away, and
-    /// then the device comes up when it is there.
+    /// Takes the device into use. On an error, [`Self::stop`] must follow. The process behind the
+    /// device may be away, and then the device comes up when it is there.
     pub(crate) fn start(&self) -> Result<()> {
         self.async_queue.fill()?;
         for queue in self.completion_queues.iter() {
@@ -350,8 +354,8 @@ impl Device {
         }
     }
 
-    /// The system is suspended: the device, which forgets everything now, is given up like one that was lost, and taken
-    /// into use again when the system goes on.
+    /// The system is suspended: the device, which forgets everything now, is given up like one that
+    /// was lost, and taken into use again when the system goes on.
     pub(crate) fn freeze(&self) {
         self.commands.die();
         self.note_loss();
@@ -363,8 +367,8 @@ impl Device {
         self.commands.die();
     }
 
-    /// The device cannot be used any longer: resets it, so that it has no access to memory, and sees to what follows.
-    /// Process context.
+    /// The device cannot be used any longer: resets it, so that it has no access to memory, and
+    /// sees to what follows. Process context.
     pub(crate) fn fail(&self, why: &str) {
         if !self.commands.is_dead() {
             self.virtio.warning(why);
@@ -392,10 +396,12 @@ impl Device {
         }
     }
 
-    /// What follows when the device was lost: its users are told, all work requests complete (by the driver, in whoever
-    /// polls), and the device is taken into use again. The work item for that, and for what is posted later.
+    /// What follows when the device was lost: its users are told, all work requests complete (by
+    /// the driver, in whoever polls), and the device is taken into use again. The work item for
+    /// that, and for what is posted later.
     fn after_loss(&self) {
-        // Returns when the device is reset, whoever does it: so it overwrites the status words no more.
+        // Returns when the device is reset, whoever does it: so it overwrites the status words no
+        // more.
         self.commands.die();
         self.status_page
             .words()
@@ -475,7 +481,8 @@ impl Device {
         self.notify
     }
 
-    /// Pairs the port with its interface, as interfaces are now. True if that changed anything. May sleep.
+    /// Pairs the port with its interface, as interfaces are now. True if that changed anything. May
+    /// sleep.
     pub(crate) fn pair(&self) -> bool {
         self.pairing.pair(&self.config.mac)
     }
@@ -568,8 +575,8 @@ impl Device {
         &self.port_active
     }
 
-    /// The part of the next region's keys that the driver chooses: differs from the last ones, so that a stale key
-    /// does not fit.
+    /// The part of the next region's keys that the driver chooses: differs from the last ones, so
+    /// that a stale key does not fit.
     pub(crate) fn next_key(&self) -> u8 {
         self.next_key.fetch_add(1, Ordering::Relaxed) as u8
     }
@@ -580,7 +587,8 @@ fn has_platform_access(virtio: VirtioDevice) -> bool {
     virtio.has_feature(33)
 }
 
-/// Finds the notify pages of the doorbell queues, and sees to it that a process that maps them can notify nothing else.
+/// Finds the notify pages of the doorbell queues, and sees to it that a process that maps them can
+/// notify nothing else.
 fn notify_pages(virtio: VirtioDevice, total: u16, first: u16, count: u16) -> Result<NotifyPages> {
     let refuse = |number: u32| {
         virtio.error(

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Events of the device: completions in interrupt context, asynchronous events in a work item.
 //!
-//! An event may name an object that has just been destroyed; the device does not wait for buffers that it has already
-//! used. Such events find nothing in the tables, and nothing happens.
+//! An event may name an object that has just been destroyed; the device does not wait for buffers
+//! that it has already used. Such events find nothing in the tables, and nothing happens.
 use crate::device::Device;
 use virtio_rdma_spec::config::{CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE};
 use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 /*
- * The thin C side of the module: see glue.h. HAVE_* come from probes of the kernel's headers (Kbuild).
+ * The thin C side of the module: see glue.h. HAVE_* come from probes of the kernel's headers
+ * (Kbuild).
  */
 #include <linux/completion.h>
 #include <linux/delay.h>
@@ -109,7 +110,9 @@ static struct virtio_driver vrdma_driver = {
 #endif
 };
 
-/* Frozen with the processes: a device is taken into use again only when the whole system is back. */
+/*
+ * Frozen with the processes: a device is taken into use again only when the whole system is back.
+ */
 static struct workqueue_struct *vrdma_rebinds;
 
 static int __init vrdma_init(void)
@@ -372,8 +375,9 @@ void vrdma_work_free(struct vrdma_work *work)
 }
 
 /*
- * Unbinding the driver from a device that was lost, and binding it again. The item outlives the binding that asked for
- * it: that one goes in the middle. Held by the binding, and by the work while it is scheduled.
+ * Unbinding the driver from a device that was lost, and binding it again. The item outlives the
+ * binding that asked for it: that one goes in the middle. Held by the binding, and by the work
+ * while it is scheduled.
  */
 struct vrdma_rebind {
 	struct delayed_work work;
@@ -636,8 +640,8 @@ int vrdma_notify_capability(struct virtio_device *vdev, struct vrdma_notify_capa
 }
 
 /*
- * The notification offset of every queue. The virtio core keeps what it read to itself, so this reads the common
- * configuration again; only during probe, when nobody else selects queues.
+ * The notification offset of every queue. The virtio core keeps what it read to itself, so this
+ * reads the common configuration again; only during probe, when nobody else selects queues.
  */
 int vrdma_notify_offsets(struct virtio_device *vdev, unsigned int total, u16 *offsets)
 {
@@ -923,7 +927,9 @@ void vrdma_sg_for_each(struct scatterlist *sg, int count, bool (*each)(void *arg
 			return;
 }
 
-/* Every page of the mapping holds a reference: it stays valid memory even when the driver has gone. */
+/*
+ * Every page of the mapping holds a reference: it stays valid memory even when the driver has gone.
+ */
 int vrdma_mmap_pages(struct vm_area_struct *vma, void *const *pages, size_t count, bool read_only)
 {
 	size_t i;
@@ -997,8 +1003,8 @@ void vrdma_netdev_watch_stop(struct vrdma_netdev_watch *watch)
 }
 
 /*
- * The interface with this MAC address or, if it is zero, the first with any. Only those with hardware (be it virtual)
- * behind them: a VLAN, bridge or bond on top has the same address.
+ * The interface with this MAC address or, if it is zero, the first with any. Only those with
+ * hardware (be it virtual) behind them: a VLAN, bridge or bond on top has the same address.
  */
 struct net_device *vrdma_netdev_find(const u8 *mac)
 {

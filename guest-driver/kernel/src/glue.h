@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause */
 /*
- * What the Rust part needs from the kernel's headers: the types that bindgen describes, and functions around what is
- * inline, a macro, or different from kernel to kernel. No logic of the driver lives on this side.
+ * What the Rust part needs from the kernel's headers: the types that bindgen describes, and
+ * functions around what is inline, a macro, or different from kernel to kernel. No logic of the
+ * driver lives on this side.
  */
 #ifndef VIRTIO_RDMA_GLUE_H
 #define VIRTIO_RDMA_GLUE_H

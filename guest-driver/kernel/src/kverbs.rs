@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! Queues of users in the kernel: their rings are in the kernel's memory, and the driver is their data path, too.
+//! Queues of users in the kernel: their rings are in the kernel's memory, and the driver is their
+//! data path, too.
 //!
-//! Everything that posts, polls or arms works in any context. Locks are taken in the order: completion queue, table of
-//! queue pairs; and send queue, region for fast registration. Receive queues have locks of their own, inside of which no
-//! other is taken.
+//! Everything that posts, polls or arms works in any context. Locks are taken in the order:
+//! completion queue, table of queue pairs; and send queue, region for fast registration. Receive
+//! queues have locks of their own, inside of which no other is taken.
 use crate::device::Device;
 use crate::pages::{PageTree, Tables};
 use crate::sys::alloc::{Arc, Array, Box, Slot};
@@ -125,7 +126,8 @@ impl KernelCq {
         })
     }
 
-    /// Takes up to `wanted` completions, of queue pairs that still are there; returns how many were given to `take`.
+    /// Takes up to `wanted` completions, of queue pairs that still are there; returns how many were
+    /// given to `take`.
     pub(crate) fn poll(
         &self,
         device: &Device,
@@ -133,7 +135,8 @@ impl KernelCq {
         mut take: impl FnMut(usize, &Polled<'_>),
     ) -> usize {
         self.lock.with(|| {
-            // Asked before the ring is looked at: a device that was lost before that writes no more to it.
+            // Asked before the ring is looked at: a device that was lost before that writes no more
+            // to it.
             let lost = device.is_lost();
             let mut taken = 0usize;
             // However the device fills the ring, this ends.
@@ -274,17 +277,19 @@ pub(crate) fn qp_layout(qp_type: u8, caps: &QpCaps, masked_atomics: bool) -> Res
     .ok_or(Errno::EINVAL)
 }
 
-/// The latest sends of a queue pair that failed because the device was lost: by identifier and time.
+/// The latest sends of a queue pair that failed because the device was lost: by identifier and
+/// time.
 ///
-/// Newer kernels (6.15) repeat a management datagram that failed, for more than a minute, if an answer to it is due; all the
-/// while those that wait for what becomes of it keep the device. They give up when it cannot be posted again.
+/// Newer kernels (6.15) repeat a management datagram that failed, for more than a minute, if an
+/// answer to it is due; all the while those that wait for what becomes of it keep the device. They
+/// give up when it cannot be posted again.
 struct FailedSends {
     next: AtomicUsize,
     sends: [(AtomicU64, AtomicU64); 64],
 }
 
-/// How long after its failure a send with the same identifier is a repetition, in milliseconds. Before, it may be another one
-/// at the same address in memory, which is to fail like the first.
+/// How long after its failure a send with the same identifier is a repetition, in milliseconds.
+/// Before, it may be another one at the same address in memory, which is to fail like the first.
 const REPEATED_MS: u64 = 1000;
 
 impl FailedSends {
@@ -318,7 +323,8 @@ impl FailedSends {
 pub(crate) struct KernelQp {
     number: u32,
     datagram: bool,
-    /// Of the queue pair for management datagrams: its sends that failed because the device was lost.
+    /// Of the queue pair for management datagrams: its sends that failed because the device was
+    /// lost.
     management: Option<Box<FailedSends>>,
     /// The device was lost, and a work request has failed because of that.
     failed: AtomicBool,
@@ -327,7 +333,8 @@ pub(crate) struct KernelQp {
     bell: Bell,
     send_lock: SpinLock,
     send: Option<SendQueue<Words>>,
-    /// What registrations in the send queue need until they have completed, by the index of their entry.
+    /// What registrations in the send queue need until they have completed, by the index of their
+    /// entry.
     registrations: Array<Slot<Tables>>,
     recv_lock: SpinLock,
     recv: Option<RecvQueue<Words>>,
@@ -434,8 +441,8 @@ impl KernelQp {
         }
     }
 
-    /// The completion of the next work request that a lost device has left behind, if it is for this completion queue. Under
-    /// the lock of that.
+    /// The completion of the next work request that a lost device has left behind, if it is for
+    /// this completion queue. Under the lock of that.
     fn flush_next(&self, cq: &KernelCq) -> Option<Cqe> {
         let [send_cq, recv_cq] = &self.cqs;
         let sends = self.send.as_ref().filter(|_| core::ptr::eq(&**send_cq, cq));
@@ -447,9 +454,10 @@ impl KernelQp {
 
     /// What becomes of a work request that a lost device has left behind.
     ///
-    /// Users take a flush for a consequence of what they did themselves, and some wait for more: the first one of a queue
-    /// pair fails, as on one that goes into the ERR state, and tells them that they have to end the connection. The
-    /// communication managers wait for what comes of a management datagram, unless that one failed.
+    /// Users take a flush for a consequence of what they did themselves, and some wait for more:
+    /// the first one of a queue pair fails, as on one that goes into the ERR state, and tells them
+    /// that they have to end the connection. The communication managers wait for what comes of a
+    /// management datagram, unless that one failed.
     fn status_after_loss(&self, cqe: &Cqe) -> u8 {
         let is_send = cqe.opcode & wc_opcode::RECV == 0;
         let fails = match &self.management {
@@ -473,7 +481,8 @@ impl KernelQp {
         failed.is_some_and(|failed| failed.contains(wr_id))
     }
 
-    /// Keeps tables as long as the entry with this index, which is being posted, is in the send queue.
+    /// Keeps tables as long as the entry with this index, which is being posted, is in the send
+    /// queue.
     pub(crate) fn hold(&self, index: u32, tables: Arc<Tables>) {
         if let Some(slot) = self.registrations.get(index as usize) {
             slot.put(tables);

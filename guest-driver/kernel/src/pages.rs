@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! Lists of pages, and of blocks, for the device: trees of 4 KiB tables (specification: "Control commands", `PageList`,
-//! and "Regions for fast registration").
+//! Lists of pages, and of blocks, for the device: trees of 4 KiB tables (specification: "Control
+//! commands", `PageList`, and "Regions for fast registration").
 //!
-//! The tree of a command lives as long as the command: the device takes what it needs before it answers. The tables of
-//! a fast registration are written again and again ([`ListWriter`]), by whoever owns them alone.
+//! The tree of a command lives as long as the command: the device takes what it needs before it
+//! answers. The tables of a fast registration are written again and again ([`ListWriter`]), by
+//! whoever owns them alone.
 use crate::sys::alloc::{Array, Wait};
 use crate::sys::dma::{DmaDevice, DmaPage};
 use crate::sys::error::{Errno, Result};
@@ -57,8 +58,8 @@ impl Tables {
         true
     }
 
-    /// Writes the upper levels over this many tables of the lowest; returns the number of levels and the address of the
-    /// topmost table.
+    /// Writes the upper levels over this many tables of the lowest; returns the number of levels
+    /// and the address of the topmost table.
     fn raise(&mut self, lowest: usize) -> (u8, u64) {
         let (mut start, mut width, mut levels) = (0usize, lowest, 1u8);
         while width > 1 {
@@ -175,7 +176,8 @@ pub(crate) struct PageTree {
 }
 
 impl PageTree {
-    /// The list of `count` pages of 2^`page_shift` bytes whose addresses `fill` passes, in order, to its argument.
+    /// The list of `count` pages of 2^`page_shift` bytes whose addresses `fill` passes, in order,
+    /// to its argument.
     pub(crate) fn new(
         dma: DmaDevice,
         count: usize,

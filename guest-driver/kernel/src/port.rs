@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! The port and its network interface: they are paired by MAC address, and the port is active when the device's link
-//! and the interface are up.
+//! The port and its network interface: they are paired by MAC address, and the port is active when
+//! the device's link and the interface are up.
 use crate::device::Device;
 use core::sync::atomic::Ordering;
 use virtio_rdma_spec::command::{opcode, SetPortState};
@@ -24,8 +24,8 @@ impl Device {
         !self.commands().is_dead() && self.link_up().load(Ordering::Relaxed) && self.netdev_is_up()
     }
 
-    /// Something about the device, its link or an interface changed: looks at all of it again. The work item for that;
-    /// process context.
+    /// Something about the device, its link or an interface changed: looks at all of it again. The
+    /// work item for that; process context.
     pub(crate) fn refresh(&self) {
         if self.is_closing() || self.commands().is_dead() {
             return;
@@ -43,8 +43,8 @@ impl Device {
         self.report_port();
     }
 
-    /// Tells the device when the interface came up or went down, so that the port's traffic goes on or stops with it. Process
-    /// context.
+    /// Tells the device when the interface came up or went down, so that the port's traffic goes on
+    /// or stops with it. Process context.
     pub(crate) fn tell_port_state(&self) {
         let up = self.netdev_is_up();
         if !self.features().has(feature::PORT_STATE)

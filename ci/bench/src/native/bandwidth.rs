@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Bytes per second of messages of all sizes, beside memcpy of as many bytes between the very same two buffers.
+//! Bytes per second of messages of all sizes, beside memcpy of as many bytes between the very same
+//! two buffers.
 //!
-//! The buffers are the memory of two VMs, which this process has mapped as the device has: memcpy runs on the worker's core while the
-//! worker sleeps, so that the same core copies both times. *Contiguous* buffers are one run of guest-physical pages; *scattered* ones have no two pages in a row, as the worst of guest processes.
+//! The buffers are the memory of two VMs, which this process has mapped as the device has: memcpy
+//! runs on the worker's core while the worker sleeps, so that the same core copies both times.
+//! *Contiguous* buffers are one run of guest-physical pages; *scattered* ones have no two pages in
+//! a row, as the worst of guest processes.
 use anyhow::Result;
 use std::time::Instant;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
@@ -20,7 +23,8 @@ const OUTSTANDING: u32 = 8 << 20;
 /// The least part of memcpy's rate for some sizes.
 const TARGETS: [(u32, f64); 2] = [(1 << 20, 0.90), (64 << 20, 0.95)];
 
-/// How often a repetition measures this size: what has a target is to depend less on what else the machine does.
+/// How often a repetition measures this size: what has a target is to depend less on what else the
+/// machine does.
 fn times(size: u32) -> usize {
     let targeted = TARGETS.iter().any(|(of, _)| *of == size);
     if targeted {

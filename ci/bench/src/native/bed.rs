@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the experiments stand on: a device process, VMs on it, queue pairs between them, and how rates are measured.
+//! What the experiments stand on: a device process, VMs on it, queue pairs between them, and how
+//! rates are measured.
 use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,7 +25,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 pub const ALL: u32 =
     access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
 
-/// Starts a device for so many VMs, with its one worker on its core and anything more of a configuration file.
+/// Starts a device for so many VMs, with its one worker on its core and anything more of a
+/// configuration file.
 pub fn device(cores: Cores, vms: u8, configuration: &str) -> Result<DeviceProcess> {
     let text = format!("workers = 1\ncpus = [{}]\n{configuration}", cores.worker);
     device_with(cores, vms, &text)
@@ -34,8 +36,8 @@ pub fn device(cores: Cores, vms: u8, configuration: &str) -> Result<DeviceProces
 pub fn device_with(cores: Cores, vms: u8, configuration: &str) -> Result<DeviceProcess> {
     let path = std::env::temp_dir().join(format!("virtio-rdma-bench-{}.toml", std::process::id()));
     fs::write(&path, configuration).with_context(|| format!("cannot write {}", path.display()))?;
-    // Its other threads answer commands, and stay off the core of the worker as long as there is work for that: so they
-    // may run on both. Threads inherit what we are pinned to.
+    // Its other threads answer commands, and stay off the core of the worker as long as there is
+    // work for that: so they may run on both. Threads inherit what we are pinned to.
     pin(&[cores.driver, cores.worker])?;
     let options =
         ProcessOptions::vms(vms).arguments(&["--config", path.to_string_lossy().as_ref()]);
@@ -173,7 +175,8 @@ impl Pair {
         Ok(Self { a_qp, b_qp, a, b })
     }
 
-    /// A work request from the start of the first's memory to the start of the second's, or the other way.
+    /// A work request from the start of the first's memory to the start of the second's, or the
+    /// other way.
     pub fn wqe(&self, opcode: u8) -> SendWqe {
         SendWqe {
             opcode,
@@ -238,7 +241,8 @@ pub fn post_list(qp: &Qp, list: u64, mut next: impl FnMut() -> (SendWqe, Sge)) -
     Ok(())
 }
 
-/// Polls what there is, up to 64, and frees it; returns how many lists of work requests have completed.
+/// Polls what there is, up to 64, and frees it; returns how many lists of work requests have
+/// completed.
 #[inline(always)]
 pub fn poll_lists<'q>(polling: &Polling<'_>, qp: impl Fn(u64) -> Option<&'q Qp>) -> Result<u64> {
     let mut count = 0;
@@ -262,7 +266,8 @@ pub fn poll_lists<'q>(polling: &Polling<'_>, qp: impl Fn(u64) -> Option<&'q Qp>)
     Ok(count)
 }
 
-/// Millions of work requests per second, with [`DEPTH`] outstanding: posts while there is room, then polls once, and again.
+/// Millions of work requests per second, with [`DEPTH`] outstanding: posts while there is room,
+/// then polls once, and again.
 ///
 /// `post` posts so many, `poll` returns how many have completed.
 pub fn measure_rate<S>(

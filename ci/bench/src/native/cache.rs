@@ -74,8 +74,9 @@ const STEADY: f64 = 0.15;
 /// How often a repetition is tried.
 const TRIES: usize = 12;
 
-/// Measures while the two cores stay as far from each other as they are: in a virtual machine they are not always the same ones of the
-/// host, and everything that goes from one to the other then takes another time. What was measured while that changed is measured again.
+/// Measures while the two cores stay as far from each other as they are: in a virtual machine they
+/// are not always the same ones of the host, and everything that goes from one to the other then
+/// takes another time. What was measured while that changed is measured again.
 pub fn steady<T>(cores: Cores, mut measure: impl FnMut() -> Result<T>) -> Result<T> {
     const ROUNDS: u64 = 2_000;
     let mut before = one_line(cores, ROUNDS)?;

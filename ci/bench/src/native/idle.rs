@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the device costs when nobody uses it: 16 VMs attached, with 1,000 connected queue pairs each.
+//! What the device costs when nobody uses it: 16 VMs attached, with 1,000 connected queue pairs
+//! each.
 //!
 //! Time on CPUs and switches of all its threads over some seconds, as the kernel counts them.
 use std::fs;

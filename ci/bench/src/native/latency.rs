@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! How long one operation of 8 bytes takes.
 //!
-//! *Post to completion*: from before posting until the completion is polled; then the next one. *Ping-pong*: half a round trip; for a WRITE
-//! both ends look at the memory that the other writes to, for a SEND at the completion of the receive. One thread drives both
-//! ends, as the worker has the other core: what it waits for has crossed from core to core as often as with a thread for each.
+//! *Post to completion*: from before posting until the completion is polled; then the next one.
+//! *Ping-pong*: half a round trip; for a WRITE both ends look at the memory that the other writes
+//! to, for a SEND at the completion of the receive. One thread drives both ends, as the worker has
+//! the other core: what it waits for has crossed from core to core as often as with a thread for
+//! each.
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -183,10 +185,12 @@ fn post_to_completion(pair: &Pair, opcode: u8, rounds: usize) -> Result<Vec<f64>
     Ok(times)
 }
 
-/// How many work requests of a ping-pong go without a completion for one that has it: completions must be taken at times.
+/// How many work requests of a ping-pong go without a completion for one that has it: completions
+/// must be taken at times.
 const SIGNAL_EVERY: usize = 64;
 
-/// Sorted times of one way, µs, of data from memory or, as most applications send so little, from the work request.
+/// Sorted times of one way, µs, of data from memory or, as most applications send so little, from
+/// the work request.
 fn write_ping_pong(pair: &Pair, inline: bool, rounds: usize) -> Result<Vec<f64>> {
     let polling = [pair.a.send_cq.polling(), pair.b.send_cq.polling()];
     // Each has what it sends at the start of its memory, and receives a page behind that.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What finding a memory region by its key, and memory in it by an address, costs: WRITEs of 8 bytes in lists of 32, with one region
-//! or up to a million, with a small region or a large one.
+//! What finding a memory region by its key, and memory in it by an address, costs: WRITEs of 8
+//! bytes in lists of 32, with one region or up to a million, with a small region or a large one.
 //!
-//! All regions are made of the same few pages in shuffled order, so that the memory written to is in the cache
-//! in any case: what differs is only what the device looks up. *The same of many*: all WRITEs go to one region, while others exist.
-//! *Any of many*: each goes to another region at random. *Anywhere in one*: each goes to an address in one region at random.
+//! All regions are made of the same few pages in shuffled order, so that the memory written to is
+//! in the cache in any case: what differs is only what the device looks up. *The same of many*: all
+//! WRITEs go to one region, while others exist. *Any of many*: each goes to another region at
+//! random. *Anywhere in one*: each goes to an address in one region at random.
 use std::time::Duration;
 
 use anyhow::Result;

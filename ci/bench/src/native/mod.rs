@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The native part: the real device process, driven at native speed by VMs without a VM (`guest-driver/bare`).
+//! The native part: the real device process, driven at native speed by VMs without a VM
+//! (`guest-driver/bare`).
 //!
-//! The device has one worker, pinned to one core; the thread that measures, which is the driver of all VMs, has another. What the device
-//! is compared with runs on the same two cores, in the same run, in turn with it: repetition by repetition.
+//! The device has one worker, pinned to one core; the thread that measures, which is the driver of
+//! all VMs, has another. What the device is compared with runs on the same two cores, in the same
+//! run, in turn with it: repetition by repetition.
 //!
 //! An experiment ([`EXPERIMENTS`]) makes the figures of one section of the report.
 use std::time::Duration;
@@ -151,8 +153,9 @@ pub fn run(settings: &Settings, only: &[String]) -> Result<Measurements> {
     Ok(all)
 }
 
-/// Lets everything come to rest that used the worker's core. A worker of a device looks for more work for a while, and if another
-/// thread takes its core meanwhile, it does so no longer for a long time: the next measurement would not be of a worker that polls.
+/// Lets everything come to rest that used the worker's core. A worker of a device looks for more
+/// work for a while, and if another thread takes its core meanwhile, it does so no longer for a
+/// long time: the next measurement would not be of a worker that polls.
 fn settle() {
     std::thread::sleep(Duration::from_millis(2));
 }

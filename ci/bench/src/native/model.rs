@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The model, which is the ceiling: two threads do the hand-overs that a WRITE from VM to VM takes, and nothing else.
+//! The model, which is the ceiling: two threads do the hand-overs that a WRITE from VM to VM takes,
+//! and nothing else.
 //!
-//! One writes a 64-byte entry to a ring, its phase last, and sets a bit in a shared doorbell word by an atomic OR, which is the full
-//! fence between the two. The other polls that word, takes it by an exchange, reads entries as long as their phase says that
-//! they are new, copies the payload, and writes a 32-byte completion, its phase last, which the first one polls: one entry after
-//! the other. No permissions, no keys, no limits, no checks.
+//! One writes a 64-byte entry to a ring, its phase last, and sets a bit in a shared doorbell word
+//! by an atomic OR, which is the full fence between the two. The other polls that word, takes it by
+//! an exchange, reads entries as long as their phase says that they are new, copies the payload,
+//! and writes a 32-byte completion, its phase last, which the first one polls: one entry after the
+//! other. No permissions, no keys, no limits, no checks.
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -71,7 +73,8 @@ impl Shared {
         }
     }
 
-    /// The worker's side, which writes completions when it has read so many entries, or all that there are.
+    /// The worker's side, which writes completions when it has read so many entries, or all that
+    /// there are.
     fn serve(&self, batch: usize) {
         let (mut position, mut completed) = (0, 0);
         loop {
@@ -148,7 +151,8 @@ impl Driver<'_> {
     fn poll(&mut self) -> bool {
         let completion = &self.shared.completions[self.polled % ENTRIES].0;
         let last = completion[3].load(Ordering::Acquire);
-        // The place of the next completion holds zeroes or what was there a lap ago: the other phase.
+        // The place of the next completion holds zeroes or what was there a lap ago: the other
+        // phase.
         if last & PHASE != phase(self.polled) {
             return false;
         }
@@ -204,8 +208,9 @@ pub fn latency(cores: Cores, size: u64, rounds: usize) -> Result<Vec<f64>> {
     })
 }
 
-/// Millions per second, posted in lists of so many, of which the last is signalled. Completions are written after so many entries: one
-/// is the model; with [`MAX_BATCH`] the other finds more completions each time when it fetches their cache line.
+/// Millions per second, posted in lists of so many, of which the last is signalled. Completions are
+/// written after so many entries: one is the model; with [`MAX_BATCH`] the other finds more
+/// completions each time when it fetches their cache line.
 pub fn rate(cores: Cores, size: u64, list: u64, batch: usize, time: Duration) -> Result<f64> {
     with_driver(cores, batch, |driver| {
         measure_rate(

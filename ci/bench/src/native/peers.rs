@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What others do between two processes on the same two cores: UCX's and libfabric's own benchmarks over shared memory, as Debian
-//! packages them (`ucx-utils`, `libfabric-bin`).
+//! What others do between two processes on the same two cores: UCX's and libfabric's own benchmarks
+//! over shared memory, as Debian packages them (`ucx-utils`, `libfabric-bin`).
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -107,7 +107,8 @@ fn ucx(cores: Cores, test: &[&str]) -> Result<Vec<f64>> {
                 .collect::<Option<Vec<f64>>>()
         })
         .next_back();
-    // Iterations, percentile, average and overall latency, average and overall bandwidth, average and overall rate.
+    // Iterations, percentile, average and overall latency, average and overall bandwidth, average
+    // and overall rate.
     fields
         .filter(|fields| fields.len() == 8)
         .with_context(|| format!("ucx_perftest printed\n{text}"))

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Messages of 64 bytes per second with many active queue pairs.
 //!
-//! However many they are, each in turn gets a list of 32 WRITEs of which the last is signalled, and 512 WRITEs are outstanding in all:
-//! the pattern is that of one queue pair, but every list is the work of another one. With more than 16 of them a queue pair is
-//! idle when its turn comes, and the device finds it by its doorbell alone. All complete to one completion queue.
+//! However many they are, each in turn gets a list of 32 WRITEs of which the last is signalled, and
+//! 512 WRITEs are outstanding in all: the pattern is that of one queue pair, but every list is the
+//! work of another one. With more than 16 of them a queue pair is idle when its turn comes, and the
+//! device finds it by its doorbell alone. All complete to one completion queue.
 use anyhow::Result;
 use vhost_device_rdma_bare::spec::ring::SendWqe;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
@@ -17,8 +18,8 @@ const SECTION: &str = "active queue pairs";
 const SIZE: u32 = 64;
 const LIST: u64 = 32;
 const COUNTS: [usize; 4] = [1, 16, 1_000, 10_000];
-/// How often a repetition measures them: the rings of 10,000 queue pairs do not fit into the caches, and so their rate depends more than
-/// others on what else the machine does.
+/// How often a repetition measures them: the rings of 10,000 queue pairs do not fit into the
+/// caches, and so their rate depends more than others on what else the machine does.
 const TIMES: usize = 3;
 
 /// Measures.
@@ -32,7 +33,8 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     } else {
         &COUNTS
     };
-    // Twice as long as their share of what is outstanding: completions of different queue pairs come in any order.
+    // Twice as long as their share of what is outstanding: completions of different queue pairs
+    // come in any order.
     let mut peers = Vec::new();
     let mut groups = Vec::new();
     for count in counts {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Messages of 64 bytes per second on one queue pair, with 512 outstanding: posted in lists of 32 of which the last is signalled, and
-//! one by one, all signalled.
+//! Messages of 64 bytes per second on one queue pair, with 512 outstanding: posted in lists of 32
+//! of which the last is signalled, and one by one, all signalled.
 use anyhow::Result;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
 

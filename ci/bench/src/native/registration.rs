@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! How long registering memory takes in the device: pages of 4 KiB in shuffled order, no two of them in a row.
+//! How long registering memory takes in the device: pages of 4 KiB in shuffled order, no two of
+//! them in a row.
 //!
-//! It is the time from the command to its answer, less that of a command that does nothing (QUERY_PORT), measured in turn with
-//! it. Pinning pages and writing their list is the guest's part and not in it.
+//! It is the time from the command to its answer, less that of a command that does nothing
+//! (QUERY_PORT), measured in turn with it. Pinning pages and writing their list is the guest's part
+//! and not in it.
 use std::time::Instant;
 
 use anyhow::Result;
@@ -31,7 +33,8 @@ const SIZES: [u64; 11] = [
     4 << 30,
 ];
 
-/// Guest-physical addresses of `count` pages of a region from page `first` on, in an order that has no two in a row.
+/// Guest-physical addresses of `count` pages of a region from page `first` on, in an order that has
+/// no two in a row.
 pub fn shuffled(region: &Region, first: u64, count: u64) -> Vec<u64> {
     // Steps of an odd number visit all of a power of two.
     let span = count.next_power_of_two();
@@ -67,7 +70,8 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     let process = bed::device(settings.cores, 1, "")?;
     let sizes = if settings.quick { &SIZES[..9] } else { &SIZES };
     let largest = sizes.last().copied().unwrap_or(0);
-    // The lists are at the start. Nobody ever touches the pages that are registered, so there is no memory behind them.
+    // The lists are at the start. Nobody ever touches the pages that are registered, so there is no
+    // memory behind them.
     let lists = 64 << 20;
     let vm = bed::vm(&process, 0, (largest + lists) as usize)?;
     let pd = Pd::new(&vm)?;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What an operator can set, and what it brings: polling, pinning, a second worker, huge pages of the host.
+//! What an operator can set, and what it brings: polling, pinning, a second worker, huge pages of
+//! the host.
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -44,7 +45,8 @@ impl Bed {
 /// Pauses between a completion and the next post, µs.
 const PAUSES: [u64; 3] = [0, 20, 100];
 
-/// How long 8 bytes take, and what the device uses of a CPU meanwhile, by what is set and the pause between two.
+/// How long 8 bytes take, and what the device uses of a CPU meanwhile, by what is set and the pause
+/// between two.
 fn polling(settings: &Settings) -> Result<Vec<Figure>> {
     let cpus = format!("cpus = [{}]\n", settings.cores.worker);
     let ways = [
@@ -115,7 +117,8 @@ fn spaced(bed: &Bed, pause: u64, settings: &Settings) -> Result<(Vec<f64>, f64)>
     ))
 }
 
-/// Two queue pairs of two VMs with one worker, and with two, of which the driver of the VMs takes the CPU of one.
+/// Two queue pairs of two VMs with one worker, and with two, of which the driver of the VMs takes
+/// the CPU of one.
 fn workers(settings: &Settings) -> Result<Vec<Figure>> {
     let Cores { driver, worker } = settings.cores;
     let ways = [

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What it costs to serve more VMs: 1 to 16 pairs of them, with one worker.
 //!
-//! The latency is that of the first pair while the others are attached and silent. The rate is that of all pairs together, which get a
-//! list of 32 WRITEs of 64 bytes each in turn, of which the last is signalled, with 512 outstanding in all.
+//! The latency is that of the first pair while the others are attached and silent. The rate is that
+//! of all pairs together, which get a list of 32 WRITEs of 64 bytes each in turn, of which the last
+//! is signalled, with 512 outstanding in all.
 use std::time::Duration;
 
 use anyhow::Result;
@@ -102,8 +103,8 @@ impl Queues<'_> {
     }
 }
 
-/// Millions of WRITEs of `size` bytes per second in lists of `list` of which the last is signalled, each to the next pair, with
-/// `depth` outstanding in all.
+/// Millions of WRITEs of `size` bytes per second in lists of `list` of which the last is signalled,
+/// each to the next pair, with `depth` outstanding in all.
 pub fn rate(pairs: &[Pair], size: u32, list: u64, depth: u64, time: Duration) -> Result<f64> {
     let mut queues = Queues {
         pairs,

@@ -27,7 +27,8 @@ pub struct Options {
     /// Little of everything natively, to try things out
     #[arg(long, conflicts_with = "publish")]
     quick: bool,
-    /// Only sections of the native part whose name contains this; figures of others are kept. May be repeated
+    /// Only sections of the native part whose name contains this; figures of others are kept. May
+    /// be repeated
     #[arg(long, conflicts_with = "publish")]
     only: Vec<String>,
     /// Copy report, figures and plots to ci/bench/

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `cargo xtask build-root`: the root in which the kernel module is compiled, for work on the module by hand.
+//! `cargo xtask build-root`: the root in which the kernel module is compiled, for work on the
+//! module by hand.
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `cargo xtask instructions`: what the device executes for a message, as a figure that other work on the machine does not
-//! change. The program that is measured is `device/benches/instructions.rs`; its counts have ceilings in
-//! `ci/bench/instructions.json`.
+//! `cargo xtask instructions`: what the device executes for a message, as a figure that other work
+//! on the machine does not change. The program that is measured is
+//! `device/benches/instructions.rs`; its counts have ceilings in `ci/bench/instructions.json`.
 
 use std::fs;
 use std::path::{Path, PathBuf};

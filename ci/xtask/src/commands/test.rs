@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `cargo xtask test`: all that has to hold before a change goes in. Its last line is `N passed, M failed`.
+//! `cargo xtask test`: all that has to hold before a change goes in. Its last line is `N passed, M
+//! failed`.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
@@ -33,14 +34,16 @@ impl Count {
     }
 }
 
-/// The VM lanes that have to pass, and which of their cases. What rxe makes of rdma-core's tests is no matter of a change.
+/// The VM lanes that have to pass, and which of their cases. What rxe makes of rdma-core's tests is
+/// no matter of a change.
 const LANES: [(&str, Option<&str>); 3] = [
     ("smoke", None),
     ("rdma-core-56", Some("the tests on our device")),
     ("recovery", Some(RECOVERY)),
 ];
 
-/// Five minutes of a card that comes back. The system's sleep, and whatever takes longer, is left to the whole lane.
+/// Five minutes of a card that comes back. The system's sleep, and whatever takes longer, is left
+/// to the whole lane.
 const RECOVERY: &str = "killed while idle|killed under rping|killed under NVMe|unbound and bound|\
      unplugged and plugged under applications|VLAN|reset under";
 

@@ -12,7 +12,8 @@ use crate::images::{Image, Kernel};
 use crate::vm::{Bed, Plan};
 use crate::{setup, shell};
 
-/// Boots VMs and attaches the terminal to them until the shells are left, or until the command is interrupted.
+/// Boots VMs and attaches the terminal to them until the shells are left, or until the command is
+/// interrupted.
 pub fn run(number: u8, kernel: Kernel, image: Image, plain: bool, memory: u32) -> Result<bool> {
     setup::run()?;
     setup::packages(&["socat", "tmux"])?;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `bench-vm`: how our device compares with what two VMs have today, Soft-RoCE (rxe) and TCP on virtio-net.
+//! Lane `bench-vm`: how our device compares with what two VMs have today, Soft-RoCE (rxe) and TCP
+//! on virtio-net.
 //!
-//! All three are in the same two guests and take turns: each round measures all of them, so that a machine that is slower for a
-//! while is slower for all. The figures are the medians of the rounds, and each has its target as a case.
+//! All three are in the same two guests and take turns: each round measures all of them, so that a
+//! machine that is slower for a while is slower for all. The figures are the medians of the rounds,
+//! and each has its target as a case.
 
 use std::time::Duration;
 
@@ -201,7 +203,8 @@ fn bytes(size: u64) -> String {
     }
 }
 
-/// Gives rxe the network interface that ours is paired with, and the interface the frames with which rxe and TCP do best.
+/// Gives rxe the network interface that ours is paired with, and the interface the frames with
+/// which rxe and TCP do best.
 fn set_up(ground: &mut Ground) -> Result<()> {
     for vm in &ground.bed.vms {
         vm.sh("ip link set eth0 mtu 9000")?;

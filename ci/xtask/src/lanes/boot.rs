@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `boot`: the guest images, the launcher and the control channel by themselves, on stock guests and a stock QEMU
-//! (`qemu-system-x86_64` in the PATH). For work on those; `smoke` finds the same faults later.
+//! Lane `boot`: the guest images, the launcher and the control channel by themselves, on stock
+//! guests and a stock QEMU (`qemu-system-x86_64` in the PATH). For work on those; `smoke` finds the
+//! same faults later.
 
 use std::time::{Duration, Instant};
 
@@ -140,7 +141,8 @@ fn commands_run_side_by_side(ground: &mut Ground) -> Result<()> {
 }
 
 fn no_output_is_lost(ground: &mut Ground) -> Result<()> {
-    // Many small writes, each a message of its own, from several commands at once and while the vCPU is busy.
+    // Many small writes, each a message of its own, from several commands at once and while the
+    // vCPU is busy.
     let vm = ground.vm(1)?;
     let busy = vm.spawn("while :; do :; done")?;
     let command = "for n in $(seq 4000); do echo \"row $n\"; done";

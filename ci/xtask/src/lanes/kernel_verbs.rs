@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `kernel-verbs`: tests of the verbs for users in the kernel (`ci/kernel-verbs/`), on our device and on Soft-RoCE
-//! (rxe) in the same guest.
+//! Lane `kernel-verbs`: tests of the verbs for users in the kernel (`ci/kernel-verbs/`), on our
+//! device and on Soft-RoCE (rxe) in the same guest.
 //!
-//! Each test on our device is a case of the lane, and has to pass. Rxe's outcomes stand beside ours to compare with,
-//! whatever they are.
+//! Each test on our device is a case of the lane, and has to pass. Rxe's outcomes stand beside ours
+//! to compare with, whatever they are.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -88,8 +88,8 @@ impl End {
     }
 }
 
-/// Runs all tests on a device. A guest that does not live through one is started anew for the rest; `prepare` makes it
-/// ready.
+/// Runs all tests on a device. A guest that does not live through one is started anew for the rest;
+/// `prepare` makes it ready.
 fn run(
     ground: &mut Ground,
     device: &str,

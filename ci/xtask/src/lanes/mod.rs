@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! VM lanes: a lane is a list of cases that run one after the other on a bed of VMs, once for each guest kernel.
+//! VM lanes: a lane is a list of cases that run one after the other on a bed of VMs, once for each
+//! guest kernel.
 //!
-//! After a case the framework looks for what no case may leave behind: a device that ended, or a new warning or oops in a guest's
-//! kernel log. After a case that failed it puts the bed back into order, so that the next case has a fair start.
+//! After a case the framework looks for what no case may leave behind: a device that ended, or a
+//! new warning or oops in a guest's kernel log. After a case that failed it puts the bed back into
+//! order, so that the next case has a fair start.
 
 pub mod bench;
 mod boot;
@@ -80,9 +82,9 @@ const COMPLAINTS: [&str; 15] = [
 
 /// Does the kernel complain?
 ///
-/// Kernel 7.3 waits no time at all for a *listener* of the connection management that is destroyed while a request to it is
-/// being handled, and says at once that the time is over (`cm_destroy_id` computes it from retries, of which listeners have
-/// none).
+/// Kernel 7.3 waits no time at all for a *listener* of the connection management that is destroyed
+/// while a request to it is being handled, and says at once that the time is over (`cm_destroy_id`
+/// computes it from retries, of which listeners have none).
 fn is_complaint(line: &str) -> bool {
     let at_once = line.contains("cm_destroy_id_wait_timeout") && line.contains("state 1 -> 0");
     !at_once && COMPLAINTS.iter().any(|word| line.contains(word))

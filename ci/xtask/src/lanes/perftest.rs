@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `perftest`: every operation of perftest on every transport, in the variants that perftest has, between two VMs.
+//! Lane `perftest`: every operation of perftest on every transport, in the variants that perftest
+//! has, between two VMs.
 //!
-//! Each combination is a case and a cell of the lane's table: a figure, or what perftest itself says about a combination that
-//! it does not have.
+//! Each combination is a case and a cell of the lane's table: a figure, or what perftest itself
+//! says about a combination that it does not have.
 
 use std::time::{Duration, Instant};
 
@@ -141,8 +142,8 @@ impl Combination {
         format!("{} {}", self.tool(), self.transport)
     }
 
-    /// True if it goes through all message sizes. Atomic operations have one size, and 64 queue pairs with buffers of 8 MiB each
-    /// are more than a guest has memory for.
+    /// True if it goes through all message sizes. Atomic operations have one size, and 64 queue
+    /// pairs with buffers of 8 MiB each are more than a guest has memory for.
     fn all_sizes(self) -> bool {
         self.operation != "atomic" && self.variant != Variant::ManyQueuePairs
     }

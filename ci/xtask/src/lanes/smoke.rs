@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `smoke`: the whole path, from unmodified applications in one VM to such in another, and what it has to survive.
+//! Lane `smoke`: the whole path, from unmodified applications in one VM to such in another, and
+//! what it has to survive.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -321,7 +322,8 @@ fn verified_loopback(ground: &mut Ground) -> Result<()> {
         .map(drop)
 }
 
-/// Runs a tool of perftest with `-a` between (server, client); its table must have all message sizes.
+/// Runs a tool of perftest with `-a` between (server, client); its table must have all message
+/// sizes.
 fn all_sizes_of(ground: &mut Ground, ends: (u8, u8), tool: &str, arguments: &str) -> Result<Table> {
     let pair = ground.pair(ends.0, ends.1);
     let (text, table) = pair.perftest(&ground.bed, tool, arguments, LONG)?;
@@ -347,7 +349,8 @@ fn bandwidth(ground: &mut Ground, tool: &str) -> Result<()> {
 fn latency(ground: &mut Ground, tool: &str) -> Result<()> {
     let table = all_sizes_of(ground, (2, 1), tool, "-a -n 100")?;
     for size in [2, 64, 65536] {
-        // The two differ by much where vCPUs and workers share CPUs: most messages meet no preemption.
+        // The two differ by much where vCPUs and workers share CPUs: most messages meet no
+        // preemption.
         ground.figure(&format!("{tool}_{size}_us_typical"), table.latency(size)?);
         ground.figure(&format!("{tool}_{size}_us_average"), table.average(size)?);
     }
@@ -358,7 +361,8 @@ fn perftest_loopback(ground: &mut Ground) -> Result<()> {
     for tool in ["ib_send_bw", "ib_write_bw", "ib_read_bw"] {
         all_sizes_of(ground, (1, 1), tool, "-a -n 50")?;
     }
-    // Two processes that spin on one vCPU pass each message on when the scheduler takes the CPU away: few and short.
+    // Two processes that spin on one vCPU pass each message on when the scheduler takes the CPU
+    // away: few and short.
     for tool in ["ib_send_lat", "ib_write_lat", "ib_read_lat"] {
         ground
             .pair(1, 1)
@@ -428,8 +432,9 @@ fn polling_is_free(ground: &mut Ground) -> Result<()> {
         calls_each < messages / 1000,
         "{messages} writes cost {calls_each} system calls"
     );
-    // How often a worker sleeps is a matter of how busy the host is. A kick is due only when it does: one that slept
-    // before the first count may be woken after it, hence one more for each worker.
+    // How often a worker sleeps is a matter of how busy the host is. A kick is due only when it
+    // does: one that slept before the first count may be woken after it, hence one more for each
+    // worker.
     let status = ground
         .bed
         .device

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `software`: stock software of Debian between two VMs: UCX, libfabric, Open MPI, qperf, and the programs of rdma-core that
-//! no other lane runs. Each program runs over our device, and has to work there; where it is worth a comparison it runs over
-//! Soft-RoCE (rxe), too, in the same two guests, and what comes of that is a column of the report's table.
+//! Lane `software`: stock software of Debian between two VMs: UCX, libfabric, Open MPI, qperf, and
+//! the programs of rdma-core that no other lane runs. Each program runs over our device, and has to
+//! work there; where it is worth a comparison it runs over Soft-RoCE (rxe), too, in the same two
+//! guests, and what comes of that is a column of the report's table.
 //!
 //! vm2 serves, vm1 uses.
 
@@ -238,7 +239,8 @@ fn rounded(value: f64) -> f64 {
     (value * 100.0).round() / 100.0
 }
 
-/// A run of `ucx_perftest`: its tests are those in a file, so that its start, which takes longer than they do, is paid once.
+/// A run of `ucx_perftest`: its tests are those in a file, so that its start, which takes longer
+/// than they do, is paid once.
 struct Perftest<'a> {
     /// What goes before `ucx_perftest` on its command line.
     environment: &'a str,
@@ -329,7 +331,8 @@ fn ucx_result(text: &str, number: usize) -> Result<UcxResult> {
             .map(|word| word.trim().parse().ok())
             .collect()
     });
-    // Iterations; median, average and overall average of the time; bandwidth of the last while and overall.
+    // Iterations; median, average and overall average of the time; bandwidth of the last while and
+    // overall.
     match fields.as_deref() {
         Some([_, median, _, average, _, bandwidth, ..]) => Ok(UcxResult {
             median: *median,
@@ -445,7 +448,8 @@ fn fabric(ground: &mut Ground, card: Card, endpoint: &str) -> Result<()> {
     Ok(())
 }
 
-/// A number of the table of `fi_pingpong`: bytes, sent, acknowledged, total, seconds, MB/s, µs and M/s.
+/// A number of the table of `fi_pingpong`: bytes, sent, acknowledged, total, seconds, MB/s, µs and
+/// M/s.
 fn fabric_cell(text: &str, size: &str, column: usize) -> Result<f64> {
     let words = text
         .lines()
@@ -499,7 +503,8 @@ fn mpi_value(text: &str, test: &str, name: &str) -> Result<f64> {
     Ok(word.parse()?)
 }
 
-/// A ring, all to all, and one-sided operations, all verified, with one and with two processes in each guest.
+/// A ring, all to all, and one-sided operations, all verified, with one and with two processes in
+/// each guest.
 fn mpi_data(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
     const ALONE: &[(&str, u32)] = &[
         ("ring 8", 200),
@@ -557,8 +562,9 @@ const MPI_BESIDE_UCX: f64 = 3.0;
 
 /// Open MPI's half round trip beside that of `ucx_perftest`, in turn.
 ///
-/// Both programs and the device wait by polling, three threads on what may be two CPUs: now and then one of them waits for its
-/// turn, for milliseconds. A few of those make an average, and say how busy the host is; the median is what a message takes.
+/// Both programs and the device wait by polling, three threads on what may be two CPUs: now and
+/// then one of them waits for its turn, for milliseconds. A few of those make an average, and say
+/// how busy the host is; the median is what a message takes.
 fn mpi_beside_ucx(ground: &mut Ground, card: Card) -> Result<()> {
     mpi_hosts(ground)?;
     let rounds = if ground.quick { 3 } else { 5 };
@@ -623,8 +629,8 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 /// What of qperf sets up its connections by rdma_cm, as RoCE needs: RC alone. It verifies atomics.
 ///
-/// Now and then one of its connections is rejected, on rxe as on our device, and it ends: it gets another attempt, which the
-/// report tells.
+/// Now and then one of its connections is rejected, on rxe as on our device, and it ends: it gets
+/// another attempt, which the report tells.
 fn qperf(ground: &mut Ground, card: Card) -> Result<()> {
     const ATTEMPTS: u32 = 3;
     // The last test ends the server.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `tools`: the stock tools of libibverbs and librdmacm between two VMs, and perftest over rdma_cm.
+//! Lane `tools`: the stock tools of libibverbs and librdmacm between two VMs, and perftest over
+//! rdma_cm.
 
 use std::time::Duration;
 
@@ -43,7 +44,8 @@ const CASES: &[Case] = &[
         name: "ibv_rc_pingpong with the extended post-send interface",
         run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c -N"]),
     },
-    // Not with events as well: the tool then takes an event whose completion it has polled already for an error.
+    // Not with events as well: the tool then takes an event whose completion it has polled already
+    // for an error.
     Case {
         name: "ibv_rc_pingpong with completion time stamps",
         run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c -t"]),
@@ -199,7 +201,8 @@ fn rstream(ground: &mut Ground) -> Result<()> {
         "-S 65536 -I 20 -C 10",
         "-S 1048576 -I 5 -C 4",
     ] {
-        // Not asynchronously (-T a): the tool then takes the end of the connection behind the last message for an error.
+        // Not asynchronously (-T a): the tool then takes the end of the connection behind the last
+        // message for an error.
         for test in ["-T v", "-T v -T b"] {
             let pair = ground.pair(2, 1);
             let (host, port) = (pair.host(), pair.port);
@@ -224,7 +227,8 @@ fn cmtime(ground: &mut Ground) -> Result<()> {
     let pair = ground.pair(2, 1);
     let (host, port) = (pair.host(), pair.port);
     let start = |side: &str| format!("cmtime {side} {host} -p {port} -c 50");
-    // It listens with rdma_cm first, and then on the same port of TCP, where the two ends agree on what comes next.
+    // It listens with rdma_cm first, and then on the same port of TCP, where the two ends agree on
+    // what comes next.
     pair.run(&ground.bed, &start("-b"), &start("-s"), LONG)
         .map(drop)
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Storage over RDMA from VM to VM, with the kernel's own NVMe over Fabrics and NFS, and fio, which uses it and verifies what it
-//! reads: for the lanes that serve storage.
+//! Storage over RDMA from VM to VM, with the kernel's own NVMe over Fabrics and NFS, and fio, which
+//! uses it and verifies what it reads: for the lanes that serve storage.
 //!
 //! vm2 serves, vm1 uses.
 
@@ -19,8 +19,9 @@ pub const CLIENT: u8 = 1;
 /// The VM that serves it.
 pub const SERVER: u8 = 2;
 
-/// How long traffic may take to begin, and to go on after the server came back. A client of NFS gives way to its server for longer each
-/// time it finds nobody, and the server asks its clients of before first.
+/// How long traffic may take to begin, and to go on after the server came back. A client of NFS
+/// gives way to its server for longer each time it finds nobody, and the server asks its clients of
+/// before first.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What is served.
@@ -176,7 +177,8 @@ impl Storage {
             .map(drop)
     }
 
-    /// What fio works on. On NFS that is a file, which the server makes: reads are to find something there.
+    /// What fio works on. On NFS that is a file, which the server makes: reads are to find
+    /// something there.
     pub fn fio_file(&self, ground: &Ground) -> Result<String> {
         match self.protocol {
             Protocol::Nvme => Ok(self.path.clone()),
@@ -203,7 +205,8 @@ impl Storage {
     pub fn tear_down(self, ground: &mut Ground) -> Result<()> {
         clean(ground)?;
         if self.way == Way::Ours {
-            // As long as it knows the device, the kernel keeps the completion queues that its consumers shared.
+            // As long as it knows the device, the kernel keeps the completion queues that its
+            // consumers shared.
             for number in [SERVER, CLIENT] {
                 ground
                     .vm(number)?
@@ -228,7 +231,8 @@ pub fn address(number: u8) -> String {
     format!("10.10.0.{number}")
 }
 
-/// A run of fio: random reads and writes, each block written with its checksum, and read again to verify it, soon after and at the end.
+/// A run of fio: random reads and writes, each block written with its checksum, and read again to
+/// verify it, soon after and at the end.
 pub struct Fio {
     /// Tells it from others that run at the same time.
     pub name: &'static str,
@@ -242,7 +246,8 @@ pub struct Fio {
     pub jobs: u32,
     /// MiB for each of them.
     pub size: u32,
-    /// How long each does nothing after every eight blocks, so that others in the guest get on with what they do.
+    /// How long each does nothing after every eight blocks, so that others in the guest get on with
+    /// what they do.
     pub pause: Duration,
 }
 
@@ -295,7 +300,8 @@ impl Fio {
 
     /// Waits for its end and reads what it measured; an error if it found any.
     pub fn finish(&self, ground: &Ground, job: &Job) -> Result<Rates> {
-        // Large blocks on a slow way are many seconds of work that has begun when the time is over, and verifying takes as long again.
+        // Large blocks on a slow way are many seconds of work that has begun when the time is over,
+        // and verifying takes as long again.
         let output = job.wait(Duration::from_secs(self.seconds * 2 + 300))?;
         let vm = ground.vm(CLIENT)?;
         let text = vm.sh(&format!("cat {}", self.result())).unwrap_or_default();

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lanes `rdma-core-56` and `rdma-core-65`: rdma-core's own tests on our device, those of 56.1 also on Soft-RoCE (rxe) in the
-//! same guest.
+//! Lanes `rdma-core-56` and `rdma-core-65`: rdma-core's own tests on our device, those of 56.1 also
+//! on Soft-RoCE (rxe) in the same guest.
 //!
-//! Each test on our device is a case of the lane. Rxe's outcomes stand beside ours to compare with, whatever they are. The devices
-//! take turns and do not share the guest: rdma_cm picks a device by its address, and both would have the same.
+//! Each test on our device is a case of the lane. Rxe's outcomes stand beside ours to compare with,
+//! whatever they are. The devices take turns and do not share the guest: rdma_cm picks a device by
+//! its address, and both would have the same.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -60,7 +61,8 @@ const RAW_PACKETS: Skippable = Skippable {
     },
 };
 
-/// The tests of raw packet queue pairs; others with such a name test limits of what every device has.
+/// The tests of raw packet queue pairs; others with such a name test limits of what every device
+/// has.
 const RAW_QUEUE_PAIRS: &[&str] = &[
     "tests.test_qp.QPTest.test_create_raw_qp_no_attr",
     "tests.test_qp.QPTest.test_create_raw_qp_with_attr",
@@ -188,7 +190,8 @@ struct TestResult {
     seconds: f64,
 }
 
-/// What a run of `suite.py` wrote: how many tests there are, the results, and the test that was under way at the end.
+/// What a run of `suite.py` wrote: how many tests there are, the results, and the test that was
+/// under way at the end.
 #[derive(Debug, Default)]
 struct Transcript {
     total: usize,
@@ -216,7 +219,8 @@ impl Transcript {
     }
 }
 
-/// Runs all tests on a device. A guest that does not live through one is started anew for the rest; `prepare` makes it ready.
+/// Runs all tests on a device. A guest that does not live through one is started anew for the rest;
+/// `prepare` makes it ready.
 fn run(
     ground: &mut Ground,
     device: &str,

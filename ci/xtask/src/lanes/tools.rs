@@ -138,7 +138,8 @@ impl Pair {
         Ok(text)
     }
 
-    /// A tool of perftest: what the client wrote, and the table in it, with a row for each message size.
+    /// A tool of perftest: what the client wrote, and the table in it, with a row for each message
+    /// size.
     pub fn perftest(
         self,
         bed: &Bed,
@@ -236,7 +237,8 @@ pub fn settled(bed: &Bed, before: &[Counts]) -> Result<()> {
     same.with_context(|| format!("objects are left over: there were {before:?}, there are {now:?}"))
 }
 
-/// Memory that the device process has for itself, bytes: without its program, and without the guests' memory, which it shares.
+/// Memory that the device process has for itself, bytes: without its program, and without the
+/// guests' memory, which it shares.
 pub fn device_memory(bed: &Bed) -> Result<u64> {
     resident(bed, &["RssAnon:"])
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `ulp`: storage over RDMA from VM to VM, with the kernel's own NVMe over Fabrics and NFS: on our device, and beside it over
-//! Soft-RoCE (rxe) and TCP in the same two guests.
+//! Lane `ulp`: storage over RDMA from VM to VM, with the kernel's own NVMe over Fabrics and NFS: on
+//! our device, and beside it over Soft-RoCE (rxe) and TCP in the same two guests.
 //!
-//! vm2 serves, vm1 uses. Data is written with checksums and verified as it is read back, also when the server is killed in the middle
-//! of it and comes back. What the device holds when all is over is what it held before.
+//! vm2 serves, vm1 uses. Data is written with checksums and verified as it is read back, also when
+//! the server is killed in the middle of it and comes back. What the device holds when all is over
+//! is what it held before.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `verbs`: tests of ours against the public verbs API (`ci/verbs/`), of what rdma-core's own suite leaves out.
+//! Lane `verbs`: tests of ours against the public verbs API (`ci/verbs/`), of what rdma-core's own
+//! suite leaves out.
 
 use std::time::Duration;
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The host's side of the control channel: runs commands in a guest through `qemu/images/guest/agent`.
+//! The host's side of the control channel: runs commands in a guest through
+//! `qemu/images/guest/agent`.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
@@ -258,7 +259,8 @@ impl Job {
         }
     }
 
-    /// Waits until `found` says yes to what it has written; an error if it ends or the time is over before.
+    /// Waits until `found` says yes to what it has written; an error if it ends or the time is over
+    /// before.
     pub fn wait_text(&self, timeout: Duration, found: impl Fn(&str) -> bool) -> Result<()> {
         let id = self.id;
         let answer = self.shared.wait(timeout, |state| {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The launcher: a [`Bed`] is a device process and the VMs on it.
 //!
-//! All processes of a bed end with it, however it ends: each is started with its parent-death signal set. That signal goes
-//! out when the *thread* that started it ends, so beds are started and restarted from the main thread.
+//! All processes of a bed end with it, however it ends: each is started with its parent-death
+//! signal set. That signal goes out when the *thread* that started it ends, so beds are started and
+//! restarted from the main thread.
 
 mod agent;
 mod device;
@@ -26,7 +27,8 @@ use crate::shell;
 use agent::Agent;
 use qmp::Qmp;
 
-/// How long a guest may take from power-on to its agent, on a machine that is busy with other things.
+/// How long a guest may take from power-on to its agent, on a machine that is busy with other
+/// things.
 const BOOT: Duration = Duration::from_secs(120);
 
 /// QEMU's names of the RDMA device, of the slot it is in, and of the network interface.
@@ -57,7 +59,8 @@ pub struct Plan<'a> {
     pub disk: Option<u64>,
     /// Where console and device logs go.
     pub logs: PathBuf,
-    /// Give the serial consoles sockets (`console-N` in the bed's directory) instead of log files alone.
+    /// Give the serial consoles sockets (`console-N` in the bed's directory) instead of log files
+    /// alone.
     pub interactive: bool,
 }
 
@@ -112,7 +115,8 @@ impl Bed {
     pub fn stop(&mut self) {
         self.vms.clear();
         self.device = None;
-        // The next bed of this process has the same directory, and may be there before this one is dropped.
+        // The next bed of this process has the same directory, and may be there before this one is
+        // dropped.
         let directory = std::mem::take(&mut self.directory);
         if !directory.as_os_str().is_empty() {
             let _ = fs::remove_dir_all(directory);
@@ -136,7 +140,8 @@ pub fn mac(number: u8) -> String {
     format!("52:54:00:12:34:{number:02x}")
 }
 
-/// True if KVM runs guests here. A `/dev/kvm` that opens is no proof: nested without the CPU's help, guests hang in it.
+/// True if KVM runs guests here. A `/dev/kvm` that opens is no proof: nested without the CPU's
+/// help, guests hang in it.
 pub fn kvm() -> bool {
     let flags = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let able = flags
@@ -277,7 +282,8 @@ impl Vm {
             .with_context(|| format!("vm{}", self.number))
     }
 
-    /// Runs a shell command in the guest that has to succeed in [`SHORT`] time, and returns what it wrote.
+    /// Runs a shell command in the guest that has to succeed in [`SHORT`] time, and returns what it
+    /// wrote.
     pub fn sh(&self, command: &str) -> Result<String> {
         let output = self.run(command, SHORT)?;
         ensure!(
@@ -342,8 +348,8 @@ impl Vm {
         self.qmp("system_wakeup").map(drop)
     }
 
-    /// Connects to the guest's agent anew. For kernels (7.3) that, when they resume, do not see that somebody is connected to
-    /// their port.
+    /// Connects to the guest's agent anew. For kernels (7.3) that, when they resume, do not see
+    /// that somebody is connected to their port.
     pub fn connect_again(&self) -> Result<()> {
         let agent = self.agent.as_ref().context("the VM is not connected")?;
         agent.connect_again()
@@ -448,7 +454,8 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
         );
     }
     add(
-        // With room for another, TCG makes the guest's atomic instructions atomic for those who share its memory, too.
+        // With room for another, TCG makes the guest's atomic instructions atomic for those who
+        // share its memory, too.
         "-machine q35,memory-backend=ram,hpet=off -smp 1,maxcpus=2 -m",
         format!("{}M", plan.memory),
     );
@@ -522,7 +529,8 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     // vm1 is the hub that connects the network devices of all.
     let device_net = match (number, plan.vms) {
         (1, 0 | 1) => {
-            // Nobody is there; something has to take its packets, or the guest complains of a transmitter that hangs.
+            // Nobody is there; something has to take its packets, or the guest complains of a
+            // transmitter that hangs.
             add("-netdev user,id=net,restrict=on", String::new());
             "net"
         }

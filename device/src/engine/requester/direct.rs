@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The direct way: runs of plain work requests, carried out without what only others need.
 //!
-//! A work request is plain if it is a WRITE, a READ or a SEND of one scatter/gather entry or as much inline data, everything
-//! about it is as it should be, and its bytes are in regions that commands registered: in one piece at both ends if it is a
-//! SEND or inline. Whatever is not plain is left where it is, untouched, for the general way, which alone knows errors,
-//! waiting and slices: so there is nothing that only this way decides.
+//! A work request is plain if it is a WRITE, a READ or a SEND of one scatter/gather entry or as
+//! much inline data, everything about it is as it should be, and its bytes are in regions that
+//! commands registered: in one piece at both ends if it is a SEND or inline. Whatever is not plain
+//! is left where it is, untouched, for the general way, which alone knows errors, waiting and
+//! slices: so there is nothing that only this way decides.
 //!
-//! The locks that a message needs are taken once for a run, and whether an event is wanted is looked up once at its end.
+//! The locks that a message needs are taken once for a run, and whether an event is wanted is
+//! looked up once at its end.
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
@@ -39,11 +41,12 @@ const SHORT: u64 = 1024;
 /// Entries of a run that are fetched ahead.
 const AHEAD: usize = 4;
 
-/// Messages after which a run is taken to be long enough for that: who is that close behind the driver would only take away the
-/// entries that it is about to write.
+/// Messages after which a run is taken to be long enough for that: who is that close behind the
+/// driver would only take away the entries that it is about to write.
 const SURE: u32 = 8;
 
-/// Completions that are written together, at most: a driver that waits for them takes the cache line away each time.
+/// Completions that are written together, at most: a driver that waits for them takes the cache
+/// line away each time.
 const COMPLETIONS: usize = 8;
 
 /// Most messages at a time of who sends but few.
@@ -130,7 +133,8 @@ struct Kinds {
     reads: bool,
 }
 
-/// The completion queue that is locked, if one is. Never two: others may lock the same two the other way round.
+/// The completion queue that is locked, if one is. Never two: others may lock the same two the
+/// other way round.
 #[derive(Default)]
 struct Completions<'a> {
     open: Option<(Batch<'a>, &'a Arc<Cq>, &'a Tables)>,
@@ -145,7 +149,8 @@ impl<'a> Completions<'a> {
         self.open = Some((batch, cq, tables));
     }
 
-    /// Pushes a completion to a queue of the VM of `tables`. Returns false if more than that has come of it.
+    /// Pushes a completion to a queue of the VM of `tables`. Returns false if more than that has
+    /// come of it.
     #[inline(always)]
     #[must_use]
     fn push(&mut self, tables: &'a Tables, cq: &'a Arc<Cq>, cqe: &Cqe) -> bool {
@@ -186,8 +191,8 @@ impl<'a> Completions<'a> {
 }
 
 impl Requester {
-    /// Carries out the plain work requests at the head of the queue. None may be in progress. When there is no more, it stays for as
-    /// long as `linger` says.
+    /// Carries out the plain work requests at the head of the queue. None may be in progress. When
+    /// there is no more, it stays for as long as `linger` says.
     #[inline(never)]
     pub(super) fn direct<'a>(
         &mut self,
@@ -221,8 +226,8 @@ impl Requester {
     }
 }
 
-/// What was found for the queue pairs that had their turn in one look around. The next one is often of the same VM and protection domain,
-/// and names the same memory, and so does who it sends to.
+/// What was found for the queue pairs that had their turn in one look around. The next one is often
+/// of the same VM and protection domain, and names the same memory, and so does who it sends to.
 #[derive(Debug)]
 pub(crate) struct Found<'a> {
     pub(super) visit: &'a Visit<'a>,
@@ -274,7 +279,8 @@ impl<'a> Found<'a> {
         }
     }
 
-    /// Goes to the peer that a route leads to. Returns whether it is of one of the RNICs; otherwise nothing has changed.
+    /// Goes to the peer that a route leads to. Returns whether it is of one of the RNICs; otherwise
+    /// nothing has changed.
     #[inline(always)]
     pub(super) fn follow(&mut self, route: &Route) -> bool {
         match (route.rnic(), self.peer) {
@@ -284,7 +290,8 @@ impl<'a> Found<'a> {
         }
     }
 
-    /// The same, for another RNIC than that of the last peer. It borrows from the list, which outlives the route.
+    /// The same, for another RNIC than that of the last peer. It borrows from the list, which
+    /// outlives the route.
     #[inline(never)]
     fn find(&mut self, rnic: &Arc<Rnic>) -> bool {
         let mut rnics = self.rnics.iter();
@@ -295,12 +302,14 @@ impl<'a> Found<'a> {
         found.is_some()
     }
 
-    /// Forgets what is not for the turn of a queue pair of the VM of `tables` that sends to `target`.
+    /// Forgets what is not for the turn of a queue pair of the VM of `tables` that sends to
+    /// `target`.
     #[inline(always)]
     fn keep_for(&mut self, tables: &'a Tables, qp: &Qp, target: &Target<'a>) {
         self.ours.keep_for(tables, qp.pd);
         self.theirs.keep_for(target.tables, target.qp.pd);
-        // What one queue pair lets its peer do another may not. And what receives name may be of another protection domain.
+        // What one queue pair lets its peer do another may not. And what receives name may be of
+        // another protection domain.
         let memo = &mut self.theirs.memo;
         let remote = matches!(memo.access(), access::REMOTE_WRITE | access::REMOTE_READ);
         if !remote || !target.grants(memo.access()) {
@@ -414,8 +423,8 @@ impl<'r, 'a> Flow<'r, 'a> {
             let (wqe, len) = (&entry.wqe, entry.len());
             let short_write = len <= SHORT && wqe.opcode == wr_opcode::RDMA_WRITE;
             if std::mem::take(&mut list) && short_write {
-                // Who posts lists has completions at their ends. To lock the queue only then would be to wait for all that was stored
-                // meanwhile, and then again for the completion.
+                // Who posts lists has completions at their ends. To lock the queue only then would
+                // be to wait for all that was stored meanwhile, and then again for the completion.
                 completions.lock(tables, cq);
                 alike = !theirs.is_empty();
                 if alike {
@@ -470,8 +479,8 @@ impl<'r, 'a> Flow<'r, 'a> {
         rest
     }
 
-    /// Whether so few messages were sent that the next is to be found as soon as it is written. Who writes many at a time is not to be
-    /// disturbed meanwhile.
+    /// Whether so few messages were sent that the next is to be found as soon as it is written. Who
+    /// writes many at a time is not to be disturbed meanwhile.
     #[inline(always)]
     fn is_sparse(&self) -> bool {
         self.budget.spent(self.whole).messages <= SPARSE
@@ -487,8 +496,8 @@ impl<'r, 'a> Flow<'r, 'a> {
         rest
     }
 
-    /// Waits for work requests of this queue pair, and for those by which the peer answers, and carries them out, as long as nobody else
-    /// has any.
+    /// Waits for work requests of this queue pair, and for those by which the peer answers, and
+    /// carries them out, as long as nobody else has any.
     #[inline(never)]
     fn linger(&mut self, linger: &mut Linger<'_>) -> Rest {
         let (qp, peer) = (self.own.qp, self.target.qp);
@@ -501,7 +510,8 @@ impl<'r, 'a> Flow<'r, 'a> {
         if linger.others_ring(bells) {
             return Rest::Nothing;
         }
-        // It is for us to serve the peer if its worker is ours, and here if it is about to send its next message.
+        // It is for us to serve the peer if its worker is ours, and here if it is about to send its
+        // next message.
         let mut requester = (peer.worker.index == qp.worker.index && peer.state() == qp_state::RTS)
             .then(|| peer.try_requester())
             .flatten()

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Registrations by work requests: REG_MR (specification: "Fast registration").
 //!
-//! A list may be long. It is read bit by bit, turn by turn; the region changes at the end, in one step.
+//! A list may be long. It is read bit by bit, turn by turn; the region changes at the end, in one
+//! step.
 use std::sync::atomic::AtomicU32;
 
 use virtio_rdma_spec::ring::FastReg;

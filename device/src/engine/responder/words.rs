@@ -107,7 +107,8 @@ impl Responder {
         };
         match granted {
             Ok(()) => {
-                // Memory is coherent: what was stored before a full fence is visible to all who look after it.
+                // Memory is coherent: what was stored before a full fence is visible to all who
+                // look after it.
                 fence(Ordering::SeqCst);
                 Answer::Done
             }

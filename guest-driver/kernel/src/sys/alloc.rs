@@ -30,7 +30,8 @@ impl<T> Box<T> {
 
     fn new_in(value: T, wait: Wait) -> Result<Self> {
         const { assert!(align_of::<T>() <= 8 && size_of::<T>() > 0) };
-        // SAFETY: the caller says whether it may sleep; the result is null or memory of this size, aligned to 8 at least.
+        // SAFETY: the caller says whether it may sleep; the result is null or memory of this size,
+        // aligned to 8 at least.
         let memory = unsafe { bindings::vrdma_kzalloc(size_of::<T>(), wait == Wait::Yes) };
         let memory = NonNull::new(memory.cast::<T>()).ok_or(Errno::ENOMEM)?;
         // SAFETY: fresh memory of the right size and alignment.
@@ -107,7 +108,8 @@ impl<T> Array<T> {
         Self::new_in(length, Wait::Yes, make)
     }
 
-    /// The same in another context. An array of no more than a page of memory can also be dropped in any context.
+    /// The same in another context. An array of no more than a page of memory can also be dropped
+    /// in any context.
     pub(crate) fn new_in(
         length: usize,
         wait: Wait,
@@ -117,14 +119,15 @@ impl<T> Array<T> {
         if length == 0 {
             return Ok(Self::empty());
         }
-        // SAFETY: the caller says whether it may sleep; the result is null or memory for that many values (the product
-        // is checked in there).
+        // SAFETY: the caller says whether it may sleep; the result is null or memory for that many
+        // values (the product is checked in there).
         let memory = unsafe { bindings::vrdma_kvzalloc(length, size_of::<T>(), wait == Wait::Yes) };
         let start = NonNull::new(memory.cast::<T>()).ok_or(Errno::ENOMEM)?;
         let mut array = Self { start, length: 0 };
         for i in 0..length {
             let value = make(i)?;
-            // SAFETY: i < length, so this is inside of the fresh memory; on an error above, drop frees what there is.
+            // SAFETY: i < length, so this is inside of the fresh memory; on an error above, drop
+            // frees what there is.
             unsafe { start.add(i).write(value) };
             array.length = i.wrapping_add(1);
         }
@@ -152,8 +155,8 @@ impl<T> Drop for Array<T> {
         if self.start == NonNull::dangling() {
             return;
         }
-        // SAFETY: the values are dropped once; the memory came from kvzalloc (a dangling start never does: an
-        // allocation is aligned to 8 and not at so low an address).
+        // SAFETY: the values are dropped once; the memory came from kvzalloc (a dangling start
+        // never does: an allocation is aligned to 8 and not at so low an address).
         unsafe {
             core::ptr::drop_in_place::<[T]>(&mut **self);
             bindings::kvfree(self.start.as_ptr().cast());
@@ -192,9 +195,11 @@ impl<T> Arc<T> {
 
     /// The value, if nobody else owns it.
     pub(crate) fn get_mut(&mut self) -> Option<&mut T> {
-        // SAFETY: valid as long as self is. Acquire: what the last other owner did with the value is over.
+        // SAFETY: valid as long as self is. Acquire: what the last other owner did with the value
+        // is over.
         let owners = unsafe { self.0.as_ref() }.owners.load(Ordering::Acquire);
-        // SAFETY: the only owner is self, which is borrowed exclusively: nobody can clone it meanwhile.
+        // SAFETY: the only owner is self, which is borrowed exclusively: nobody can clone it
+        // meanwhile.
         (owners == 1).then(|| unsafe { &mut (*self.0.as_ptr()).value })
     }
 
@@ -212,7 +217,8 @@ impl<T> Arc<T> {
     }
 }
 
-/// A place for a value that is owned together with others; filled and emptied from any thread, in any context.
+/// A place for a value that is owned together with others; filled and emptied from any thread, in
+/// any context.
 pub(crate) struct Slot<T>(AtomicPtr<Counted<T>>);
 
 impl<T> Slot<T> {
@@ -236,7 +242,8 @@ impl<T> Slot<T> {
 
     fn swap(&self, new: *mut Counted<T>) {
         if let Some(old) = NonNull::new(self.0.swap(new, Ordering::AcqRel)) {
-            // SAFETY: only `put` stores pointers, those of Arc::into_raw, and whoever swaps one out has it alone.
+            // SAFETY: only `put` stores pointers, those of Arc::into_raw, and whoever swaps one out
+            // has it alone.
             drop(unsafe { Arc::from_raw(old) });
         }
     }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! The data path of users in the kernel, as the RDMA core calls it: lists of work requests, and completions.
+//! The data path of users in the kernel, as the RDMA core calls it: lists of work requests, and
+//! completions.
 //!
-//! Every function here is called with objects that were created, by users that keep the rules of verbs for what they
-//! pass; that is the safety requirement of all of them. Any context.
+//! Every function here is called with objects that were created, by users that keep the rules of
+//! verbs for what they pass; that is the safety requirement of all of them. Any context.
 use super::bindings::*;
 use super::dma::Words;
 use super::error::{code, Errno, Result};
@@ -138,7 +139,8 @@ fn head(wr: &ib_send_wr) -> Result<(u8, u8, u32)> {
     }
     let opcode = u8::try_from(wr.opcode).map_err(|_| Errno::EINVAL)?;
     let imm = match opcode {
-        // SAFETY: both are four bytes; which it is the opcode says. Immediate data are octets to us.
+        // SAFETY: both are four bytes; which it is the opcode says. Immediate data are octets to
+        // us.
         wr_opcode::RDMA_WRITE_WITH_IMM | wr_opcode::SEND_WITH_IMM => unsafe {
             u32::from_le(wr.ex.imm_data)
         },
@@ -212,7 +214,8 @@ unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Res
     }
 }
 
-/// Adds the registration of what was mapped into a region. `lkey` is the key of all memory in the queue pair's domain.
+/// Adds the registration of what was mapped into a region. `lkey` is the key of all memory in the
+/// queue pair's domain.
 ///
 /// # Safety
 /// The work request must be a valid registration; nobody maps into its region meanwhile.
@@ -224,7 +227,8 @@ unsafe fn push_registration(
 ) -> Result<()> {
     let wr_ptr: *const ib_send_wr = wr;
     let (opcode, flags, _) = head(wr)?;
-    // SAFETY: of this opcode the work request is the start of this structure, and its region was created.
+    // SAFETY: of this opcode the work request is the start of this structure, and its region was
+    // created.
     unsafe {
         let registration = &*wr_ptr.cast::<ib_reg_wr>();
         let mr = NonNull::new(registration.mr).ok_or(Errno::EINVAL)?;
@@ -261,7 +265,8 @@ unsafe fn push_datagram(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Re
         return Err(Errno::EINVAL);
     }
     let wr_ptr: *const ib_send_wr = wr;
-    // SAFETY: for datagrams the work request is the start of this structure, and the address handle was created.
+    // SAFETY: for datagrams the work request is the start of this structure, and the address handle
+    // was created.
     unsafe {
         let datagram = &*wr_ptr.cast::<ib_ud_wr>();
         let to = Object::data(NonNull::new(datagram.ah).ok_or(Errno::EINVAL)?).address();

@@ -38,7 +38,8 @@ impl DmaPage {
     /// The same in another context. It can be dropped in any.
     pub(crate) fn new_in(device: DmaDevice, wait: Wait) -> Result<Self> {
         let (mut addr, may_sleep) = (0, wait == Wait::Yes);
-        // SAFETY: the device is alive as long as the driver is bound to it; the caller says whether it may sleep.
+        // SAFETY: the device is alive as long as the driver is bound to it; the caller says whether
+        // it may sleep.
         let memory = unsafe { bindings::vrdma_page_alloc(device.0.as_ptr(), &mut addr, may_sleep) };
         Ok(Self {
             device,
@@ -79,8 +80,8 @@ impl DmaPage {
 
 impl Drop for DmaPage {
     fn drop(&mut self) {
-        // SAFETY: allocated by vrdma_page_alloc with this device and address. Processes that still map the page hold
-        // references of their own.
+        // SAFETY: allocated by vrdma_page_alloc with this device and address. Processes that still
+        // map the page hold references of their own.
         unsafe {
             bindings::vrdma_page_free(self.device.0.as_ptr(), self.memory.as_ptr(), self.addr)
         }
@@ -128,8 +129,9 @@ impl DmaBuffer {
 
     /// The memory; others (the device, processes) access it, too.
     pub(crate) fn words(&self) -> &[AtomicU64] {
-        // SAFETY: that is how long the mapping is, and it stays until drop. Page aligned, and only accessed by atomic
-        // instructions, on this side and, as the specification has it, on the device's.
+        // SAFETY: that is how long the mapping is, and it stays until drop. Page aligned, and only
+        // accessed by atomic instructions, on this side and, as the specification has it, on the
+        // device's.
         unsafe { core::slice::from_raw_parts(self.memory.as_ptr(), self.words) }
     }
 }

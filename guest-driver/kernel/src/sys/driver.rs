@@ -62,7 +62,8 @@ unsafe extern "C" fn vrdma_remove(vdev: *mut bindings::virtio_device) {
 /// # Safety
 /// The device is in place (`probe`); this ends it.
 unsafe fn release(vdev: NonNull<bindings::virtio_device>) {
-    // SAFETY: `priv` is ours; after `stop` the device is reset, and no verb, callback or work item runs any more.
+    // SAFETY: `priv` is ours; after `stop` the device is reset, and no verb, callback or work item
+    // runs any more.
     unsafe {
         let Some(ib) = NonNull::new((*vdev.as_ptr()).priv_.cast::<DeviceObject>()) else {
             return;
@@ -77,7 +78,8 @@ unsafe fn release(vdev: NonNull<bindings::virtio_device>) {
 /// # Safety
 /// `vdev` is a device of this driver.
 unsafe fn device_of<'a>(vdev: *mut bindings::virtio_device) -> Option<&'a Device> {
-    // SAFETY: `priv` is null or a device in place; `release` clears it only after callbacks have ended.
+    // SAFETY: `priv` is null or a device in place; `release` clears it only after callbacks have
+    // ended.
     unsafe {
         let ib = NonNull::new((*vdev).priv_.cast::<DeviceObject>())?;
         Some(IbDevice(ib).device())
@@ -121,7 +123,8 @@ unsafe extern "C" fn vrdma_freeze(vdev: *mut bindings::virtio_device) -> c_int {
     0
 }
 
-/// The system goes on. The device was given up when it was suspended, and is taken into use again when processes run.
+/// The system goes on. The device was given up when it was suspended, and is taken into use again
+/// when processes run.
 ///
 /// # Safety
 /// As called by the virtio core.

@@ -3,12 +3,14 @@
 //!
 //! Rules that the rest rests on:
 //!
-//! - Kernel objects that must not move (locks, completions, work items) are allocations of their own.
-//! - A [`Device`](crate::device::Device) is written into the memory of its `ib_device` before interrupts, work items or
-//!   verbs can reach it, and dropped after all of them ended ([`driver`]).
-//! - The driver's data of a verbs object sits behind the core's structure, is written when its creation succeeded and
-//!   dropped when its destruction did ([`ops`]); the core does not call in between. Posting and polling ([`data`])
-//!   go by these, too.
+//! - Kernel objects that must not move (locks, completions, work items) are allocations of their
+//!   own.
+//! - A [`Device`](crate::device::Device) is written into the memory of its `ib_device` before
+//!   interrupts, work items or verbs can reach it, and dropped after all of them ended
+//!   ([`driver`]).
+//! - The driver's data of a verbs object sits behind the core's structure, is written when its
+//!   creation succeeded and dropped when its destruction did ([`ops`]); the core does not call in
+//!   between. Posting and polling ([`data`]) go by these, too.
 #![allow(unsafe_code)]
 
 pub(crate) mod alloc;

@@ -22,7 +22,8 @@ struct Context {
     paired: AtomicPtr<bindings::net_device>,
 }
 
-// SAFETY: start and stop are called by one thread at a time (probe and remove); the rest is under the RTNL.
+// SAFETY: start and stop are called by one thread at a time (probe and remove); the rest is under
+// the RTNL.
 unsafe impl Send for Pairing {}
 // SAFETY: as above.
 unsafe impl Sync for Pairing {}
@@ -46,7 +47,8 @@ impl Context {
 }
 
 impl Pairing {
-    /// `changed` is called when something about interfaces changed. It must not sleep for long: the RTNL is held.
+    /// `changed` is called when something about interfaces changed. It must not sleep for long: the
+    /// RTNL is held.
     pub(crate) fn new(ib: IbDevice, changed: fn(&Device)) -> Result<Self> {
         let context = Box::new(Context {
             ib,
@@ -62,8 +64,8 @@ impl Pairing {
         })
     }
 
-    /// Pairs the port with the interface that has this MAC address (zero: the first with any), or with none. True if
-    /// that changed anything. May sleep; must not be called with the RTNL held.
+    /// Pairs the port with the interface that has this MAC address (zero: the first with any), or
+    /// with none. True if that changed anything. May sleep; must not be called with the RTNL held.
     pub(crate) fn pair(&self, mac: &[u8; 6]) -> bool {
         // SAFETY: process context; released below.
         unsafe { bindings::rtnl_lock() };
@@ -80,7 +82,8 @@ impl Pairing {
         unsafe { bindings::vrdma_netdev_is_up(self.context.ib.as_ptr()) }
     }
 
-    /// Watches from here on; first come events for all interfaces that are there already. The device must be in place.
+    /// Watches from here on; first come events for all interfaces that are there already. The
+    /// device must be in place.
     pub(crate) fn start(&self) -> Result<()> {
         // SAFETY: initialized.
         Errno::check(unsafe { bindings::vrdma_netdev_watch_start(self.watch.as_ptr()) })
@@ -109,6 +112,7 @@ unsafe extern "C" fn on_event(arg: *mut c_void, ndev: *mut bindings::net_device,
         // SAFETY: called with the RTNL held.
         unsafe { context.set(core::ptr::null_mut()) };
     }
-    // SAFETY: the watch is started after the device was put in place and stopped before it is dropped.
+    // SAFETY: the watch is started after the device was put in place and stopped before it is
+    // dropped.
     (context.changed)(unsafe { context.ib.device() });
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! The verbs as the RDMA core calls them: C in front, [`verbs`] behind.
 //!
-//! Every function here is called by the core, with arguments that it checked and keeps alive for the call; that is
-//! the safety requirement of all of them. Objects of the core start with its structure, and ours go on with the data
-//! that [`verbs`] keeps ([`Object`]). The core allocates them (except memory regions and device memory) with the sizes in
-//! [`table`].
+//! Every function here is called by the core, with arguments that it checked and keeps alive for
+//! the call; that is the safety requirement of all of them. Objects of the core start with its
+//! structure, and ours go on with the data that [`verbs`] keeps ([`Object`]). The core allocates
+//! them (except memory regions and device memory) with the sizes in [`table`].
 mod addresses;
 mod device;
 mod memory;
@@ -32,8 +32,8 @@ pub(super) struct Object<B: Base> {
 /// A structure of the core that an [`Object`] starts with.
 ///
 /// # Safety
-/// `device` must return the device that the object belongs to, and the core must only know objects of type
-/// `Object<Self>`.
+/// `device` must return the device that the object belongs to, and the core must only know objects
+/// of type `Object<Self>`.
 pub(super) unsafe trait Base: Sized {
     /// What the driver keeps.
     type Data;
@@ -75,7 +75,8 @@ impl<B: Base> Object<B> {
         unsafe { (*base.as_ptr().cast::<Self>()).data.assume_init_ref() }
     }
 
-    /// An object whose memory is ours to allocate; without any, the data is given back. The core fills in its structure.
+    /// An object whose memory is ours to allocate; without any, the data is given back. The core
+    /// fills in its structure.
     fn allocate(data: B::Data) -> core::result::Result<Box<Self>, B::Data> {
         // SAFETY: the structures of the core are plain data for which zero is a value.
         let base = unsafe { core::mem::zeroed() };
@@ -129,8 +130,9 @@ unsafe fn create<B: Base>(
     Ok(())
 }
 
-/// Creates something for a user in the kernel (without `udata`) or a process. That the device was lost is ENETDOWN to the
-/// kernel, after which its users try again, as when an interface is down; EIO would end, say, what an NFS mount is at.
+/// Creates something for a user in the kernel (without `udata`) or a process. That the device was
+/// lost is ENETDOWN to the kernel, after which its users try again, as when an interface is down;
+/// EIO would end, say, what an NFS mount is at.
 fn creating<T>(device: &Device, udata: Udata<'_>, result: Result<T>) -> Result<T> {
     result.map_err(|error| match error {
         Errno::EIO if !udata.is_user() && device.commands().is_dead() => Errno::ENETDOWN,
@@ -163,7 +165,8 @@ pub(super) fn table(features: Features) -> ib_device_ops {
     ops.owner = unsafe { vrdma_this_module() };
     ops.driver_id = RDMA_DRIVER_UNKNOWN;
     ops.uverbs_abi_ver = abi::ABI_VERSION;
-    // All driver data goes through Udata: unknown input must be zero, and all of the output is written.
+    // All driver data goes through Udata: unknown input must be zero, and all of the output is
+    // written.
     #[cfg(has_robust_udata)]
     ops.set_uverbs_robust_udata(1);
 

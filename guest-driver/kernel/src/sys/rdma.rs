@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! What the RDMA core offers to drivers: the device, user memory, driver data of commands, mappings, events.
+//! What the RDMA core offers to drivers: the device, user memory, driver data of commands,
+//! mappings, events.
 use super::alloc::{Arc, Array, Box};
 use super::bindings;
 use super::dma::{DmaDevice, DmaPage};
@@ -102,7 +103,8 @@ impl IbDevice {
         unsafe { bindings::ib_unregister_device(self.as_ptr()) }
     }
 
-    /// Makes the GID table of the port follow the paired network interface. May sleep; not with the RTNL held.
+    /// Makes the GID table of the port follow the paired network interface. May sleep; not with the
+    /// RTNL held.
     pub(crate) fn rescan_gids(self) {
         // SAFETY: registered.
         unsafe { bindings::rdma_roce_rescan_device(self.as_ptr()) }
@@ -132,7 +134,8 @@ pub(crate) struct QpTarget {
     kernel: Option<Arc<KernelQp>>,
 }
 
-// SAFETY: the core's structures may be used from any thread, as long as the registration keeps them from going.
+// SAFETY: the core's structures may be used from any thread, as long as the registration keeps them
+// from going.
 unsafe impl Send for CqTarget {}
 // SAFETY: as above.
 unsafe impl Sync for CqTarget {}
@@ -157,7 +160,8 @@ impl CqTarget {
             kernel.event_received();
         }
         let cq = self.cq.as_ptr();
-        // SAFETY: the registration in the table keeps the queue alive; the handler is set by its user at creation.
+        // SAFETY: the registration in the table keeps the queue alive; the handler is set by its
+        // user at creation.
         unsafe {
             if let Some(handler) = (*cq).comp_handler {
                 handler(cq, (*cq).cq_context);
@@ -165,8 +169,9 @@ impl CqTarget {
         }
     }
 
-    /// The device was lost, and there may be something to flush: tells its user, like [`Self::complete`]. One in the kernel
-    /// is told if it asked to be; what a process asked for is in its memory, and a word too many does it no harm.
+    /// The device was lost, and there may be something to flush: tells its user, like
+    /// [`Self::complete`]. One in the kernel is told if it asked to be; what a process asked for is
+    /// in its memory, and a word too many does it no harm.
     pub(crate) fn flushed(&self) {
         if self
             .kernel
@@ -243,10 +248,11 @@ impl QpTarget {
         self.qp.as_ptr()
     }
 
-    /// The device was lost: receives that are shared are not flushed, and users wait for the word that no more of them is
-    /// used. Process context.
+    /// The device was lost: receives that are shared are not flushed, and users wait for the word
+    /// that no more of them is used. Process context.
     pub(crate) fn lost(&self) {
-        // SAFETY: the registration in the table keeps the queue pair alive; the field is set at its creation.
+        // SAFETY: the registration in the table keeps the queue pair alive; the field is set at its
+        // creation.
         if unsafe { !(*self.qp.as_ptr()).srq.is_null() } {
             self.event(event_type::QP_LAST_WQE_REACHED);
         }
@@ -269,7 +275,8 @@ impl QpTarget {
     }
 }
 
-/// The driver data of a command: what the provider sent, and room for an answer. None for commands of the kernel.
+/// The driver data of a command: what the provider sent, and room for an answer. None for commands
+/// of the kernel.
 #[derive(Clone, Copy)]
 pub(crate) struct Udata<'a>(*mut bindings::ib_udata, core::marker::PhantomData<&'a ()>);
 
@@ -317,8 +324,8 @@ impl Udata<'_> {
         if self.0.is_null() {
             return Err(Errno::EOPNOTSUPP);
         }
-        // SAFETY: the core holds the context while the command runs; ours are all Object<ib_ucontext, Context>, and a
-        // context that commands come from was created.
+        // SAFETY: the core holds the context while the command runs; ours are all
+        // Object<ib_ucontext, Context>, and a context that commands come from was created.
         unsafe {
             let context = bindings::vrdma_udata_context(self.0);
             let context = NonNull::new(context).ok_or(Errno::EINVAL)?;
@@ -411,8 +418,8 @@ impl Umem {
         NonNull::new(umem).map(Self).ok_or(Errno::EINVAL)
     }
 
-    /// The largest of the page sizes in `sizes` (bit n: 2^n bytes) in which the memory can be described, if addresses
-    /// in it keep their offset in a page from `virt`; zero if none is.
+    /// The largest of the page sizes in `sizes` (bit n: 2^n bytes) in which the memory can be
+    /// described, if addresses in it keep their offset in a page from `virt`; zero if none is.
     pub(crate) fn best_page_size(&self, sizes: u64, virt: u64) -> u64 {
         // SAFETY: valid.
         unsafe { bindings::ib_umem_find_best_pgsz(self.0.as_ptr(), sizes, virt) }
@@ -480,8 +487,8 @@ struct MmapObject {
     mapped: Mapped,
 }
 
-/// Something that a process may map; its offset for mmap is what names it. Gone with this, though mappings that exist
-/// stay until the process unmaps them.
+/// Something that a process may map; its offset for mmap is what names it. Gone with this, though
+/// mappings that exist stay until the process unmaps them.
 pub(crate) struct MmapEntry(NonNull<MmapObject>);
 
 // SAFETY: the core's functions on it may be called from any thread.
@@ -568,7 +575,8 @@ pub(super) unsafe extern "C" fn map(
     context: *mut bindings::ib_ucontext,
     vma: *mut bindings::vm_area_struct,
 ) -> c_int {
-    // SAFETY: the arguments are the core's. An entry that it finds is one of ours, and stays until it is put.
+    // SAFETY: the arguments are the core's. An entry that it finds is one of ours, and stays until
+    // it is put.
     unsafe {
         let entry = bindings::rdma_user_mmap_entry_get(context, vma);
         let Some(object) = NonNull::new(entry.cast::<MmapObject>()) else {

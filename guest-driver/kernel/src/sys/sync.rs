@@ -37,7 +37,8 @@ macro_rules! owned {
     };
 }
 
-/// Which lock it is, for the kernel's checker of locks: those of one kind are never taken inside of each other.
+/// Which lock it is, for the kernel's checker of locks: those of one kind are never taken inside of
+/// each other.
 pub(crate) type Which = bindings::vrdma_lock;
 
 /// The kinds of locks.
@@ -271,7 +272,8 @@ impl<T> SetOnce<T> {
             )
             .is_ok()
         {
-            // SAFETY: only the one that made the state WRITING comes here, and nobody reads before it is SET.
+            // SAFETY: only the one that made the state WRITING comes here, and nobody reads before
+            // it is SET.
             unsafe { *self.value.get() = Some(value) };
             self.state.store(Self::SET, Ordering::Release);
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! From the number of an object, as events name it, to the object: and the object does not go while an event is being
-//! delivered to it.
+//! From the number of an object, as events name it, to the object: and the object does not go while
+//! an event is being delivered to it.
 use super::alloc::Box;
 use super::bindings;
 use super::error::{Errno, Result};
@@ -12,7 +12,8 @@ use core::sync::atomic::{AtomicU32, Ordering};
 /// Objects by number.
 pub(crate) struct Table<T>(NonNull<bindings::xarray>, core::marker::PhantomData<T>);
 
-// SAFETY: the xarray is only touched through its functions, which lock; T is handed out by shared reference.
+// SAFETY: the xarray is only touched through its functions, which lock; T is handed out by shared
+// reference.
 unsafe impl<T: Send + Sync> Send for Table<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send + Sync> Sync for Table<T> {}
@@ -24,8 +25,8 @@ struct Entry<T> {
     idle: Completion,
 }
 
-/// An object's place in a [`Table`], which must outlive it. Dropping it takes the object out and waits until no event
-/// is being delivered to it any longer.
+/// An object's place in a [`Table`], which must outlive it. Dropping it takes the object out and
+/// waits until no event is being delivered to it any longer.
 pub(crate) struct Registration<T> {
     table: NonNull<bindings::xarray>,
     number: u32,
@@ -46,8 +47,8 @@ impl<T> Table<T> {
             .ok_or(Errno::ENOMEM)
     }
 
-    /// Enters an object. One that was there before with the same number is no longer found: the device gives a number
-    /// to a new object only after it forgot the old.
+    /// Enters an object. One that was there before with the same number is no longer found: the
+    /// device gives a number to a new object only after it forgot the old.
     pub(crate) fn insert(&self, number: u32, target: T) -> Result<Registration<T>> {
         let entry = Box::new(Entry {
             target,
@@ -65,7 +66,8 @@ impl<T> Table<T> {
         })
     }
 
-    /// Runs `deliver` on the object with this number, if there is one. Any context; no lock is held meanwhile.
+    /// Runs `deliver` on the object with this number, if there is one. Any context; no lock is held
+    /// meanwhile.
     pub(crate) fn with(&self, number: u32, deliver: impl FnOnce(&T)) {
         // SAFETY: initialized, and called under the lock.
         self.find(
@@ -74,7 +76,8 @@ impl<T> Table<T> {
         );
     }
 
-    /// Runs `deliver` on all objects that are there all the time. Any context; no lock is held meanwhile.
+    /// Runs `deliver` on all objects that are there all the time. Any context; no lock is held
+    /// meanwhile.
     pub(crate) fn for_each(&self, mut deliver: impl FnMut(&T)) {
         let mut number = 0u64;
         // SAFETY: initialized, and called under the lock.
@@ -94,8 +97,8 @@ impl<T> Table<T> {
     ) -> bool {
         // SAFETY: initialized; released below with the flags from here.
         let flags = unsafe { bindings::vrdma_table_lock(self.0.as_ptr()) };
-        // SAFETY: what is in the table are entries of type Entry<T> (insert), and while the lock is held none is freed
-        // (Registration::drop takes the lock to remove it).
+        // SAFETY: what is in the table are entries of type Entry<T> (insert), and while the lock is
+        // held none is freed (Registration::drop takes the lock to remove it).
         let entry = unsafe { look(self.0.as_ptr()).cast::<Entry<T>>().as_ref() };
         if let Some(entry) = entry {
             entry.users.fetch_add(1, Ordering::Relaxed);

@@ -172,7 +172,8 @@ impl VirtioDevice {
 /// Has the driver be unbound from the device, and bound again.
 pub(crate) struct Rebind(NonNull<bindings::vrdma_rebind>);
 
-// SAFETY: a handle; `schedule` is called once, by whoever comes first, and it is dropped by its owner.
+// SAFETY: a handle; `schedule` is called once, by whoever comes first, and it is dropped by its
+// owner.
 unsafe impl Send for Rebind {}
 // SAFETY: as above.
 unsafe impl Sync for Rebind {}
@@ -184,7 +185,8 @@ impl Rebind {
         NonNull::new(rebind).map(Self).ok_or(Errno::ENOMEM)
     }
 
-    /// Does it after this time, unless somebody else unbinds the driver first. At most once; any context.
+    /// Does it after this time, unless somebody else unbinds the driver first. At most once; any
+    /// context.
     pub(crate) fn schedule(&self, milliseconds: u32) {
         // SAFETY: initialized; the work holds a reference of its own.
         unsafe { bindings::vrdma_rebind_schedule(self.0.as_ptr(), milliseconds) }
@@ -198,13 +200,15 @@ impl Drop for Rebind {
     }
 }
 
-/// The virtqueues; dropping it gives them back. Everything made from them must be dropped before, and the device reset.
+/// The virtqueues; dropping it gives them back. Everything made from them must be dropped before,
+/// and the device reset.
 pub(crate) struct Virtqueues {
     device: VirtioDevice,
     queues: Array<*mut bindings::virtqueue>,
 }
 
-// SAFETY: a list of handles; what is done with them locks (CommandQueue) or is told to be serialized (EventQueue).
+// SAFETY: a list of handles; what is done with them locks (CommandQueue) or is told to be
+// serialized (EventQueue).
 unsafe impl Send for Virtqueues {}
 // SAFETY: as above.
 unsafe impl Sync for Virtqueues {}
@@ -268,8 +272,8 @@ impl Notifier {
     }
 }
 
-/// How long a command may take until the device counts as failed. Deregistering waits for accesses to end, so this is
-/// generous.
+/// How long a command may take until the device counts as failed. Deregistering waits for accesses
+/// to end, so this is generous.
 const COMMAND_TIMEOUT_MS: u32 = 60_000;
 /// How often the wait looks whether the device is still there.
 const COMMAND_POLL_MS: u32 = 500;
@@ -337,8 +341,8 @@ impl CommandQueue {
         self.dead.load(Ordering::Acquire)
     }
 
-    /// Sends a command and waits for its response; returns how much of `response` the device wrote. Fails with EIO
-    /// when the device does not answer any more, and then it is dead.
+    /// Sends a command and waits for its response; returns how much of `response` the device wrote.
+    /// Fails with EIO when the device does not answer any more, and then it is dead.
     pub(crate) fn execute(&self, command: &[u8], response: &mut [u8]) -> Result<usize> {
         let mut request = Box::new(Request {
             done: Completion::new()?,
@@ -376,8 +380,8 @@ impl CommandQueue {
             if self.is_dead() {
                 return (Err(Errno::EIO), false);
             }
-            // SAFETY: the queue is ours under the lock. The buffers are in kmalloc'ed memory that stays until `done`
-            // (below); a token in the queue is always such a request.
+            // SAFETY: the queue is ours under the lock. The buffers are in kmalloc'ed memory that
+            // stays until `done` (below); a token in the queue is always such a request.
             unsafe {
                 let added = Errno::check(bindings::vrdma_vq_add(
                     self.queue.as_ptr(),
@@ -441,8 +445,8 @@ impl CommandQueue {
         });
     }
 
-    /// Resets the device and aborts what is under way. Afterwards the device has no access to memory; all commands
-    /// fail. May sleep.
+    /// Resets the device and aborts what is under way. Afterwards the device has no access to
+    /// memory; all commands fail. May sleep.
     pub(crate) fn die(&self) {
         self.dying.with(|| {
             if self.dead.swap(true, Ordering::AcqRel) {
@@ -461,14 +465,16 @@ impl CommandQueue {
     }
 
     fn finish(request: NonNull<Request>, used: u32) {
-        // SAFETY: a token that the queue gave back is a request whose owner waits for `done` and so keeps it alive.
+        // SAFETY: a token that the queue gave back is a request whose owner waits for `done` and so
+        // keeps it alive.
         let request = unsafe { request.as_ref() };
         request.used.store(used, Ordering::Release);
         request.done.complete();
     }
 }
 
-/// A queue of buffers of `N` bytes that the device fills with events. Its methods must not run at the same time.
+/// A queue of buffers of `N` bytes that the device fills with events. Its methods must not run at
+/// the same time.
 pub(crate) struct EventQueue<const N: usize> {
     queue: NonNull<bindings::virtqueue>,
     buffers: NonNull<c_void>,
@@ -529,7 +535,8 @@ impl<const N: usize> EventQueue<N> {
         })
     }
 
-    /// Takes all events there are and gives their buffers back; meanwhile the queue need not interrupt. Any context.
+    /// Takes all events there are and gives their buffers back; meanwhile the queue need not
+    /// interrupt. Any context.
     pub(crate) fn drain(&self, mut event: impl FnMut(&[u8; N])) {
         loop {
             // SAFETY: a queue of this device; users serialize.
@@ -542,7 +549,8 @@ impl<const N: usize> EventQueue<N> {
                 let Some(buffer) = NonNull::new(token.cast::<[u8; N]>()) else {
                     break;
                 };
-                // SAFETY: a token of this queue is one of our buffers; read once, the device may do what it wants.
+                // SAFETY: a token of this queue is one of our buffers; read once, the device may do
+                // what it wants.
                 let bytes = unsafe { buffer.as_ptr().read_volatile() };
                 if used as usize >= N {
                     event(&bytes);

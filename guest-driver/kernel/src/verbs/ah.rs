@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! Addresses of datagrams, and multicast groups. The device knows no address handles: every datagram carries its address.
+//! Addresses of datagrams, and multicast groups. The device knows no address handles: every
+//! datagram carries its address.
 use super::Qp;
 use crate::device::Device;
 use crate::sys::error::Result;

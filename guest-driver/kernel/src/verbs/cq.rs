@@ -203,7 +203,8 @@ pub(crate) fn resize_cq(device: &Device, cq: &Cq, entries: u32, udata: Udata<'_>
     udata.write(&abi::ResizeCqResponse { moved, reserved: 0 }.to_bytes())
 }
 
-/// Has the device hold back events of a completion queue: for `count` completions or `period` microseconds.
+/// Has the device hold back events of a completion queue: for `count` completions or `period`
+/// microseconds.
 pub(crate) fn modify_cq(device: &Device, cq: &Cq, count: u16, period: u16) -> Result<()> {
     let body = ModifyCq {
         cqn: cq.number,

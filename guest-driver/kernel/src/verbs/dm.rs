@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! Device memory. A device in another process of the host has none of its own that would be nearer: it is memory of the
-//! guest's kernel, mapped to the process.
+//! Device memory. A device in another process of the host has none of its own that would be nearer:
+//! it is memory of the guest's kernel, mapped to the process.
 use super::{Mr, Pd};
 use crate::device::Device;
 use crate::pages::PageTree;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! Regions for fast registration: users in the kernel map memory into them, then post work requests that register it.
+//! Regions for fast registration: users in the kernel map memory into them, then post work requests
+//! that register it.
 //!
-//! What was mapped is in tables that the device reads when it executes the work request. So a mapping never goes to
-//! tables that a work request still needs: each of those holds a share of its tables (see `kverbs`), and only tables that
-//! nobody else owns are written. With that, registrations of one region can be in flight together, each with the memory
-//! that was mapped for it.
+//! What was mapped is in tables that the device reads when it executes the work request. So a
+//! mapping never goes to tables that a work request still needs: each of those holds a share of its
+//! tables (see `kverbs`), and only tables that nobody else owns are written. With that,
+//! registrations of one region can be in flight together, each with the memory that was mapped for
+//! it.
 use super::Pd;
 use crate::device::Device;
 use crate::pages::{Kind, ListWriter, Tables};
@@ -105,8 +107,8 @@ impl FastMr {
         self.state.with(|state| state.mapped.clone())
     }
 
-    /// Maps a list, without its first `skip` bytes, as far as it goes, in pages of this size. Any context; nobody else may
-    /// map or register the region meanwhile.
+    /// Maps a list, without its first `skip` bytes, as far as it goes, in pages of this size. Any
+    /// context; nobody else may map or register the region meanwhile.
     pub(crate) fn map(
         &self,
         device: &Device,
@@ -144,7 +146,8 @@ impl FastMr {
         Ok(extent)
     }
 
-    /// Tables that no work request needs: those that have room for everything, or enough for the list.
+    /// Tables that no work request needs: those that have room for everything, or enough for the
+    /// list.
     fn unused(&self, device: &Device, list: &SgList<'_>, scan: &Scan) -> Result<Kept> {
         self.state.with(|state| state.mapped = None);
         if let Some(kept) = self.take(self.max_pages) {

@@ -3,8 +3,9 @@
 //!
 //! Memory regions, queues and addresses are in modules of their own.
 //!
-//! What a verb creates holds all that must live as long as the object: its handle on the device, pinned memory, its
-//! place in the tables for events. It is dropped only when the device has let go of the object.
+//! What a verb creates holds all that must live as long as the object: its handle on the device,
+//! pinned memory, its place in the tables for events. It is dropped only when the device has let go
+//! of the object.
 mod ah;
 mod cq;
 mod dm;
@@ -168,7 +169,8 @@ pub(crate) fn port_counters(device: &Device) -> Result<[u64; 7]> {
     ])
 }
 
-/// Attributes of the port. Its state is that of the device's link and the paired interface together.
+/// Attributes of the port. Its state is that of the device's link and the paired interface
+/// together.
 pub(crate) fn query_port(device: &Device, port: u32, attr: &mut PortAttr) -> Result<()> {
     if port != u32::from(PORT) {
         return Err(Errno::EINVAL);
@@ -178,7 +180,8 @@ pub(crate) fn query_port(device: &Device, port: u32, attr: &mut PortAttr) -> Res
         ..Default::default()
     };
     let answer = match device.command(opcode::QUERY_PORT, &body) {
-        // The port of a device that failed is down: an error here would keep tools from showing any other device.
+        // The port of a device that failed is down: an error here would keep tools from showing any
+        // other device.
         Err(_) if device.commands().is_dead() => QueryPortResponse {
             state: state::DOWN,
             max_mtu: mtu::MTU_4096,
@@ -381,7 +384,8 @@ fn check_buffer(addr: u64, length: u64) -> Result<()> {
     Ok(())
 }
 
-/// Checks where in a buffer of `length` bytes a ring is: behind the record at its start, and not beyond the end.
+/// Checks where in a buffer of `length` bytes a ring is: behind the record at its start, and not
+/// beyond the end.
 fn check_ring(length: u64, record: usize, ring: &RingLayout) -> Result<()> {
     let size = u64::from(ring.entries).saturating_mul(u64::from(ring.stride));
     let fits = u64::from(ring.offset).saturating_add(size) <= length;

@@ -50,7 +50,8 @@ pub(crate) struct Place {
 /// Pages as the device is told of them.
 struct Described {
     tree: PageTree,
-    /// Offset of the first byte in the first page. It need not be that of the address that work requests use.
+    /// Offset of the first byte in the first page. It need not be that of the address that work
+    /// requests use.
     offset: u64,
 }
 
@@ -120,8 +121,8 @@ impl Mr {
         }
     }
 
-    /// Access flags from the core, as the device may know them: optional ones that it cannot are left out. All memory is
-    /// not for processes.
+    /// Access flags from the core, as the device may know them: optional ones that it cannot are
+    /// left out. All memory is not for processes.
     pub(crate) fn known_access(flags: u32) -> Result<u32> {
         const KNOWN: u32 = access::RELAXED_ORDERING | !ACCESS_OPTIONAL;
         if flags & access::PHYSICAL != 0 {

@@ -67,7 +67,8 @@ impl Qp {
     fn may_become(&self, mask: u32, state: u8) -> bool {
         const RESUME: u32 = qp_attr::STATE | qp_attr::CUR_STATE;
         match state {
-            // Everything is flushed there, which is what these states mean. Users drain their queues by going there.
+            // Everything is flushed there, which is what these states mean. Users drain their
+            // queues by going there.
             qp_state::ERR | qp_state::RESET => mask == qp_attr::STATE,
             // What the core does when a management datagram failed.
             qp_state::RTS => mask == RESUME && self.caps.qp_type == qp_type::GSI,
@@ -75,7 +76,8 @@ impl Qp {
         }
     }
 
-    /// Does it belong to a user in the kernel? The one for management is the core's own, as long as there is the device.
+    /// Does it belong to a user in the kernel? The one for management is the core's own, as long as
+    /// there is the device.
     fn of_kernel_user(&self) -> bool {
         self.kernel.is_some() && self.caps.qp_type != qp_type::GSI
     }
@@ -128,7 +130,8 @@ impl QpInit<'_> {
             qp_type::UD => (features.has(feature::UD), true),
             qp_type::GSI => (features.has(feature::UD) && !is_user, false),
             qp_type::XRC_INI => (xrc, false),
-            // The core keeps the target itself for those that share it: whoever asked for it, it is the kernel's.
+            // The core keeps the target itself for those that share it: whoever asked for it, it is
+            // the kernel's.
             qp_type::XRC_TGT => (xrc, false),
             _ => (false, false),
         };
@@ -389,7 +392,8 @@ fn kernel_qp(
     )
 }
 
-/// Changes attributes of a queue pair. Which are needed and allowed in which state, the device decides.
+/// Changes attributes of a queue pair. Which are needed and allowed in which state, the device
+/// decides.
 pub(crate) fn modify_qp(device: &Device, qp: &Qp, mask: u32, attr: QpAttr) -> Result<()> {
     /// The attributes that the device is told about.
     const KNOWN: u32 = qp_attr::STATE

@@ -227,8 +227,9 @@ pub(crate) fn modify_srq(device: &Device, srq: &Srq, limit: u32) -> Result<()> {
     device.simple_command(opcode::MODIFY_SRQ, &body)
 }
 
-/// Gives a shared receive queue of a process another buffer, and where `limit` is, another limit. (For users in the kernel
-/// there is none: they post in any context, and would have to wait for the device meanwhile.)
+/// Gives a shared receive queue of a process another buffer, and where `limit` is, another limit.
+/// (For users in the kernel there is none: they post in any context, and would have to wait for the
+/// device meanwhile.)
 pub(crate) fn resize_srq(
     device: &Device,
     srq: &Srq,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause */
 /*
- * What the virtio RDMA device has beyond the verbs: masked atomic operations. See virtio_rdma_dv(3).
+ * What the virtio RDMA device has beyond the verbs: masked atomic operations. See
+ * virtio_rdma_dv(3).
  *
  * Link with -lvirtio_rdma -libverbs.
  */

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Address handles. The kernel checks and resolves an address; then it is ours, and goes into each work request.
+//! Address handles. The kernel checks and resolves an address; then it is ours, and goes into each
+//! work request.
 
 use core::ffi::c_int;
 

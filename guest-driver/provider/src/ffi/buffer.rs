@@ -16,7 +16,8 @@ use super::{sys, Errno};
 pub struct Mapping {
     address: *mut c_void,
     length: usize,
-    /// Kept out of children: the device goes on using the pages, and a copy on write must not move them away from us.
+    /// Kept out of children: the device goes on using the pages, and a copy on write must not move
+    /// them away from us.
     not_forked: bool,
     /// Where it came from, if the application's allocator gave it.
     lender: Option<(Arc<Allocator>, u64)>,
@@ -97,8 +98,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range is the mapping, and whoever used it borrowed it or kept it alive. It goes back to where it came
-        // from.
+        // SAFETY: the range is the mapping, and whoever used it borrowed it or kept it alive. It
+        // goes back to where it came from.
         unsafe {
             if self.not_forked {
                 sys::ibv_dofork_range(self.address, self.length);
@@ -136,7 +137,8 @@ pub struct Allocator {
     pub free: Free,
 }
 
-// SAFETY: the application gave the functions for use by whatever thread creates or destroys something in the domain.
+// SAFETY: the application gave the functions for use by whatever thread creates or destroys
+// something in the domain.
 unsafe impl Send for Allocator {}
 // SAFETY: as before.
 unsafe impl Sync for Allocator {}
@@ -151,7 +153,8 @@ impl Allocator {
     fn lend(allocator: &Arc<Self>, length: usize, resource: Resource) -> Lent {
         const USE_DEFAULT: usize = usize::MAX;
         let (page, resource) = (PAGE_SIZE as usize, resource as u64);
-        // SAFETY: as the application promised when it created the domain, which is alive: queues keep it.
+        // SAFETY: as the application promised when it created the domain, which is alive: queues
+        // keep it.
         let address =
             unsafe { (allocator.alloc)(allocator.pd, allocator.context, length, page, resource) };
         if address.is_null() {
@@ -175,7 +178,8 @@ impl Allocator {
     }
 }
 
-/// A mapping as words. Does not keep it alive: who holds words holds the mapping too, and drops it later.
+/// A mapping as words. Does not keep it alive: who holds words holds the mapping too, and drops it
+/// later.
 #[derive(Debug, Clone, Copy)]
 pub struct Words {
     address: *const AtomicU64,
@@ -246,7 +250,8 @@ impl Deref for Words {
     type Target = [AtomicU64];
     #[inline(always)]
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: page aligned memory of this size, mapped while there are words (Words::new), only used as atomics.
+        // SAFETY: page aligned memory of this size, mapped while there are words (Words::new), only
+        // used as atomics.
         unsafe { slice::from_raw_parts(self.address, self.count) }
     }
 }

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! When a completion was, on the wall clock of the guest.
 //!
-//! The device has a clock of its own, of which the kernel tells the time on demand. Both clocks are read together now and
-//! then: the difference is good for a while.
+//! The device has a clock of its own, of which the kernel tells the time on demand. Both clocks are
+//! read together now and then: the difference is good for a while.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::{context, sys, Errno};
 
-/// How long a difference is used, nanoseconds by the device's clock. A wall clock that is set is noticed after this time; one
-/// that is slewed, by 500 ppm at most, is wrong by half a millisecond then.
+/// How long a difference is used, nanoseconds by the device's clock. A wall clock that is set is
+/// noticed after this time; one that is slewed, by 500 ppm at most, is wrong by half a millisecond
+/// then.
 const INTERVAL: u64 = 1_000_000_000;
 /// The readings of which the quickest counts.
 const READINGS: usize = 3;

@@ -391,7 +391,8 @@ unsafe extern "C" fn query_device_ex(
 ) -> c_int {
     let mut response: sys::ib_uverbs_ex_query_device_resp = zeroed();
     let mut size = size_of_val(&response);
-    // SAFETY: objects are ours and alive; the attributes are at least the original ones, which libibverbs checks.
+    // SAFETY: objects are ours and alive; the attributes are at least the original ones, which
+    // libibverbs checks.
     unsafe {
         let rc = sys::ibv_cmd_query_device_any(
             context,

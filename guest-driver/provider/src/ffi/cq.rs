@@ -209,7 +209,8 @@ impl Hasher for QpnHasher {
 /// # Safety
 /// The queue is ours and alive, and stays so for `'a`.
 unsafe fn state<'a>(cq: *mut sys::ibv_cq) -> &'a SpinLock<State> {
-    // SAFETY: the queue is the start of a `Cq`; the reference covers only our part, which changes under its lock.
+    // SAFETY: the queue is the start of a `Cq`; the reference covers only our part, which changes
+    // under its lock.
     unsafe { &(*cq.cast::<Cq>()).state }
 }
 
@@ -366,7 +367,8 @@ pub unsafe extern "C" fn create_cq(
             )
         }
     };
-    // SAFETY: objects are ours and alive. A negative number of entries becomes one above all limits.
+    // SAFETY: objects are ours and alive. A negative number of entries becomes one above all
+    // limits.
     object(unsafe { create(context, cqe as u32, Options::default(), command) }).cast()
 }
 
@@ -474,7 +476,8 @@ unsafe fn try_create_cq_ex(
 }
 
 pub unsafe extern "C" fn destroy_cq(cq: *mut sys::ibv_cq) -> c_int {
-    // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
+    // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before
+    // it returns.
     unsafe {
         let rc = context::destroyed((*cq).context, sys::ibv_cmd_destroy_cq(cq));
         if rc == 0 {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the device has beyond verbs, for applications that link with us: `infiniband/virtio_rdma_dv.h`.
+//! What the device has beyond verbs, for applications that link with us:
+//! `infiniband/virtio_rdma_dv.h`.
 
 use core::ffi::c_int;
 use core::mem::offset_of;
@@ -125,7 +126,8 @@ unsafe extern "C" fn virtio_rdma_dv_wr_masked_cmp_swp(
         mask1: swap_mask,
     };
     let opcode = wr_opcode::MASKED_ATOMIC_CMP_AND_SWP;
-    // SAFETY: the application has created the queue pair with virtio_rdma_dv_create_qp, and is between start and end.
+    // SAFETY: the application has created the queue pair with virtio_rdma_dv_create_qp, and is
+    // between start and end.
     unsafe { wr::masked(qp, opcode, rkey, remote_addr, [compare, swap], masks) }
 }
 

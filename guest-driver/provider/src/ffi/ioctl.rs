@@ -53,12 +53,14 @@ impl<const N: usize> Attrs<N> {
         self.set(index, id, 0, handle.into());
     }
 
-    /// An attribute that the kernel writes. The data must stay where they are until the command was executed.
+    /// An attribute that the kernel writes. The data must stay where they are until the command was
+    /// executed.
     pub fn output<const L: usize>(&mut self, index: usize, id: u16, data: &mut [u8; L]) {
         self.set(index, id, L, data.as_mut_ptr().expose_provenance() as u64);
     }
 
-    /// The attributes for a command of libibverbs, which adds its own. They must stay where they are until then.
+    /// The attributes for a command of libibverbs, which adds its own. They must stay where they
+    /// are until then.
     pub fn link(&mut self) -> *mut sys::ibv_command_buffer {
         let this = ptr::from_mut(self);
         // SAFETY: places within the structure, or at its end.

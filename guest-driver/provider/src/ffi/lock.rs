@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A spin lock: held for the time of a post or a poll. Where an application has promised to use an object from one thread
-//! only, it locks nothing.
+//! A spin lock: held for the time of a post or a poll. Where an application has promised to use an
+//! object from one thread only, it locks nothing.
 
 use core::cell::UnsafeCell;
 use core::hint;
@@ -69,7 +69,8 @@ impl<T> SpinLock<T> {
     /// The guard of a lock that this thread holds since a guard was forgotten.
     ///
     /// # Safety
-    /// The lock is held, its guard was forgotten, and no other guard was made since then that is not forgotten too.
+    /// The lock is held, its guard was forgotten, and no other guard was made since then that is
+    /// not forgotten too.
     #[inline(always)]
     pub unsafe fn resume(&self) -> SpinGuard<'_, T> {
         SpinGuard { lock: self }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The interface to libibverbs: registration, and what the operations share.
 //!
-//! libibverbs calls every operation with objects that it got from the operation that created them and that are not destroyed
-//! yet; that is the invariant most SAFETY comments here appeal to ("objects are ours and alive").
+//! libibverbs calls every operation with objects that it got from the operation that created them
+//! and that are not destroyed yet; that is the invariant most SAFETY comments here appeal to
+//! ("objects are ours and alive").
 
 mod ah;
 mod buffer;
@@ -131,7 +132,8 @@ c_data!(
     verbs_xrcd,
 );
 
-/// A structure of libibverbs and behind it the driver's own data, as commands and responses have it.
+/// A structure of libibverbs and behind it the driver's own data, as commands and responses have
+/// it.
 #[repr(C)]
 struct With<T, const N: usize> {
     base: T,
@@ -193,7 +195,8 @@ mod register {
     }
 
     extern "C" fn register() {
-        // SAFETY: the operations are a constant and fit the version of the interface that the name carries.
+        // SAFETY: the operations are a constant and fit the version of the interface that the name
+        // carries.
         unsafe { verbs_register_driver(&raw const DEVICE_OPS.0) }
     }
 

@@ -293,7 +293,8 @@ impl Dm {
         if end > self.length || offset % Self::UNIT as u64 != 0 || length % Self::UNIT != 0 {
             return Err(EINVAL);
         }
-        // SAFETY: within the mapping, which is page aligned and at least `length` long; only used as atomics.
+        // SAFETY: within the mapping, which is page aligned and at least `length` long; only used
+        // as atomics.
         Ok(unsafe {
             let start = self.memory.address().wrapping_byte_add(offset as usize);
             slice::from_raw_parts(start.cast(), length / Self::UNIT)

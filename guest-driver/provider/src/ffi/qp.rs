@@ -255,7 +255,8 @@ fn may_receive(state: sys::ibv_qp_state) -> bool {
 /// The queue pair is ours and alive, and stays so for `'a`.
 #[inline(always)]
 pub unsafe fn queues<'a>(qp: *mut sys::ibv_qp) -> &'a Arc<Queues> {
-    // SAFETY: the queue pair is the start of a `Qp`; the reference covers only our part, which does not change.
+    // SAFETY: the queue pair is the start of a `Qp`; the reference covers only our part, which does
+    // not change.
     unsafe { &(*qp.cast::<Qp>()).queues }
 }
 
@@ -392,7 +393,8 @@ unsafe fn create(
     };
     let created = command(base_field, driver.to_bytes(), caps.max_inline)?;
     let created = CreateQpResponse::from_bytes(&created);
-    // An XRC target is the kernel's: the module is not told of the process, and answers nothing to it.
+    // An XRC target is the kernel's: the module is not told of the process, and answers nothing to
+    // it.
     // SAFETY: the two forms begin alike.
     let qpn = unsafe { base_field.__bindgen_anon_1.qp.qp_num };
     let mut doorbell = None;
@@ -422,7 +424,8 @@ unsafe fn create(
         _buffer: buffer,
         _context: shared,
     });
-    // SAFETY: the completion queues are ours and alive. With the three fields written the value is complete.
+    // SAFETY: the completion queues are ours and alive. With the three fields written the value is
+    // complete.
     unsafe {
         for cq in cqs.into_iter().filter(|cq| !cq.is_null()) {
             let roles = cq::Roles {
@@ -442,7 +445,8 @@ pub unsafe extern "C" fn create_qp(
     pd: *mut sys::ibv_pd,
     attr: *mut sys::ibv_qp_init_attr,
 ) -> *mut sys::ibv_qp {
-    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of these sizes.
+    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of
+    // these sizes.
     unsafe {
         let request = Request {
             context: (*pd).context,
@@ -498,7 +502,8 @@ pub unsafe fn create_extended(
         | sys::IBV_QP_INIT_ATTR_CREATE_FLAGS
         | sys::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
     const FLAGS: u32 = sys::IBV_QP_CREATE_BLOCK_SELF_MCAST_LB;
-    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of these sizes.
+    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of
+    // these sizes.
     unsafe {
         let mask = (*attr).comp_mask;
         let with_ops = mask & sys::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS != 0;
@@ -560,7 +565,8 @@ pub unsafe extern "C" fn open_qp(
     let mut cmd: sys::ibv_open_qp = zeroed();
     let mut response: sys::ib_uverbs_create_qp_resp = zeroed();
     let (cmd_size, response_size) = (size_of_val(&cmd), size_of_val(&response));
-    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of these sizes.
+    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of
+    // these sizes.
     unsafe {
         if (*attr).qp_type != sys::IBV_QPT_XRC_RECV {
             return object(Err(EINVAL));
@@ -598,7 +604,8 @@ pub unsafe extern "C" fn open_qp(
 }
 
 pub unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
-    // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
+    // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before
+    // it returns.
     unsafe {
         let (cqs, qpn) = ((*qp.cast::<Qp>()).cqs, queues(qp).qpn);
         let rc = context::destroyed((*qp).context, sys::ibv_cmd_destroy_qp(qp));
@@ -653,8 +660,8 @@ pub unsafe extern "C" fn query_qp(
     unsafe { sys::ibv_cmd_query_qp(qp, attr, attr_mask, init_attr, &mut cmd, size) }
 }
 
-/// Whether who polls the last byte of what such an operation writes to the memory of this side, as responder or with RDMA
-/// READ as requester, finds all of it (D-RC-002 of the specification).
+/// Whether who polls the last byte of what such an operation writes to the memory of this side, as
+/// responder or with RDMA READ as requester, finds all of it (D-RC-002 of the specification).
 fn in_order(qp_type: sys::ibv_qp_type, op: sys::ibv_wr_opcode) -> bool {
     let reads = op == sys::IBV_WR_RDMA_READ;
     let sends_or_writes = matches!(

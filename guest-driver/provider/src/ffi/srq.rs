@@ -122,7 +122,8 @@ pub unsafe extern "C" fn create_srq(
     pd: *mut sys::ibv_pd,
     attr: *mut sys::ibv_srq_init_attr,
 ) -> *mut sys::ibv_srq {
-    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of these sizes.
+    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of
+    // these sizes.
     unsafe {
         let command = |base: *mut sys::verbs_srq, request| {
             let mut cmd = With::<sys::ibv_create_srq, _>::new(request);
@@ -153,7 +154,8 @@ pub unsafe extern "C" fn create_srq_ex(
         | sys::IBV_SRQ_INIT_ATTR_XRCD
         | sys::IBV_SRQ_INIT_ATTR_CQ;
     const XRC: u32 = sys::IBV_SRQ_INIT_ATTR_XRCD | sys::IBV_SRQ_INIT_ATTR_CQ;
-    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of these sizes.
+    // SAFETY: objects are ours and alive, and so are the attributes; command and response are of
+    // these sizes.
     unsafe {
         let mask = (*attr).comp_mask;
         let srq_type = if mask & sys::IBV_SRQ_INIT_ATTR_TYPE == 0 {
@@ -194,7 +196,8 @@ pub unsafe extern "C" fn create_srq_ex(
 }
 
 pub unsafe extern "C" fn destroy_srq(srq: *mut sys::ibv_srq) -> c_int {
-    // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before it returns.
+    // SAFETY: objects are ours and alive; made by `create`. The kernel lets go of the buffer before
+    // it returns.
     unsafe {
         let cq = (*srq.cast::<Srq>()).cq;
         let rc = context::destroyed((*srq).context, sys::ibv_cmd_destroy_srq(srq));
@@ -293,7 +296,8 @@ pub unsafe extern "C" fn post_srq_recv(
     bad_wr: *mut *mut sys::ibv_recv_wr,
 ) -> c_int {
     let srq = srq.cast::<Srq>();
-    // SAFETY: objects are ours and alive; the references cover our part only, which does not change but for the queue.
+    // SAFETY: objects are ours and alive; the references cover our part only, which does not change
+    // but for the queue.
     let (state, doorbell, notify) = unsafe { (&(*srq).state, &(*srq).doorbell, &(*srq).notify) };
     let mut result = Ok(());
     let lock = state.lock();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Posting by `ibv_wr_*`: work requests between a start and an end, each an operation and then its data.
+//! Posting by `ibv_wr_*`: work requests between a start and an end, each an operation and then its
+//! data.
 
 use core::ffi::{c_int, c_void};
 use core::mem;
@@ -241,15 +242,16 @@ unsafe fn ours<'a>(qp: *mut sys::ibv_qp_ex) -> &'a Queues {
 }
 
 /// # Safety
-/// The queue pair is ours and alive, the lock of its send queue is held by this thread, and no other reference to the
-/// state is in use.
+/// The queue pair is ours and alive, the lock of its send queue is held by this thread, and no
+/// other reference to the state is in use.
 unsafe fn state<'a>(qp: *mut sys::ibv_qp_ex) -> &'a mut State {
     // SAFETY: as the caller says.
     unsafe { &mut *(*qp.cast::<Qp>()).wr.get() }
 }
 
 unsafe extern "C" fn wr_start(qp: *mut sys::ibv_qp_ex) {
-    // SAFETY: objects are ours and alive. A queue pair is not destroyed between start and end: 'static is until then.
+    // SAFETY: objects are ours and alive. A queue pair is not destroyed between start and end:
+    // 'static is until then.
     let queues: &'static Queues = unsafe { ours(qp) };
     mem::forget(queues.sq_lock.lock());
     // SAFETY: the lock was taken just now.

@@ -11,7 +11,8 @@ use crate::lanes::{Case, Ground};
 use crate::vm::{wait_for, Vm, SHORT};
 
 pub const CASES: &[Case] = &[
-    // First: after a suspend to RAM the button of this machine does not wake an idle guest any more.
+    // First: after a suspend to RAM the button of this machine does not wake an idle guest any
+    // more.
     Case {
         name: "guest: suspended to idle under applications",
         run: |ground| sleeps(ground, Depth::Idle, false),

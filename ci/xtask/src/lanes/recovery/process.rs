@@ -142,8 +142,8 @@ fn under(ground: &mut Ground, kind: Kind, case: &str) -> Result<()> {
     traffic::rping(ground, 2, 1)
 }
 
-/// Every work request completes once, DEVICE_FATAL comes, and the same process finds the device that
-/// comes back.
+/// Every work request completes once, DEVICE_FATAL comes, and the same process finds the device
+/// that comes back.
 fn reopened(ground: &mut Ground) -> Result<()> {
     let mut running = Vec::new();
     for number in [1, 2] {
@@ -232,8 +232,8 @@ fn once(
         .iter()
         .map(|kind| Traffic::start(ground, *kind, 2, 1))
         .collect::<Result<Vec<_>>>()?;
-    // Clients of NFS wait for up to half a minute before they look for their server again: three kills of four come while
-    // they do.
+    // Clients of NFS wait for up to half a minute before they look for their server again: three
+    // kills of four come while they do.
     let names: &[&str] = if n % 4 == 0 {
         &["nvme", "nfs"]
     } else {

@@ -59,9 +59,10 @@ impl Traffic {
                 format!("exec {GIVES_WAY} rping -c -a {host} -p {port} -V -S 4096"),
             ),
             Kind::Ucmatose => {
-                // A client that comes when the server is about to listen has some of its connections only, and then both
-                // wait for the others for ever. With the same time limit on both sides, the next client would come at the
-                // same moment of the next server, and so would each one after it.
+                // A client that comes when the server is about to listen has some of its
+                // connections only, and then both wait for the others for ever. With the same time
+                // limit on both sides, the next client would come at the same moment of the next
+                // server, and so would each one after it.
                 let run = |side: &str, limit: u32| {
                     format!(
                         "until [ -e /tmp/stop-{port} ]; do {GIVES_WAY} timeout --foreground {limit} \
@@ -253,7 +254,8 @@ impl Kernel {
         let host = address(SERVER);
         let mut fios = Vec::new();
         if nvme {
-            // Bound to no device: the kernel's target gives up a port that was bound to one which was taken out.
+            // Bound to no device: the kernel's target gives up a port that was bound to one which
+            // was taken out.
             ground
                 .vm(SERVER)?
                 .sh("/payload/storage-server nvme memory 0.0.0.0 rdma")?;

@@ -36,9 +36,10 @@ pub struct Soak {
 /// limits.
 pub const BARE: u8 = 3;
 
-/// By how much of it the device's memory may change from the second third of a phase to the last. Each is the median of what
-/// it has at times when nothing happens. In the first third the allocator's caches fill (nothing is lost: heaptrack finds as
-/// many allocations at the end of four times the work).
+/// By how much of it the device's memory may change from the second third of a phase to the last.
+/// Each is the median of what it has at times when nothing happens. In the first third the
+/// allocator's caches fill (nothing is lost: heaptrack finds as many allocations at the end of four
+/// times the work).
 const FLAT: f64 = 0.01;
 
 /// After so many events nothing happens for a while.
@@ -187,7 +188,8 @@ impl Draw {
     }
 }
 
-/// Events of these kinds for half of the time, the first of them one of each, by which the device grows as large as it will.
+/// Events of these kinds for half of the time, the first of them one of each, by which the device
+/// grows as large as it will.
 fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
     let soak = ground.soak.context("no time and no seed")?;
     let mut random = Random::new(soak.seed.wrapping_add(number));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! Address handles, multicast groups, and the attributes of queue pairs, which hold an address. The safety requirements are
-//! those of [`super`].
+//! Address handles, multicast groups, and the attributes of queue pairs, which hold an address. The
+//! safety requirements are those of [`super`].
 use super::{create, destroy, device, Object};
 use crate::sys::bindings::{self, *};
 use crate::sys::error::{code, Errno, Result};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! The device, its port and GIDs; contexts of processes. The safety requirements are those of [`super`].
+//! The device, its port and GIDs; contexts of processes. The safety requirements are those of
+//! [`super`].
 use super::{create, destroy, device, write_attr, Object};
 use crate::sys::bindings::*;
 use crate::sys::error::{code, Errno};
@@ -62,7 +63,8 @@ pub(in crate::sys) unsafe extern "C" fn get_link_layer(
 
 /// Writes "major.minor.patch".
 pub(in crate::sys) unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text: *mut c_char) {
-    // SAFETY: see the module; the core gives room for 32 characters, and three numbers of 16 bits need 18.
+    // SAFETY: see the module; the core gives room for 32 characters, and three numbers of 16 bits
+    // need 18.
     let Ok(device) = (unsafe { device(ib) }) else {
         return;
     };
@@ -210,7 +212,8 @@ pub(in crate::sys) unsafe extern "C" fn get_hw_stats(
     match values {
         // SAFETY: made by alloc_hw_port_stats; that many values.
         Ok(values) => unsafe { vrdma_counters_set(stats, values.as_ptr(), values.len()) },
-        // A device that does not answer has nothing new: an error would only keep tools from showing the rest.
+        // A device that does not answer has nothing new: an error would only keep tools from
+        // showing the rest.
         // SAFETY: made by alloc_hw_port_stats.
         Err(_) => unsafe { (*stats).num_counters },
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! Protection domains, memory regions, windows, device memory. The safety requirements are those of [`super`].
+//! Protection domains, memory regions, windows, device memory. The safety requirements are those of
+//! [`super`].
 use super::{create, creating, destroy, detail, device, fill, write_attr, Base, Object};
 use crate::device::Device;
 use crate::pages::Kind;
@@ -109,7 +110,8 @@ pub(in crate::sys) unsafe extern "C" fn map_mr_sg(
     entries: c_int,
     offset: *mut core::ffi::c_uint,
 ) -> c_int {
-    // SAFETY: see the module; the list is mapped, and the offset is null or a place of the caller's.
+    // SAFETY: see the module; the list is mapped, and the offset is null or a place of the
+    // caller's.
     let mapped = unsafe {
         let object = NonNull::new(mr).ok_or(Errno::EINVAL);
         object.and_then(|object| {
@@ -132,7 +134,8 @@ pub(in crate::sys) unsafe extern "C" fn map_mr_sg(
     }
 }
 
-/// The memory of a region is ours to allocate; without any, the region has to go again. The core fills in the rest.
+/// The memory of a region is ours to allocate; without any, the region has to go again. The core
+/// fills in the rest.
 fn new_mr(device: &Device, data: verbs::Mr, iova: u64, length: u64) -> Result<Box<Object<ib_mr>>> {
     let mut object = Object::<ib_mr>::allocate(data).map_err(|data| {
         verbs::discard_mr(device, &data);
@@ -288,7 +291,8 @@ pub(in crate::sys) unsafe extern "C" fn reg_dm_mr(
     pointer(made)
 }
 
-/// Tells a process that imports device memory how to map it; for the method of the driver in glue.c.
+/// Tells a process that imports device memory how to map it; for the method of the driver in
+/// glue.c.
 ///
 /// # Safety
 /// `dm` must be device memory that was allocated; `to` has room for the response.

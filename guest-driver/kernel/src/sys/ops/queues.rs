@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! Completion queues, shared receive queues, XRC domains, queue pairs. The safety requirements are those of [`super`].
+//! Completion queues, shared receive queues, XRC domains, queue pairs. The safety requirements are
+//! those of [`super`].
 use super::addresses::{qp_attr_from_device, qp_attr_to_device};
 use super::{create, creating, destroy, detail, device, fill, Object};
 use crate::sys::bindings::*;
@@ -106,7 +107,8 @@ pub(in crate::sys) unsafe extern "C" fn create_qp(
     attr: *mut ib_qp_init_attr,
     udata: *mut ib_udata,
 ) -> c_int {
-    // SAFETY: see the module; the queues that the attributes name were created, and the core holds them.
+    // SAFETY: see the module; the queues that the attributes name were created, and the core holds
+    // them.
     code(unsafe {
         create(qp, |device, target| {
             let attr = &mut *attr;
@@ -226,7 +228,8 @@ pub(in crate::sys) unsafe extern "C" fn create_srq(
     init: *mut ib_srq_init_attr,
     udata: *mut ib_udata,
 ) -> c_int {
-    // SAFETY: see the module; the objects that the attributes name were created, and the core holds them.
+    // SAFETY: see the module; the objects that the attributes name were created, and the core holds
+    // them.
     code(unsafe {
         create(srq, |device, target| {
             let init = &mut *init;
