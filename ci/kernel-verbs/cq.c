@@ -386,6 +386,53 @@ TEST(cq_moderation)
 	OK(rdma_set_cq_moderation(cq, 0, 0));
 }
 
+/*
+ * ib_free_cq takes back the work that polls the queue before it has the driver destroy it, and frees
+ * it after that. An event in between has the core begin the work again: it must be over when the
+ * driver has destroyed the queue.
+ */
+static int (*destroy_cq)(struct ib_cq *cq, struct ib_udata *udata);
+static unsigned int busy_after_destroy;
+
+static void poll_slowly(struct work_struct *work)
+{
+	msleep(300);
+}
+
+static int event_and_destroy(struct ib_cq *cq, struct ib_udata *udata)
+{
+	int ret;
+
+	INIT_WORK(&cq->work, poll_slowly);
+	queue_work(cq->comp_wq, &cq->work);
+	ret = destroy_cq(cq, udata);
+	busy_after_destroy = work_busy(&cq->work);
+	cancel_work_sync(&cq->work);
+	return ret;
+}
+
+static void freed_with_late_event(enum ib_poll_context context)
+{
+	struct ib_cq *cq = make_cq(16, context);
+
+	forget(cq);
+	destroy_cq = device->ops.destroy_cq;
+	device->ops.destroy_cq = event_and_destroy;
+	ib_free_cq(cq);
+	device->ops.destroy_cq = destroy_cq;
+	EQ(busy_after_destroy, 0);
+}
+
+TEST(cq_event_while_freed_workqueue)
+{
+	freed_with_late_event(IB_POLL_WORKQUEUE);
+}
+
+TEST(cq_event_while_freed_unbound_workqueue)
+{
+	freed_with_late_event(IB_POLL_UNBOUND_WORKQUEUE);
+}
+
 const struct test cq_tests[] = {
 	ENTRY(cq_poll_direct),
 	ENTRY(cq_poll_softirq),
@@ -405,5 +452,7 @@ const struct test cq_tests[] = {
 	ENTRY(cq_notify_solicited),
 	ENTRY(cq_missed_events),
 	ENTRY(cq_moderation),
+	ENTRY(cq_event_while_freed_workqueue),
+	ENTRY(cq_event_while_freed_unbound_workqueue),
 	{},
 };

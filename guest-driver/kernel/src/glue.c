@@ -882,6 +882,12 @@ int vrdma_udata_write(struct ib_udata *udata, const void *from, size_t length)
 	return 0;
 }
 
+void vrdma_cq_cancel_polling(struct ib_cq *cq)
+{
+	if (cq->poll_ctx == IB_POLL_WORKQUEUE || cq->poll_ctx == IB_POLL_UNBOUND_WORKQUEUE)
+		cancel_work_sync(&cq->work);
+}
+
 struct ib_umem *vrdma_umem_get(struct ib_device *ib, u64 addr, size_t length, int access)
 {
 #ifdef HAVE_IB_UMEM_GET_VA

@@ -177,6 +177,9 @@ int vrdma_query_port_speed(struct ib_device *ib, u32 port, u64 *speed);
 /* Performance management: is it a query, and its answer from the first four of the counters. */
 bool vrdma_pma_is_query(const struct ib_mad *in);
 void vrdma_pma_answer(const struct ib_mad *in, struct ib_mad *out, const u64 *values);
+/* Takes back the work that polls a completion queue, if the core polls it so. */
+void vrdma_cq_cancel_polling(struct ib_cq *cq);
+
 struct ib_umem *vrdma_umem_get(struct ib_device *ib, u64 addr, size_t length, int access);
 struct ib_umem *vrdma_umem_get_cq(struct ib_device *ib, struct uverbs_attr_bundle *attrs, u64 addr, size_t length,
 				  int access);

@@ -182,6 +182,15 @@ impl CqTarget {
         }
     }
 
+    /// Takes back what an event had the core do for a user in the kernel: poll the queue. Process
+    /// context, while the queue still is there and its user is not told of events any longer.
+    pub(crate) fn cancel_polling(&self) {
+        if self.kernel.is_some() {
+            // SAFETY: the queue is being destroyed, and the core frees it after that.
+            unsafe { bindings::vrdma_cq_cancel_polling(self.cq.as_ptr()) }
+        }
+    }
+
     /// Tells its user of an asynchronous event. Process context.
     pub(crate) fn event(&self, event_type: u16) {
         let cq = self.cq.as_ptr();

@@ -7,7 +7,7 @@ use super::error::{Errno, Result};
 use super::sync::Completion;
 use core::ffi::c_void;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicU32, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 /// Objects by number.
 pub(crate) struct Table<T>(NonNull<bindings::xarray>, core::marker::PhantomData<T>);
@@ -25,11 +25,12 @@ struct Entry<T> {
     idle: Completion,
 }
 
-/// An object's place in a [`Table`], which must outlive it. Dropping it takes the object out and
-/// waits until no event is being delivered to it any longer.
+/// An object's place in a [`Table`], which must outlive it. Dropping it ends it (see
+/// [`Self::end`]).
 pub(crate) struct Registration<T> {
     table: NonNull<bindings::xarray>,
     number: u32,
+    ended: AtomicBool,
     entry: Box<Entry<T>>,
 }
 
@@ -62,6 +63,7 @@ impl<T> Table<T> {
         Ok(Registration {
             table: self.0,
             number,
+            ended: AtomicBool::new(false),
             entry,
         })
     }
@@ -98,7 +100,7 @@ impl<T> Table<T> {
         // SAFETY: initialized; released below with the flags from here.
         let flags = unsafe { bindings::vrdma_table_lock(self.0.as_ptr()) };
         // SAFETY: what is in the table are entries of type Entry<T> (insert), and while the lock is
-        // held none is freed (Registration::drop takes the lock to remove it).
+        // held none is freed (Registration::end takes the lock to remove it).
         let entry = unsafe { look(self.0.as_ptr()).cast::<Entry<T>>().as_ref() };
         if let Some(entry) = entry {
             entry.users.fetch_add(1, Ordering::Relaxed);
@@ -108,7 +110,7 @@ impl<T> Table<T> {
         let Some(entry) = entry else {
             return false;
         };
-        // The entry stays until its last user has left: Registration::drop waits for that.
+        // The entry stays until its last user has left: Registration::end waits for that.
         deliver(&entry.target);
         entry.leave();
         true
@@ -123,8 +125,18 @@ impl<T> Entry<T> {
     }
 }
 
-impl<T> Drop for Registration<T> {
-    fn drop(&mut self) {
+impl<T> Registration<T> {
+    /// The object.
+    pub(crate) fn target(&self) -> &T {
+        &self.entry.target
+    }
+
+    /// Takes the object out and waits until no event is being delivered to it any longer. Process
+    /// context, by one thread at a time; later calls do nothing.
+    pub(crate) fn end(&self) {
+        if self.ended.swap(true, Ordering::AcqRel) {
+            return;
+        }
         // SAFETY: the table outlives its registrations (a rule of Device).
         unsafe {
             bindings::vrdma_table_remove(
@@ -135,6 +147,12 @@ impl<T> Drop for Registration<T> {
         }
         self.entry.leave();
         self.entry.idle.wait_forever();
+    }
+}
+
+impl<T> Drop for Registration<T> {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct Cq {
     stride: u32,
     comp_vector: u32,
     /// Goes first: events before memory.
-    _registration: Registration<CqTarget>,
+    registration: Registration<CqTarget>,
     kernel: Option<Arc<KernelCq>>,
     memory: Locked<QueueMemory>,
 }
@@ -126,7 +126,7 @@ pub(crate) fn create_cq(
             entries: AtomicU32::new(ring.entries),
             stride: ring.stride,
             comp_vector: init.comp_vector,
-            _registration: registration,
+            registration,
             kernel,
             memory,
         }),
@@ -217,5 +217,10 @@ pub(crate) fn modify_cq(device: &Device, cq: &Cq, count: u16, period: u16) -> Re
 
 /// Destroys a completion queue.
 pub(crate) fn destroy_cq(device: &Device, cq: &Cq) -> Result<()> {
-    device.destroy(opcode::DESTROY_CQ, cq.number)
+    device.destroy(opcode::DESTROY_CQ, cq.number)?;
+    // The core, which frees the queue after this, has taken back its own work that polls it; but an
+    // event that came after that, or the loss of the device, has the core begin it again.
+    cq.registration.end();
+    cq.registration.target().cancel_polling();
+    Ok(())
 }
