@@ -5,21 +5,20 @@ mod common;
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::Weak;
 
 use common::{Bed, Flow, WORKLOADS};
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
-use vhost_device_rdma::engine::queue::WorkQueue;
-use vhost_device_rdma::engine::SHARE;
+use vhost_device_rdma::engine::BUDGET;
+use vhost_device_rdma::limits::Limits;
 use vhost_device_rdma::memory::{
-    copy, copy_last, copy_stretch, Form, GuestMemory, ListReader, Pages, RegionInfo, Source, Span,
-    Stretch, Way,
+    copy, copy_last, copy_scattered, ContiguousRange, Form, GuestMemory, ListReader, Pages,
+    RegionInfo, ScatterRange, Source, Way,
 };
-use vhost_device_rdma::rnic::Limits;
 use vhost_device_rdma::verbs::cq::{Cq, Pushed, Ring, STRIDES};
 use vhost_device_rdma::verbs::footprint::Footprint;
-use vhost_device_rdma::verbs::keys::{Keys, Memo};
+use vhost_device_rdma::verbs::keys::{CachedRange, Keys};
 use vhost_device_rdma::verbs::mr::{Backing, Mr};
+use vhost_device_rdma::verbs::work_queue::WorkQueue;
 use vhost_device_rdma_bare::core::pages::PageTree;
 use vhost_device_rdma_bare::spec::command::PageList;
 use vhost_device_rdma_bare::spec::layout::Layout;
@@ -54,8 +53,8 @@ fn write_list(memory: &GuestMemory, at: u64, addresses: &[u64]) -> PageList {
     let tree = PageTree::new(addresses.len() as u64).expect("a tree");
     let put = |table: u32, index: u32, value: u64| {
         let addr = at + u64::from(table) * PAGE + 8 * u64::from(index);
-        let span = memory.span(addr, 8).expect("a table");
-        let word = span.word().expect("a word");
+        let range = memory.range_at(addr, 8).expect("a table");
+        let word = range.word().expect("a word");
         word.store(value.to_le(), std::sync::atomic::Ordering::Relaxed);
     };
     let mut list = PageList {
@@ -110,14 +109,14 @@ fn page_lists(c: &mut Criterion) {
 
 /// The same for registrations by work requests: turn by turn. And what is given back when they are
 /// invalidated.
-fn page_lists_by_turns(c: &mut Criterion) {
+fn page_lists_by_polls(c: &mut Criterion) {
     let pages = 1 << 20;
     let memory = memory(2 * pages + 4096);
     let addresses = scattered(pages, pages);
     let list = write_list(&memory, pages * PAGE, &addresses);
-    let most = (SHARE.bytes / Form::Pages.entry_size()) as usize;
+    let most = (BUDGET.bytes / Form::Pages.entry_size()) as usize;
     let reader = || ListReader::new(&memory, black_box(&list), Form::Pages).expect("a list");
-    let mut group = c.benchmark_group("page list by turns");
+    let mut group = c.benchmark_group("page list by polls");
     group.sample_size(20);
     group.bench_function("first", |b| b.iter_with_large_drop(reader));
     let all = |mut reader: ListReader| {
@@ -242,8 +241,15 @@ fn numbers() -> impl FnMut() -> u64 {
 /// Keys and addresses to host addresses: whatever there is in all, and however large it is.
 fn keys(c: &mut Criterion) {
     let look_up = |keys: &Keys, key, addr| {
-        let span = keys.piece(&mut Memo::default(), key, 1, access::REMOTE_WRITE, addr, 64);
-        span.expect("a piece").len()
+        let range = keys.contiguous(
+            &mut CachedRange::default(),
+            key,
+            1,
+            access::REMOTE_WRITE,
+            addr,
+            64,
+        );
+        range.expect("a piece").len()
     };
     let memory = memory(1 << 18);
     for (name, hot) in [("key, the same", true), ("key, any of", false)] {
@@ -279,14 +285,14 @@ fn keys(c: &mut Criterion) {
 /// Payload from guest memory to guest memory.
 fn copies(c: &mut Criterion) {
     const MIB: u64 = 1 << 20;
-    type Copy = fn(Span<'_>, Source<'_>);
+    type Copy = fn(ContiguousRange<'_>, Source<'_>);
     let ways: [(&str, Copy); 2] = [("copy", copy), ("copy, the last word last", copy_last)];
     let linear = memory(2 * MIB / PAGE);
     for (name, copy) in ways {
         let mut group = c.benchmark_group(name);
         for len in [8, 64, 512, 4096, 65536, MIB] {
-            let from = linear.span(0, len).expect("memory");
-            let to = linear.span(MIB, len).expect("memory");
+            let from = linear.range_at(0, len).expect("memory");
+            let to = linear.range_at(MIB, len).expect("memory");
             group.throughput(Throughput::Bytes(len));
             group.bench_function(BenchmarkId::from_parameter(len), |b| {
                 b.iter(|| copy(black_box(to), black_box(from).into()));
@@ -308,13 +314,18 @@ fn copies(c: &mut Criterion) {
     ] {
         let mut group = c.benchmark_group(name);
         for len in [65536, MIB, LONGEST] {
-            fn stretch(pages: &Pages, len: u64) -> Stretch<'_> {
-                black_box(pages).stretch(0, len).expect("pages")
+            fn scattered(pages: &Pages, len: u64) -> ScatterRange<'_> {
+                black_box(pages).scattered(0, len).expect("pages")
             }
             group.throughput(Throughput::Bytes(len));
             group.bench_function(BenchmarkId::from_parameter(len), |b| {
                 b.iter(|| {
-                    copy_stretch(&mut stretch(&to, len), &mut stretch(&from, len), way, true)
+                    copy_scattered(
+                        &mut scattered(&to, len),
+                        &mut scattered(&from, len),
+                        way,
+                        true,
+                    )
                 });
             });
         }
@@ -337,7 +348,7 @@ fn completions(c: &mut Criterion) {
         };
         let record = linear(&memory, 0, 1);
         let consumer = record.half_word(0).expect("the record");
-        let cq = Cq::new(1, 0, Weak::new(), ring);
+        let cq = Cq::new(1, 0, ring);
         let cqe = Cqe::default();
         let mut position = 0u32;
         group.bench_function(BenchmarkId::new("stride", stride), |b| {
@@ -353,7 +364,7 @@ fn completions(c: &mut Criterion) {
     group.finish();
 }
 
-/// The worker's look at all doorbells, with turns of queue pairs that turn out to have no work.
+/// The worker's scan of all doorbells, with polls of queue pairs that have no work.
 fn looks(c: &mut Criterion) {
     let mut bed = Bed::new();
     let many = WORKLOADS
@@ -367,7 +378,7 @@ fn looks(c: &mut Criterion) {
         group.bench_function(BenchmarkId::new("rung", count), |b| {
             b.iter(|| {
                 flow.ring(count);
-                // Each round ends after 32 turns.
+                // Each round ends after 32 polls.
                 for _ in 0..count.div_ceil(32).max(1) {
                     bed.round();
                 }
@@ -397,6 +408,6 @@ fn main() {
     looks(&mut criterion);
     wake_up(&mut criterion);
     page_lists(&mut criterion);
-    page_lists_by_turns(&mut criterion);
+    page_lists_by_polls(&mut criterion);
     criterion.final_summary();
 }

@@ -8,7 +8,9 @@ use std::time::Duration;
 use clap::{Parser, Subcommand, ValueEnum};
 use serde::Deserialize;
 
-use crate::rnic::{AdapterSettings, Limits, RnicSettings, MAX_COMPLETION_QUEUES, MAX_WORKERS};
+use crate::adapter::AdapterSettings;
+use crate::limits::{Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
+use crate::rnic::RnicSettings;
 
 /// Worker threads where nothing else is asked for, at most.
 const MAX_DEFAULT_WORKERS: usize = 4;

@@ -1,21 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A vhost-user RDMA NIC for virtual machines.
 //!
-//! The way of a work request: [`worker`] sees the doorbell, [`engine::requester`] reads the entry,
-//! [`fabric::local`] finds the peer, [`engine::responder`] places the data, [`verbs::cq`] takes the
-//! completion.
+//! Its layers, each of which knows only those before it:
+//!
+//! | layer | what |
+//! |---|---|
+//! | [`limits`] | numbers |
+//! | [`memory`] | all access to guest memory |
+//! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
+//! | [`engine`] | what work requests mean: send queues, responders, completions |
+//! | [`fabric`] | what carries messages between queue pairs |
+//! | [`worker`] | the threads that look at doorbells and run queue pairs |
+//! | [`adapter`], [`rnic`] | the process's adapter, and what each VM sees of it |
+//! | [`control`] | control commands |
+//! | [`vhost_user`] | the front end |
+//! | [`config`], [`status`] | the process |
+//!
+//! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
+//! [`engine::send_queue`] reads and judges to the peer, [`engine::responder`] places the data,
+//! [`verbs::cq`] takes the completion.
 #![deny(unsafe_code)]
 
+pub mod adapter;
 pub mod config;
 pub mod control;
 pub mod engine;
 pub mod fabric;
 #[allow(unsafe_code)]
 pub mod heap;
+pub mod limits;
 #[allow(unsafe_code)]
 pub mod memory;
 pub mod rnic;
+mod rnic_status;
 pub mod status;
 pub mod verbs;
 pub mod vhost_user;
+mod warnings;
 pub mod worker;

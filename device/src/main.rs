@@ -10,9 +10,9 @@ use clap::Parser;
 use log::info;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
 use vhost_device_rdma::heap;
-use vhost_device_rdma::rnic::Adapter;
 use vhost_device_rdma::status::{self, StatusServer};
 use vhost_device_rdma::vhost_user::{sentence, Server};
 

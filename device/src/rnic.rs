@@ -1,145 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The host process's adapter, and the RNIC that each VM sees of it.
+//! The RNIC that a VM sees of the process's adapter: its life, its port, its doorbell queues.
 //!
-//! An [`Adapter`] owns the workers and knows who has which GID. An [`Rnic`] is one VM's device: its
-//! objects are in [`Tables`], which workers look at in visits of a bounded turn (crate
+//! Its objects are in [`Tables`], which workers look at in read sections of a bounded turn (crate
 //! `vhost-device-rdma-sync`), and which commands and changes of memory or run state close to change
 //! them. Whoever has closed them knows that nobody accesses guest memory.
-use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU16;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
 
-use crossbeam_utils::CachePadded;
-use serde::Deserialize;
-use serde_json::{json, Value};
+use vhost_device_rdma_sync::{Read, Readers, Write};
 use virtio_rdma_spec::config::Config;
-use virtio_rdma_spec::doorbell::{worker_status, STATUS_STRIDE};
-use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
-use virtio_rdma_spec::verbs::{qp_state, qp_type};
+use virtio_rdma_spec::doorbell::worker_status;
+use virtio_rdma_spec::event::{event_type, AsyncEvent};
 
-use crate::engine::notify;
-use crate::fabric::local::{Network, Ports};
-use crate::memory::{Form, GuestMemory};
-use crate::verbs::cq::Cq;
-use crate::verbs::fast::FastMr;
-use crate::verbs::footprint::Footprint;
-use crate::verbs::mr::Mr;
-use crate::verbs::qp::Qp;
-use crate::verbs::srq::Srq;
-use crate::verbs::tables::{Gid, Tables};
-use crate::worker::{Loop, Worker};
-use vhost_device_rdma_sync::{self as sync, Shared, Visit, Visitor, Visitors};
-
-/// Entries of the GID table.
-pub const GID_TABLE_LEN: usize = 32;
-/// Longest message, bytes.
-pub const MAX_MESSAGE: u64 = 1 << 31;
-/// Longest datagram, bytes: the port's MTU.
-pub const MAX_DATAGRAM: u64 = 4096;
-/// Number of the port.
-pub const PORT: u32 = 1;
-/// Number of a port's GSI queue pair, as messages name it.
-pub const GSI_QPN: u32 = 1;
-/// Most workers.
-pub const MAX_WORKERS: u16 = 8;
-/// Most completion-event queues.
-pub const MAX_COMPLETION_QUEUES: u16 = 32;
-
-/// Why an adapter could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The number of workers is not between 1 and [`MAX_WORKERS`].
-    #[error("there can be 1 to {MAX_WORKERS} workers, not {0}")]
-    Workers(u16),
-    /// A worker could not be started.
-    #[error("cannot start a worker")]
-    Start(#[source] std::io::Error),
-}
-
-/// How many objects a VM may have, and how much of our memory their page lists may take.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Limits {
-    /// Contexts.
-    pub contexts: u32,
-    /// Protection domains.
-    pub pds: u32,
-    /// Memory regions.
-    pub mrs: u32,
-    /// Memory windows.
-    pub mws: u32,
-    /// Completion queues.
-    pub cqs: u32,
-    /// Queue pairs.
-    pub qps: u32,
-    /// Shared receive queues.
-    pub srqs: u32,
-    /// XRC domains.
-    pub xrcds: u32,
-    /// Attachments to multicast groups.
-    pub multicast: u32,
-    /// Page lists of all objects, bytes of this process.
-    pub footprint: u64,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            contexts: 4096,
-            pds: 65536,
-            mrs: 1 << 20,
-            mws: 1 << 20,
-            cqs: 131_072,
-            qps: 131_072,
-            srqs: 65536,
-            xrcds: 4096,
-            multicast: 4096,
-            footprint: 1 << 30,
-        }
-    }
-}
-
-/// Settings of the process.
-#[derive(Debug, Clone)]
-pub struct AdapterSettings {
-    /// Worker threads.
-    pub workers: u16,
-    /// How long a worker without work looks for more before it sleeps, at most.
-    pub poll_budget: Duration,
-    /// CPUs to pin workers to, in turn; empty: none.
-    pub cpus: Vec<usize>,
-}
-
-impl Default for AdapterSettings {
-    fn default() -> Self {
-        Self {
-            workers: 1,
-            poll_budget: Duration::from_micros(50),
-            cpus: Vec::new(),
-        }
-    }
-}
-
-/// The link of a device: up, until the operator takes it down.
-#[derive(Debug)]
-pub struct Link(AtomicBool);
-
-impl Default for Link {
-    fn default() -> Self {
-        Self(AtomicBool::new(true))
-    }
-}
-
-impl Link {
-    /// Whether it is up.
-    #[must_use]
-    pub fn is_up(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
-    }
-}
+use crate::adapter::Adapter;
+use crate::engine::events::{notify, EventSink};
+use crate::engine::tables::Tables;
+use crate::engine::vm::{Link, Schedule, Vm, VmSettings};
+use crate::fabric::registry::Registry;
+use crate::limits::{Limits, PORT};
+use crate::memory::GuestMemory;
+use crate::warnings::RateLimited;
+use crate::worker::Worker;
 
 /// Settings of one VM's RNIC.
 #[derive(Debug, Clone)]
@@ -171,265 +54,16 @@ impl Default for RnicSettings {
     }
 }
 
-/// Where an RNIC delivers its events: the event virtqueues of its VM.
-pub trait EventSink: Send + Sync {
-    /// Delivers a completion event to completion-event queue `vector`. If there is no buffer, it is
-    /// kept until there is; one per completion queue suffices.
-    fn completion(&self, vector: u16, event: CompletionEvent);
-    /// Delivers an asynchronous event. If there is no buffer, it is kept until there is, within
-    /// reason.
-    fn asynchronous(&self, event: AsyncEvent);
-    /// Drops what is kept about a completion queue, which is destroyed.
-    fn forget_cq(&self, vector: u16, cqn: u32);
-    /// Drops what is kept about a queue pair, which is destroyed.
-    fn forget_qp(&self, qpn: u32);
-    /// Drops what is kept about a shared receive queue, which is destroyed.
-    fn forget_srq(&self, srqn: u32);
-}
-
-/// The adapter of this process: its workers, and the networks between its VMs.
-#[derive(Debug)]
-pub struct Adapter {
-    workers: Vec<Arc<Worker>>,
-    /// The workers, as those who look at the tables of all VMs.
-    visitors: Visitors,
-    ports: Arc<Ports>,
-    rnics: Mutex<Vec<Arc<Rnic>>>,
-}
-
-impl Adapter {
-    /// Starts the workers.
-    ///
-    /// # Errors
-    /// If their number is out of range, or a thread cannot be started.
-    pub fn new(settings: &AdapterSettings) -> Result<Arc<Self>, Error> {
-        Self::with(settings, |index, visitor, cpu| {
-            Worker::start(index, visitor, settings.poll_budget, cpu)
-        })
-    }
-
-    /// An adapter whose workers do nothing but what their loops are told to, in the caller's
-    /// thread: for measurements and tests.
-    ///
-    /// # Errors
-    /// If the number of workers is out of range, or the system refuses a descriptor.
-    pub fn without_threads(settings: &AdapterSettings) -> Result<(Arc<Self>, Vec<Loop>), Error> {
-        let mut loops = Vec::new();
-        let adapter = Self::with(settings, |index, visitor, _| {
-            let (worker, work) = Worker::without_thread(index, visitor, settings.poll_budget)?;
-            loops.push(work);
-            Ok(worker)
-        })?;
-        Ok((adapter, loops))
-    }
-
-    /// An adapter with the workers that `start` makes of their index and CPU.
-    fn with(
-        settings: &AdapterSettings,
-        mut start: impl FnMut(u16, Visitor, Option<usize>) -> std::io::Result<Arc<Worker>>,
-    ) -> Result<Arc<Self>, Error> {
-        if settings.workers == 0 || settings.workers > MAX_WORKERS {
-            return Err(Error::Workers(settings.workers));
-        }
-        let (visitors, each) = Visitors::new(settings.workers.into());
-        let workers = (0..settings.workers)
-            .zip(each)
-            .map(|(index, visitor)| {
-                let cpu = settings
-                    .cpus
-                    .get(usize::from(index) % settings.cpus.len().max(1))
-                    .copied();
-                start(index, visitor, cpu)
-            })
-            .collect::<Result<_, _>>()
-            .map_err(Error::Start)?;
-        Ok(Arc::new(Self {
-            workers,
-            visitors,
-            ports: Arc::default(),
-            rnics: Mutex::default(),
-        }))
-    }
-
-    /// Number of workers: doorbell queues of every RNIC.
-    #[must_use]
-    pub fn workers(&self) -> u16 {
-        self.workers.len() as u16
-    }
-
-    /// A new RNIC, for a VM that attached.
-    #[must_use]
-    pub fn attach(self: &Arc<Self>, settings: RnicSettings) -> Arc<Rnic> {
-        let counters = (0..self.workers.len())
-            .map(|_| CachePadded::new(Counters::default()))
-            .collect();
-        let mut tables = Tables::new(&settings.limits);
-        tables.link_told = settings.link.is_up();
-        let rnic = Arc::new(Rnic {
-            adapter: Arc::downgrade(self),
-            tables: Shared::new(self.visitors.clone(), tables),
-            node_guid: node_guid(&settings),
-            network: settings.network.as_str().into(),
-            workers: self.workers.clone(),
-            ports: self.ports.clone(),
-            next_worker: AtomicU16::new(0),
-            kicks: Mutex::default(),
-            features: AtomicU64::new(0),
-            up_for_driver: AtomicBool::new(true),
-            counters,
-            complaints: Mutex::default(),
-            settings,
-        });
-        self.rnics
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(rnic.clone());
-        for worker in &self.workers {
-            worker.add(&rnic);
-        }
-        rnic
-    }
-
-    fn rnics(&self) -> Vec<Arc<Rnic>> {
-        self.rnics
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-    }
-
-    /// Takes the link of a device down or up, whether or not a VM is attached. Returns when nothing
-    /// is under way any longer on a link that goes down.
-    pub fn set_link(&self, link: &Arc<Link>, up: bool) {
-        if link.0.swap(up, Ordering::SeqCst) == up {
-            return;
-        }
-        // An RNIC that attaches from now on sees the new state.
-        for rnic in self.rnics() {
-            if Arc::ptr_eq(&rnic.settings.link, link) {
-                rnic.link_changed();
-            }
-        }
-    }
-
-    /// Objects, counters and state of every VM, for people and programs.
-    #[must_use]
-    pub fn status(&self) -> Value {
-        let rnics = self.rnics();
-        json!({
-            "version": env!("CARGO_PKG_VERSION"),
-            "resident_bytes": resident_bytes(),
-            "workers": self.workers.iter().map(|worker| worker.status()).collect::<Vec<_>>(),
-            "lock_waits": sync::waits(),
-            "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
-        })
-    }
-
-    /// Stops the workers.
-    pub fn shutdown(&self) {
-        for worker in &self.workers {
-            worker.stop();
-        }
-    }
-}
-
-/// Resident memory of this process without that of guests, bytes, if the system tells.
-fn resident_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let mut lines = status.lines();
-    let anonymous = lines.find_map(|line| line.strip_prefix("RssAnon:"))?;
-    let kib: u64 = anonymous.trim().strip_suffix(" kB")?.parse().ok()?;
-    kib.checked_mul(1024)
-}
-
-/// A GUID from the MAC address (EUI-64), or from the name where there is none.
-fn node_guid(settings: &RnicSettings) -> u64 {
-    let [a, b, c, d, e, f] = settings.mac;
-    if settings.mac != [0; 6] {
-        return u64::from_be_bytes([a ^ 2, b, c, 0xff, 0xfe, d, e, f]);
-    }
-    // FNV-1a over the name: stable over restarts, and different for different sockets.
-    let hash = settings
-        .name
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        });
-    // Locally administered.
-    (hash & !(3 << 56)) | (2 << 56)
-}
-
-/// What a worker counts of a VM. Only that worker writes.
-#[derive(Debug, Default)]
-struct Counters {
-    tx_messages: AtomicU64,
-    tx_bytes: AtomicU64,
-    rx_messages: AtomicU64,
-    rx_bytes: AtomicU64,
-    rnr_naks: AtomicU64,
-    retries: AtomicU64,
-    errors: AtomicU64,
-    qkey_violations: AtomicU64,
-}
-
-/// Adds to a counter that only the calling worker writes.
-fn add(counter: &AtomicU64, n: u64) {
-    counter.store(
-        counter.load(Ordering::Relaxed).wrapping_add(n),
-        Ordering::Relaxed,
-    );
-}
-
-/// Sums of the counters of a VM.
-#[derive(Debug, Default, Clone, Copy)]
-pub struct Totals {
-    /// Messages sent.
-    pub tx_messages: u64,
-    /// Their bytes.
-    pub tx_bytes: u64,
-    /// Messages received.
-    pub rx_messages: u64,
-    /// Their bytes.
-    pub rx_bytes: u64,
-    /// Messages of ours that met a responder without receive work request.
-    pub rnr_naks: u64,
-    /// Attempts that nobody answered.
-    pub retries: u64,
-    /// Work requests completed in error.
-    pub errors: u64,
-    /// Datagrams with a wrong Q_Key.
-    pub qkey_violations: u64,
-}
-
-/// Objects of a kind that the status lists, at most.
-const LISTED: usize = 1024;
-
-/// Log lines per second about what a guest does wrong.
-const COMPLAINTS: u32 = 10;
-
-#[derive(Debug, Default)]
-struct Complaints {
-    second: u64,
-    count: u32,
-    suppressed: u64,
-}
-
 /// The RNIC of one VM.
 pub struct Rnic {
     pub(crate) settings: RnicSettings,
     adapter: Weak<Adapter>,
-    node_guid: u64,
-    network: Network,
-    tables: Shared<Tables>,
+    pub(crate) node_guid: u64,
+    vm: Arc<Vm>,
     pub(crate) workers: Vec<Arc<Worker>>,
-    ports: Arc<Ports>,
+    registry: Arc<Registry>,
     pub(crate) next_worker: AtomicU16,
     kicks: Mutex<Vec<Option<File>>>,
-    /// Feature bits that the driver accepted.
-    features: AtomicU64,
-    /// The driver has the port up.
-    up_for_driver: AtomicBool,
-    counters: Vec<CachePadded<Counters>>,
-    complaints: Mutex<Complaints>,
 }
 
 impl fmt::Debug for Rnic {
@@ -441,6 +75,39 @@ impl fmt::Debug for Rnic {
 }
 
 impl Rnic {
+    /// The RNIC of a VM that attached to an adapter.
+    pub(crate) fn new(
+        settings: RnicSettings,
+        adapter: Weak<Adapter>,
+        readers: Readers,
+        workers: Vec<Arc<Worker>>,
+        registry: Arc<Registry>,
+    ) -> Arc<Self> {
+        let schedule = |worker: &Arc<Worker>| -> Arc<dyn Schedule> { worker.clone() };
+        let vm = VmSettings {
+            network: settings.network.as_str().into(),
+            limits: settings.limits,
+            link: settings.link.clone(),
+            workers: workers.iter().map(schedule).collect(),
+            warnings: Box::new(RateLimited::new(settings.name.clone())),
+        };
+        Arc::new(Self {
+            vm: Vm::new(readers, vm),
+            adapter,
+            node_guid: node_guid(&settings),
+            workers,
+            registry,
+            next_worker: AtomicU16::new(0),
+            kicks: Mutex::default(),
+            settings,
+        })
+    }
+
+    /// The VM, as the engine knows it.
+    pub(crate) fn vm(&self) -> &Arc<Vm> {
+        &self.vm
+    }
+
     /// The configuration space.
     #[must_use]
     pub fn config(&self) -> Config {
@@ -456,41 +123,31 @@ impl Rnic {
 
     /// Takes the feature bits that the driver accepted.
     pub fn set_features(&self, features: u64) {
-        self.features.store(features, Ordering::Relaxed);
-    }
-
-    /// Whether the driver accepted a `feature`.
-    pub(crate) fn accepted(&self, feature: u32) -> bool {
-        self.features.load(Ordering::Relaxed) >> feature & 1 != 0
-    }
-
-    /// Whether the port is up. Messages that begin see a change, since it changes the routes of all
-    /// queue pairs.
-    pub(crate) fn port_is_up(&self) -> bool {
-        self.settings.link.is_up() && self.up_for_driver.load(Ordering::SeqCst)
+        self.vm.set_features(features);
     }
 
     /// The driver takes the port down or up. Returns when nothing is under way any longer on a port
     /// that goes down.
     pub(crate) fn set_port_state(&self, up: bool) {
-        if self.up_for_driver.swap(up, Ordering::SeqCst) != up {
+        if self.vm.set_up_for_driver(up) != up {
             self.port_changed();
         }
     }
 
     /// The port may have gone down or come up: queue pairs look for their peers again.
     fn port_changed(&self) {
-        self.ports.changed();
-        // Turns that began before may still follow the old routes. A writer waits for their end.
+        self.registry.changed();
+        // RunQueue that began before may still follow the old routes. A writer waits for their end.
         drop(self.tables_mut());
-        if self.port_is_up() {
+        if self.vm.port_is_up() {
             for worker in &self.workers {
                 worker.try_again();
             }
         }
     }
 
-    fn link_changed(&self) {
+    /// The operator took the link up or down.
+    pub(crate) fn link_changed(&self) {
         self.port_changed();
         self.tell_link(&mut self.tables_mut());
     }
@@ -513,52 +170,25 @@ impl Rnic {
         tables.link_told = up;
     }
 
-    /// The network whose VMs reach each other.
-    pub(crate) fn network(&self) -> &Network {
-        &self.network
+    /// Who has which GID.
+    pub(crate) fn registry(&self) -> &Registry {
+        &self.registry
     }
 
-    pub(crate) fn ports(&self) -> &Ports {
-        &self.ports
-    }
-
-    /// The tables, for a worker that looks around, if nobody is changing them.
-    #[inline(always)]
-    pub(crate) fn visit<'a>(&'a self, visit: &'a Visit<'_>) -> Option<&'a Tables> {
-        self.tables.visit(visit)
-    }
-
-    /// The tables. Not for workers: see [`Self::visit`].
-    pub(crate) fn tables(&self) -> sync::Read<'_, Tables> {
-        self.tables.read()
+    /// The tables. Not for workers.
+    pub(crate) fn tables(&self) -> Read<'_, Tables> {
+        self.vm.tables()
     }
 
     /// The tables, to change them. Returns when no access to guest memory is under way.
-    pub(crate) fn tables_mut(&self) -> sync::Write<'_, Tables> {
-        self.tables.write()
+    pub(crate) fn tables_mut(&self) -> Write<'_, Tables> {
+        self.vm.tables_mut()
     }
 
     /// Replaces guest memory: everything that was resolved is resolved anew. Returns when nobody
     /// uses the old memory.
     pub fn set_memory(&self, memory: Option<GuestMemory>) {
-        let mut tables = self.tables_mut();
-        let tables = &mut *tables;
-        tables.memory.clone_from(&memory);
-        let memory = memory.as_ref();
-        tables.status_page = tables.status_page.take().map(|page| page.rebase(memory));
-        for context in tables.contexts.iter_mut() {
-            context.doorbell = context.doorbell.rebase(memory);
-        }
-        tables.keys.rebase(memory);
-        for cq in tables.cqs.iter_mut() {
-            cq.rebase(memory);
-        }
-        for qp in tables.qps.iter_mut() {
-            qp.rebase(memory);
-        }
-        for srq in tables.srqs.iter_mut() {
-            srq.rebase(memory);
-        }
+        self.tables_mut().set_memory(memory);
     }
 
     /// The front end runs the rings: the VM is served from now on.
@@ -568,9 +198,9 @@ impl Rnic {
         tables.running = true;
         self.tell_link(&mut tables);
         // Until the workers said so themselves, they may be asleep.
-        announce_all(&tables, self.workers.len(), worker_status::SLEEPING);
+        tables.announce_all(self.workers.len(), worker_status::SLEEPING);
         for (_, qp) in tables.qps.iter() {
-            qp.worker.schedule(qp);
+            qp.schedule();
         }
         // Their timers may have ended meanwhile.
         for (_, cq) in tables.cqs.iter() {
@@ -596,29 +226,15 @@ impl Rnic {
     pub fn reset(self: &Arc<Self>) {
         let mut tables = self.tables_mut();
         for gid in tables.gids.iter_mut().filter_map(Option::take) {
-            self.ports.release(gid, self);
+            self.registry.release(gid, &self.vm);
         }
-        for qp in tables.qps.clear() {
-            qp.dead.store(true, Ordering::SeqCst);
+        for gid in tables.groups() {
+            self.registry.leave(gid, &self.vm, None);
         }
-        tables.gsi = None;
-        tables.srqs.clear();
-        tables.xrcds.clear();
-        let groups: BTreeSet<Gid> = tables.multicast.iter().map(|(_, gid)| *gid).collect();
-        for gid in groups {
-            self.ports.leave(gid, self, None);
-        }
-        tables.multicast.clear();
-        tables.contexts.clear();
-        tables.keys.clear();
-        tables.cqs.clear();
-        tables.pds.clear();
-        tables.status_page = None;
+        tables.clear();
         // A driver that begins reads the configuration.
         tables.link_told = self.settings.link.is_up();
-        self.up_for_driver.store(true, Ordering::SeqCst);
-        // What is still in use is not this VM's any longer.
-        tables.footprint = Footprint::default();
+        self.vm.set_up_for_driver(true);
         drop(tables);
         // Their timers hold queue pairs that are gone.
         for worker in &self.workers {
@@ -633,11 +249,10 @@ impl Rnic {
         self.set_memory(None);
         for (queue, worker) in (0..).zip(&self.workers) {
             self.set_doorbell_kick(queue, None);
-            worker.remove(self);
+            worker.remove(&self.vm);
         }
         if let Some(adapter) = self.adapter.upgrade() {
-            let mut rnics = adapter.rnics.lock().unwrap_or_else(PoisonError::into_inner);
-            rnics.retain(|other| !Arc::ptr_eq(other, self));
+            adapter.forget(self);
         }
     }
 
@@ -658,269 +273,21 @@ impl Rnic {
             }
         }
     }
+}
 
-    /// Executes a control command; returns the response.
-    #[must_use]
-    pub fn execute(self: &Arc<Self>, command: &[u8]) -> Vec<u8> {
-        crate::control::execute(self, command)
+/// A GUID from the MAC address (EUI-64), or from the name where there is none.
+fn node_guid(settings: &RnicSettings) -> u64 {
+    let [a, b, c, d, e, f] = settings.mac;
+    if settings.mac != [0; 6] {
+        return u64::from_be_bytes([a ^ 2, b, c, 0xff, 0xfe, d, e, f]);
     }
-
-    /// Logs what the guest did wrong, a few times a second at most.
-    pub(crate) fn complain(&self, what: fmt::Arguments<'_>) {
-        let second = std::time::SystemTime::now()
-            .duration_since(std::time::UNIX_EPOCH)
-            .map_or(0, |elapsed| elapsed.as_secs());
-        let mut complaints = self
-            .complaints
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if complaints.second != second {
-            if complaints.suppressed != 0 {
-                log::warn!(
-                    "{}: {} more messages suppressed",
-                    self.settings.name,
-                    complaints.suppressed
-                );
-            }
-            *complaints = Complaints {
-                second,
-                ..Complaints::default()
-            };
-        }
-        complaints.count += 1;
-        if complaints.count <= COMPLAINTS {
-            log::warn!("{}: {what}", self.settings.name);
-        } else {
-            complaints.count = COMPLAINTS;
-            complaints.suppressed += 1;
-        }
-    }
-
-    fn counters(&self, worker: u16) -> Option<&Counters> {
-        self.counters
-            .get(usize::from(worker))
-            .map(|counters| &**counters)
-    }
-
-    pub(crate) fn count_sent(&self, worker: u16, messages: u64, bytes: u64) {
-        if let Some(counters) = self.counters(worker) {
-            add(&counters.tx_messages, messages);
-            add(&counters.tx_bytes, bytes);
-        }
-    }
-
-    /// Messages that a worker has sent, modulo 2^64.
-    pub(crate) fn sent(&self, worker: u16) -> u64 {
-        self.counters(worker)
-            .map_or(0, |counters| counters.tx_messages.load(Ordering::Relaxed))
-    }
-
-    pub(crate) fn count_received(&self, worker: u16, messages: u64, bytes: u64) {
-        if let Some(counters) = self.counters(worker) {
-            add(&counters.rx_messages, messages);
-            add(&counters.rx_bytes, bytes);
-        }
-    }
-
-    pub(crate) fn count_rnr(&self, worker: u16) {
-        if let Some(counters) = self.counters(worker) {
-            add(&counters.rnr_naks, 1);
-        }
-    }
-
-    pub(crate) fn count_retry(&self, worker: u16) {
-        if let Some(counters) = self.counters(worker) {
-            add(&counters.retries, 1);
-        }
-    }
-
-    pub(crate) fn count_error(&self, worker: u16) {
-        if let Some(counters) = self.counters(worker) {
-            add(&counters.errors, 1);
-        }
-    }
-
-    pub(crate) fn count_qkey_violation(&self, worker: u16) {
-        if let Some(counters) = self.counters(worker) {
-            add(&counters.qkey_violations, 1);
-        }
-    }
-
-    /// Sums of all counters.
-    #[must_use]
-    pub fn totals(&self) -> Totals {
-        self.counters.iter().fold(Totals::default(), |t, c| {
-            let sum = |total: u64, counter: &AtomicU64| {
-                total.wrapping_add(counter.load(Ordering::Relaxed))
-            };
-            Totals {
-                tx_messages: sum(t.tx_messages, &c.tx_messages),
-                tx_bytes: sum(t.tx_bytes, &c.tx_bytes),
-                rx_messages: sum(t.rx_messages, &c.rx_messages),
-                rx_bytes: sum(t.rx_bytes, &c.rx_bytes),
-                rnr_naks: sum(t.rnr_naks, &c.rnr_naks),
-                retries: sum(t.retries, &c.retries),
-                errors: sum(t.errors, &c.errors),
-                qkey_violations: sum(t.qkey_violations, &c.qkey_violations),
-            }
-        })
-    }
-
-    /// Objects, counters and state, for people and programs.
-    #[must_use]
-    pub fn status(&self) -> Value {
-        let totals = self.totals();
-        // Each list by itself, and not all of a long one: who changes the tables waits meanwhile.
-        let qps: Vec<_> = self.tables().qps.iter().take(LISTED).map(list_qp).collect();
-        let cqs: Vec<_> = self.tables().cqs.iter().take(LISTED).map(list_cq).collect();
-        let srqs: Vec<_> = self
-            .tables()
-            .srqs
-            .iter()
-            .take(LISTED)
-            .map(list_srq)
-            .collect();
-        let mrs: Vec<_> = self
-            .tables()
-            .keys
-            .regions()
-            .take(LISTED)
-            .map(list_mr)
-            .collect();
-        let fast_mrs: Vec<_> = self
-            .tables()
-            .keys
-            .fast_regions()
-            .take(LISTED)
-            .map(list_fast_mr)
-            .collect();
-        let tables = self.tables();
-        let [a, b, c, d, e, f] = self.settings.mac;
-        let gids = tables.gids.iter().enumerate().filter_map(|(index, gid)| {
-            let gid = std::net::Ipv6Addr::from((*gid)?);
-            Some(json!({ "index": index, "gid": gid.to_string() }))
+    // FNV-1a over the name: stable over restarts, and different for different sockets.
+    let hash = settings
+        .name
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
         });
-        json!({
-            "name": self.settings.name,
-            "mac": format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}"),
-            "network": self.settings.network,
-            "node_guid": format!("{:016x}", self.node_guid),
-            "link_up": self.settings.link.is_up(),
-            "port_up": self.port_is_up(),
-            "running": tables.running,
-            "memory_bytes": tables.memory.as_ref().map_or(0, GuestMemory::size),
-            "footprint_bytes": tables.footprint.bytes(),
-            "gids": gids.collect::<Vec<_>>(),
-            "counts": {
-                "contexts": tables.contexts.len(),
-                "pds": tables.pds.len(),
-                "mrs": tables.keys.mrs(),
-                "mws": tables.keys.mws(),
-                "cqs": tables.cqs.len(),
-                "qps": tables.qps.len(),
-                "srqs": tables.srqs.len(),
-                "xrcds": tables.xrcds.len(),
-            },
-            "counters": {
-                "tx_messages": totals.tx_messages,
-                "tx_bytes": totals.tx_bytes,
-                "rx_messages": totals.rx_messages,
-                "rx_bytes": totals.rx_bytes,
-                "rnr_naks": totals.rnr_naks,
-                "retries": totals.retries,
-                "errors": totals.errors,
-                "qkey_violations": totals.qkey_violations,
-            },
-            "qps": qps,
-            "cqs": cqs,
-            "mrs": mrs,
-            "fast_mrs": fast_mrs,
-            "srqs": srqs,
-        })
-    }
-}
-
-fn list_qp((qpn, qp): (u32, &Arc<Qp>)) -> Value {
-    let attr = qp.query();
-    json!({
-        "qpn": qpn,
-        "type": qp_type::name(qp.qp_type).unwrap_or("?"),
-        "state": qp_state::name(attr.qp_state).unwrap_or("?"),
-        "dest_qpn": attr.dest_qp_num,
-        "dest_gid": std::net::Ipv6Addr::from(attr.av.dgid).to_string(),
-        "pd": qp.pd,
-        "send_cq": qp.send_cq.as_ref().map(|cq| cq.number),
-        "recv_cq": qp.recv_cq.as_ref().map(|cq| cq.number),
-        "srq": qp.srq.as_ref().map(|srq| srq.number),
-        "context": qp.context,
-        "worker": qp.worker.index,
-        "slot": qp.slot,
-        "sends": qp.requester().position(),
-        "receives": qp.responder().position(),
-    })
-}
-
-fn list_cq((cqn, cq): (u32, &Arc<Cq>)) -> Value {
-    json!({
-        "cqn": cqn,
-        "entries": cq.entries(),
-        "vector": cq.vector,
-        "completions": cq.position(),
-        "users": cq.users.load(Ordering::Relaxed),
-        "error": cq.errored(),
-    })
-}
-
-fn list_srq((srqn, srq): (u32, &Arc<Srq>)) -> Value {
-    json!({
-        "srqn": srqn,
-        "pd": srq.pd,
-        "entries": srq.entries(),
-        "limit": srq.limit(),
-        "receives": srq.position(),
-        "xrcd": srq.xrc.as_ref().map(|xrc| xrc.domain),
-        "users": srq.users.load(Ordering::Relaxed),
-    })
-}
-
-fn list_mr(mr: &Mr) -> Value {
-    json!({
-        "key": mr.key,
-        "pd": mr.pd,
-        "access": mr.access,
-        "iova": mr.iova,
-        "length": mr.length,
-        "pages": mr.backing.count(),
-    })
-}
-
-fn list_fast_mr((index, region): (u32, &FastMr)) -> Value {
-    json!({
-        "index": index,
-        "pd": region.pd,
-        "max_pages": region.max_pages,
-        "blocks": region.form == Form::Blocks,
-        "registered": region.describe(list_mr),
-    })
-}
-
-/// Writes a worker's status word for the guest.
-pub(crate) fn announce(tables: &Tables, worker: u16, status: u32) {
-    if !tables.running {
-        return;
-    }
-    if let Some(word) = tables
-        .status_page
-        .as_ref()
-        .and_then(|page| page.half_word(u64::from(worker) * STATUS_STRIDE as u64))
-    {
-        word.store(status.to_le(), Ordering::SeqCst);
-    }
-}
-
-/// Writes the status words of all workers.
-pub(crate) fn announce_all(tables: &Tables, workers: usize, status: u32) {
-    for worker in 0..workers {
-        announce(tables, worker as u16, status);
-    }
+    // Locally administered.
+    (hash & !(3 << 56)) | (2 << 56)
 }

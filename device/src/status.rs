@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use log::{debug, error, info, warn};
 use serde_json::{json, Value};
 
+use crate::adapter::Adapter;
 use crate::config::Mac;
-use crate::rnic::{Adapter, RnicSettings};
+use crate::rnic::RnicSettings;
 use crate::vhost_user;
 
 /// How long a client may take to read.

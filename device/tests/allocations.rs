@@ -53,7 +53,7 @@ fn waiting_for_messages_allocates_nothing() {
                 }
             });
             while !driver.is_finished() {
-                allocations += measure(|| waits += u32::from(bed.watch())).count_total;
+                allocations += measure(|| waits += u32::from(bed.busy_round())).count_total;
             }
         });
         // Datagrams and atomic operations do not wait.

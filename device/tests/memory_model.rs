@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
-use vhost_device_rdma::rnic::{Adapter, AdapterSettings, RnicSettings};
+use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
+use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::vhost_user::Server;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::spec::command::{mw_type, PageList};

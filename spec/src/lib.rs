@@ -14,6 +14,7 @@ pub mod command;
 pub mod config;
 pub mod doorbell;
 pub mod event;
+pub mod facts;
 pub mod layout;
 pub mod ring;
 pub mod verbs;

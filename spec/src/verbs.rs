@@ -90,26 +90,6 @@ constants! {
     }
 }
 
-/// The opcode of the completion (`wc_opcode`) of a send work request with this opcode
-/// (`wr_opcode`).
-#[must_use]
-pub const fn completion_opcode(opcode: u8) -> u8 {
-    match opcode {
-        wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => wc_opcode::RDMA_WRITE,
-        wr_opcode::RDMA_READ | wr_opcode::RDMA_READ_WITH_INV => wc_opcode::RDMA_READ,
-        wr_opcode::ATOMIC_CMP_AND_SWP => wc_opcode::COMP_SWAP,
-        wr_opcode::ATOMIC_FETCH_AND_ADD => wc_opcode::FETCH_ADD,
-        wr_opcode::MASKED_ATOMIC_CMP_AND_SWP => wc_opcode::MASKED_COMP_SWAP,
-        wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD => wc_opcode::MASKED_FETCH_ADD,
-        wr_opcode::ATOMIC_WRITE => wc_opcode::ATOMIC_WRITE,
-        wr_opcode::FLUSH => wc_opcode::FLUSH,
-        wr_opcode::BIND_MW => wc_opcode::BIND_MW,
-        wr_opcode::LOCAL_INV => wc_opcode::LOCAL_INV,
-        wr_opcode::REG_MR => wc_opcode::REG_MR,
-        _ => wc_opcode::SEND,
-    }
-}
-
 constants! {
     /// Flags of a completion.
     pub mod wc_flag: u8 {

@@ -4,6 +4,8 @@
 //! the same names, places and values.
 use std::collections::{BTreeMap, BTreeSet};
 
+use virtio_rdma_spec::facts::{Opcode, QpType, OPCODES, QP_TYPES};
+use virtio_rdma_spec::verbs::{qp_type, wr_opcode};
 use virtio_rdma_spec::{command, config, doorbell, event, ring, verbs};
 
 const TEXT: &str = include_str!("../virtio-rdma.md");
@@ -410,4 +412,79 @@ fn numbers_in_the_prose_agree() {
         let digits: String = after.chars().take_while(char::is_ascii_digit).collect();
         assert_eq!(number(&digits), value, "{what}");
     }
+}
+
+/// The table with this header; there is one.
+fn table_of(header: &[&str]) -> Table {
+    let mut found = tables().into_iter().filter(|t| t.header == header);
+    let table = found.next();
+    assert!(found.next().is_none(), "two tables of {header:?}");
+    table.unwrap_or_else(|| panic!("no table of {header:?}"))
+}
+
+/// The names in a cell.
+fn names(cell: &str) -> BTreeSet<&str> {
+    cell.split(", ").filter(|name| !name.is_empty()).collect()
+}
+
+#[test]
+fn types_have_the_opcodes_that_the_text_says() {
+    let mut said = BTreeMap::new();
+    for row in &table_of(&["type", "opcodes"]).rows {
+        for of in names(&row[0]) {
+            said.insert(of.to_owned(), row[1].clone());
+        }
+    }
+    for of in QP_TYPES {
+        let name = qp_type::name(of.qp_type).unwrap();
+        let text = said.remove(name).unwrap_or_default();
+        for opcode in OPCODES {
+            let opcode_name = wr_opcode::name(opcode.opcode).unwrap();
+            let expected = text == "all" || names(&text).contains(opcode_name);
+            assert_eq!(
+                opcode.is_for(of.qp_type),
+                expected,
+                "{opcode_name} of {name}"
+            );
+        }
+    }
+    assert!(said.is_empty(), "types that there are not: {said:?}");
+}
+
+#[test]
+fn opcodes_and_types_need_the_features_that_the_text_says() {
+    let header = [
+        "feature",
+        "commands",
+        "queue pair types",
+        "work requests",
+        "else",
+    ];
+    let table = table_of(&header);
+    let feature = |row: &[String]| {
+        let mut all = config::feature::ALL.iter();
+        let of = all.find(|(name, _)| *name == row[0]);
+        of.unwrap_or_else(|| panic!("no feature {}", row[0])).1 as u32
+    };
+    let mut opcodes = BTreeMap::<&str, BTreeSet<u32>>::new();
+    let mut types = BTreeMap::new();
+    for row in &table.rows {
+        for name in names(&row[3]) {
+            opcodes.entry(name).or_default().insert(feature(row));
+        }
+        for name in names(&row[2]) {
+            types.insert(name, feature(row));
+        }
+    }
+    for (name, value) in wr_opcode::ALL {
+        let of = Opcode::of(*value as u8).unwrap();
+        let facts: BTreeSet<_> = of.features.iter().copied().collect();
+        assert_eq!(facts, opcodes.remove(name).unwrap_or_default(), "{name}");
+    }
+    for (name, value) in qp_type::ALL {
+        let of = QpType::of(*value as u8).unwrap();
+        let said = types.remove(name).unwrap_or(config::feature::RC);
+        assert_eq!(of.feature, said, "{name}");
+    }
+    assert!(opcodes.is_empty() && types.is_empty());
 }

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vhost_device_rdma::engine::LONE_SHARE;
-use vhost_device_rdma::rnic::{Adapter, AdapterSettings, RnicSettings};
+use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
+use vhost_device_rdma::engine::LONE_BUDGET;
+use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::vhost_user::Server;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::core::buffer::QpCaps;
@@ -23,12 +24,12 @@ const SIZE: u32 = 64;
 /// Work requests of a list.
 const LIST: u32 = 32;
 /// Work requests of a list that is all of the turn of a queue pair that is alone.
-const LONE_LIST: u32 = LONE_SHARE.messages;
+const LONE_LIST: u32 = LONE_BUDGET.messages;
 /// Entries of the queues of a queue pair.
 const ENTRIES: u32 = 128;
 /// Queue pairs where there are many.
 const MANY: u32 = 1000;
-/// Those that get their turns in one look.
+/// Queue pairs that are polled in one poll iteration.
 const SOME: u32 = 16;
 /// Rounds that a step may take.
 const PATIENCE: u32 = 100_000_000;
@@ -102,11 +103,11 @@ impl Bed {
         }
     }
 
-    /// The same, and it waits for a moment for what comes next. Returns whether a queue pair went
-    /// on after it had waited.
+    /// The same, with busy polling for what comes next. Returns whether that found more work for the
+    /// last queue pair.
     #[allow(dead_code)] // this file is part of three programs, and not all of them use it
-    pub fn watch(&mut self) -> bool {
-        self.work.as_mut().is_some_and(Loop::watch)
+    pub fn busy_round(&mut self) -> bool {
+        self.work.as_mut().is_some_and(Loop::busy_round)
     }
 }
 

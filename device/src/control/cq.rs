@@ -9,11 +9,11 @@ use virtio_rdma_spec::ring::{CqRecord, MAX_CQ_ENTRIES};
 use virtio_rdma_spec::PAGE_SIZE;
 
 use super::{check_ring, encode, handle_response, needs, resolve_ring, zero};
-use crate::engine::notify;
+use crate::engine::events::notify;
+use crate::engine::tables::Tables;
 use crate::memory::Pages;
 use crate::rnic::Rnic;
 use crate::verbs::cq::{clock, Cq, Ring, STRIDES};
-use crate::verbs::tables::Tables;
 use crate::verbs::Error;
 
 /// Checks a ring and resolves its buffer.
@@ -34,7 +34,7 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error
     zero(body.flags == 0 && body.reserved == 0)?;
     let stride = u32::from(body.stride);
     let [narrow, wide] = STRIDES;
-    zero(stride == narrow || (stride == wide && rnic.accepted(feature::CQ_TIMESTAMP)))?;
+    zero(stride == narrow || (stride == wide && rnic.vm().accepted(feature::CQ_TIMESTAMP)))?;
     zero(body.comp_vector < rnic.settings.completion_queues)?;
     let pages = resolve(rnic, body.entries, stride, body.ring_offset, &body.buffer)?;
     let mut tables = rnic.tables_mut();
@@ -46,10 +46,9 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error
         entries: body.entries,
         stride,
     };
-    let number = tables.cqs.insert_with(|number| {
-        let rnic = Arc::downgrade(rnic);
-        Ok(Arc::new(Cq::new(number, body.comp_vector, rnic, ring)))
-    });
+    let number = tables
+        .cqs
+        .insert_with(|number| Ok(Arc::new(Cq::new(number, body.comp_vector, ring))));
     number
         .inspect_err(|_| tables.release(footprint))
         .map(handle_response)

@@ -22,7 +22,7 @@ pub(super) const MAX_FAST_REG_PAGES: u32 = 1 << 20;
 
 pub(super) fn register(rnic: &Arc<Rnic>, body: &RegMr) -> Result<Vec<u8>, Error> {
     zero(body.reserved == [0; 7])?;
-    check_access(rnic, body.access)?;
+    check_access(rnic.vm().features(), body.access)?;
     if rnic.tables().pds.get(body.pd).is_none() {
         return Err(Error::NotFound);
     }
@@ -125,7 +125,7 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
     };
     let mut access = before;
     if changes(rereg_flag::ACCESS) {
-        check_access(rnic, body.access)?;
+        check_access(rnic.vm().features(), body.access)?;
         access = body.access;
     }
     zero((access | before) & access::PHYSICAL == 0)?;

@@ -22,13 +22,13 @@ use virtio_rdma_spec::ring::{MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES
 use virtio_rdma_spec::verbs::mtu;
 use virtio_rdma_spec::PAGE_SIZE;
 
+use crate::engine::tables::{Context, Pd, Slots, Tables};
+use crate::limits::{GID_TABLE_LEN, MAX_MESSAGE, MAX_RD_ATOMIC};
 use crate::memory::Pages;
-use crate::rnic::{announce_all, Rnic, GID_TABLE_LEN, MAX_MESSAGE};
-use crate::verbs::cq::{Source, MAX_MODERATION_COUNT, MAX_MODERATION_PERIOD};
+use crate::rnic::Rnic;
+use crate::verbs::cq::{L2Source, MAX_MODERATION_COUNT, MAX_MODERATION_PERIOD};
 use crate::verbs::keys::NULL_LKEY;
 use crate::verbs::mr::MAX_MR_SIZE;
-use crate::verbs::qp::MAX_RD_ATOMIC;
-use crate::verbs::tables::{Context, Pd, Slots, Tables};
 use crate::verbs::Error;
 
 /// The highest VLAN id, and what stands for none.
@@ -47,7 +47,7 @@ pub fn execute(rnic: &Arc<Rnic>, command: &[u8]) -> Vec<u8> {
         Ok(body) => (status::OK, body),
         Err(error) => {
             let name = opcode::name(header.opcode).unwrap_or("unknown command");
-            rnic.complain(format_args!(
+            rnic.vm().warn(format_args!(
                 "{name} ({:#x}) refused: {error}",
                 header.opcode
             ));
@@ -144,7 +144,7 @@ fn zero(holds: bool) -> Result<(), Error> {
 
 /// What a command needs must have been accepted.
 fn needs(rnic: &Rnic, feature: u32) -> Result<(), Error> {
-    if rnic.accepted(feature) {
+    if rnic.vm().accepted(feature) {
         Ok(())
     } else {
         Err(Error::NotSupported)
@@ -210,9 +210,13 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
 
 fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
     zero(body.port_num == 1 && body.reserved == [0; 7])?;
-    let totals = rnic.totals();
+    let totals = rnic.vm().totals();
     // As in verbs: active and link up, or down and disabled.
-    let (state, phys_state) = if rnic.port_is_up() { (4, 5) } else { (1, 3) };
+    let (state, phys_state) = if rnic.vm().port_is_up() {
+        (4, 5)
+    } else {
+        (1, 3)
+    };
     let response = QueryPortResponse {
         state,
         phys_state,
@@ -245,7 +249,7 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
     let source = tables.sources.get_mut(index).ok_or(Error::Invalid)?;
     let new = (body.gid != [0; 16]).then_some(body.gid);
     let old = *entry;
-    let new_source = Source {
+    let new_source = L2Source {
         mac: body.mac,
         vlan: body.vlan,
     };
@@ -254,7 +258,7 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
         return Ok(Vec::new());
     }
     if let Some(gid) = new {
-        if !rnic.ports().claim(gid, rnic) {
+        if !rnic.registry().claim(gid, rnic.vm()) {
             return Err(Error::Busy);
         }
     }
@@ -262,7 +266,7 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
     *source = new_source;
     if let Some(gid) = old {
         if !tables.gids.contains(&Some(gid)) {
-            rnic.ports().release(gid, rnic);
+            rnic.registry().release(gid, rnic.vm());
         }
     }
     Ok(Vec::new())
@@ -283,7 +287,7 @@ fn set_status_page(rnic: &Arc<Rnic>, body: &SetStatusPage) -> Result<Vec<u8>, Er
         let memory = tables.memory.as_ref().ok_or(Error::Fault)?;
         Some(Pages::resolve(memory, &[body.addr], 12)?)
     };
-    announce_all(&tables, rnic.workers.len(), worker_status::SLEEPING);
+    tables.announce_all(rnic.workers.len(), worker_status::SLEEPING);
     drop(tables);
     for worker in &rnic.workers {
         worker.announce_again();

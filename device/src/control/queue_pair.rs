@@ -7,6 +7,7 @@ use virtio_rdma_spec::command::{
     create_qp_flag, CreateQp, CreateQpResponse, ModifyQp, Multicast, QueryQpResponse,
 };
 use virtio_rdma_spec::config::feature;
+use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::{
     recv_stride, send_stride, ud_send_stride, QpRecord, MAX_INLINE, MAX_SGE, MAX_WQE_STRIDE,
     MAX_WQ_ENTRIES,
@@ -16,15 +17,15 @@ use virtio_rdma_spec::PAGE_SIZE;
 
 use super::{check_ring, encode, needs, resolve_ring, zero};
 use crate::engine::message::is_multicast;
-use crate::engine::queue::WorkQueue;
-use crate::engine::requester::Requester;
+use crate::engine::queue_pair::{Qp, QpParts};
 use crate::engine::responder::Responder;
+use crate::engine::send_queue::SendQueue;
+use crate::engine::tables::{DoorbellTarget, Tables};
 use crate::memory::Pages;
 use crate::rnic::Rnic;
 use crate::verbs::cq::Cq;
-use crate::verbs::qp::{Parts, Qp};
 use crate::verbs::srq::Srq;
-use crate::verbs::tables::{Rung, Tables};
+use crate::verbs::work_queue::WorkQueue;
 use crate::verbs::Error;
 use crate::worker::Worker;
 
@@ -57,29 +58,6 @@ fn overlap(a: &WorkQueue, b: &WorkQueue) -> bool {
     a.entries != 0 && b.entries != 0 && a.offset < end(b) && b.offset < end(a)
 }
 
-/// What a type of queue pair has.
-struct Kind {
-    sends: bool,
-    receives: bool,
-    feature: u32,
-}
-
-fn kind(qp_type: u8) -> Option<Kind> {
-    let (sends, receives, feature) = match qp_type {
-        qp_type::RC => (true, true, feature::RC),
-        qp_type::UC => (true, true, feature::UC),
-        qp_type::UD | qp_type::GSI => (true, true, feature::UD),
-        qp_type::XRC_INI => (true, false, feature::XRC),
-        qp_type::XRC_TGT => (false, false, feature::XRC),
-        _ => return None,
-    };
-    Some(Kind {
-        sends,
-        receives,
-        feature,
-    })
-}
-
 /// The objects that a new queue pair refers to.
 struct Refs {
     send_cq: Option<Arc<Cq>>,
@@ -87,7 +65,7 @@ struct Refs {
     srq: Option<Arc<Srq>>,
 }
 
-fn find(tables: &Tables, body: &CreateQp, kind: &Kind) -> Result<Refs, Error> {
+fn find(tables: &Tables, body: &CreateQp, kind: &QpType) -> Result<Refs, Error> {
     let cq = |number| tables.cqs.get(number).cloned().ok_or(Error::NotFound);
     if kind.sends && tables.pds.get(body.pd).is_none() {
         return Err(Error::NotFound);
@@ -121,13 +99,13 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
     let known = create_qp_flag::SIGNAL_ALL | create_qp_flag::BLOCK_MULTICAST_LOOPBACK;
     zero(body.flags & !known == 0)?;
     zero(qp_type::name(body.qp_type).is_some())?;
-    let kind = kind(body.qp_type).ok_or(Error::NotSupported)?;
+    let kind = QpType::of(body.qp_type).ok_or(Error::NotSupported)?;
     needs(rnic, feature::RC)?;
     needs(rnic, kind.feature)?;
     if body.srq != 0 {
         needs(rnic, feature::SRQ)?;
     }
-    let datagram = matches!(body.qp_type, qp_type::UD | qp_type::GSI);
+    let datagram = kind.datagram;
     zero(datagram || body.flags & create_qp_flag::BLOCK_MULTICAST_LOOPBACK == 0)?;
     zero((body.xrcd == 0) == (body.qp_type != qp_type::XRC_TGT))?;
     zero((kind.receives && body.qp_type != qp_type::GSI) || body.srq == 0)?;
@@ -168,7 +146,7 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
 
     let mut tables = rnic.tables_mut();
     let tables = &mut *tables;
-    let refs = find(tables, body, &kind)?;
+    let refs = find(tables, body, kind)?;
     if body.qp_type == qp_type::GSI && tables.gsi.is_some() {
         return Err(Error::Busy);
     }
@@ -187,7 +165,13 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
             return Err(error);
         }
     };
-    fill_slot(tables, body.context, index, slot, Rung::Qp(qp.clone()));
+    fill_slot(
+        tables,
+        body.context,
+        index,
+        slot,
+        DoorbellTarget::Qp(qp.clone()),
+    );
     count_users(tables, &qp, 1);
     if body.qp_type == qp_type::GSI {
         tables.gsi = Some(qp.number);
@@ -212,6 +196,7 @@ fn insert(
     refs: Refs,
     (worker, slot): (&Arc<Worker>, u32),
 ) -> Result<Arc<Qp>, Error> {
+    let facts = QpType::of(body.qp_type).ok_or(Error::NotSupported)?;
     let buffer = Arc::new(if pages.len() == 0 {
         pages
     } else {
@@ -221,28 +206,29 @@ fn insert(
     let signal_all = body.flags & create_qp_flag::SIGNAL_ALL != 0;
     let inserted = tables.qps.insert_with(|number| {
         let (sge, inline) = (usize::from(body.max_send_sge), body.max_inline as usize);
-        let requester = Requester::new(buffer.clone(), sq, body.qp_type, sge, inline, signal_all);
+        let send_queue = SendQueue::new(buffer.clone(), sq, body.qp_type, sge, inline, signal_all);
         // Scatter lists come from whichever queue gives the receives.
         let recv_sge = match &refs.srq {
             Some(srq) => srq.max_sge,
             None => usize::from(body.max_recv_sge),
         };
         let responder = Responder::new(buffer, rq, refs.srq.clone(), recv_sge);
-        Ok(Arc::new(Qp::new(Parts {
+        Ok(Arc::new(Qp::new(QpParts {
             number,
-            rnic: rnic.clone(),
+            vm: rnic.vm().clone(),
             worker: worker.clone(),
+            worker_index: worker.index,
             pd: if refs.send_cq.is_some() { body.pd } else { 0 },
             context: body.context,
             slot,
-            qp_type: body.qp_type,
+            facts,
             footprint,
             xrcd: body.xrcd,
             block_multicast_loopback: body.flags & create_qp_flag::BLOCK_MULTICAST_LOOPBACK != 0,
             send_cq: refs.send_cq,
             recv_cq: refs.recv_cq,
             srq: refs.srq,
-            requester,
+            send_queue,
             responder,
         })))
     });
@@ -275,7 +261,13 @@ pub(super) fn reserve_slot(tables: &mut Tables, context: u32, index: u16) -> Res
 }
 
 /// Puts what it rings for into a reserved slot.
-pub(super) fn fill_slot(tables: &mut Tables, context: u32, index: u16, slot: u32, rung: Rung) {
+pub(super) fn fill_slot(
+    tables: &mut Tables,
+    context: u32,
+    index: u16,
+    slot: u32,
+    rung: DoorbellTarget,
+) {
     if let Some(context) = tables.contexts.get_mut(context) {
         if let Some(slots) = context.workers.get_mut(usize::from(index)) {
             slots.set(slot, rung);
@@ -363,21 +355,21 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     );
     for (_, gid) in groups.iter().copied() {
         tables.multicast.remove(&(number, gid));
-        rnic.ports().leave(gid, rnic, Some(number));
+        rnic.registry().leave(gid, rnic.vm(), Some(number));
     }
     tables.keys.forget_qp(number);
-    release_slot(tables, qp.context, qp.worker.index, qp.slot);
+    release_slot(tables, qp.context, qp.worker_index, qp.slot);
     count_users(tables, &qp, -1);
-    if qp.requester().is_parked() {
+    if qp.send_queue().is_parked() {
         // Its worker has a timer for it: let it go now and not when that ends.
-        qp.worker.schedule(&qp);
+        qp.schedule();
     }
     Ok(Vec::new())
 }
 
 /// The queue pair and group of a command about multicast.
 fn group(rnic: &Rnic, tables: &Tables, body: &Multicast) -> Result<(), Error> {
-    if !rnic.accepted(feature::UD) {
+    if !rnic.vm().accepted(feature::UD) {
         return Err(Error::NotSupported);
     }
     zero(body.reserved == 0 && is_multicast(&body.gid))?;
@@ -395,7 +387,7 @@ pub(super) fn attach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Erro
         return Err(Error::NoMemory);
     }
     tables.multicast.insert((body.qpn, body.gid));
-    rnic.ports().join(body.gid, rnic, body.qpn);
+    rnic.registry().join(body.gid, rnic.vm(), body.qpn);
     Ok(Vec::new())
 }
 
@@ -405,6 +397,6 @@ pub(super) fn detach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Erro
     if !tables.multicast.remove(&(body.qpn, body.gid)) {
         return Err(Error::NotFound);
     }
-    rnic.ports().leave(body.gid, rnic, Some(body.qpn));
+    rnic.registry().leave(body.gid, rnic.vm(), Some(body.qpn));
     Ok(Vec::new())
 }

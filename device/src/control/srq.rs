@@ -12,9 +12,9 @@ use virtio_rdma_spec::PAGE_SIZE;
 
 use super::queue_pair::{check_queue, fill_slot, next_worker, release_slot, reserve_slot};
 use super::{encode, handle_response, needs, resolve_ring, zero};
+use crate::engine::tables::{DoorbellTarget, Pd};
 use crate::rnic::Rnic;
-use crate::verbs::srq::{Parts, Srq, Xrc};
-use crate::verbs::tables::{Pd, Rung};
+use crate::verbs::srq::{Srq, SrqParts, Xrc};
 use crate::verbs::Error;
 
 pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateSrq) -> Result<Vec<u8>, Error> {
@@ -62,16 +62,16 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateSrq) -> Result<Vec<u8>, Erro
     } else {
         None
     };
-    let (index, worker) = next_worker(rnic)?;
+    let (index, _) = next_worker(rnic)?;
     let slot = reserve_slot(tables, body.context, index)?;
     let inserted = tables.adopt(pages).and_then(|buffer| {
         let footprint = buffer.footprint();
         let inserted = tables.srqs.insert_with(|number| {
-            Ok(Arc::new(Srq::new(Parts {
+            Ok(Arc::new(Srq::new(SrqParts {
                 number,
                 pd: body.pd,
                 context: body.context,
-                worker,
+                worker: index,
                 slot,
                 xrc,
                 max_sge: usize::from(body.max_sge),
@@ -101,7 +101,7 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateSrq) -> Result<Vec<u8>, Erro
             domain.users += 1;
         }
     }
-    fill_slot(tables, body.context, index, slot, Rung::Srq(srq));
+    fill_slot(tables, body.context, index, slot, DoorbellTarget::Srq(srq));
     rnic.next_worker.fetch_add(1, Ordering::Relaxed);
     let response = CreateSrqResponse {
         srqn: number,
@@ -180,7 +180,7 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     if let Some(sink) = &tables.sink {
         sink.forget_srq(number);
     }
-    release_slot(tables, srq.context, srq.worker.index, srq.slot);
+    release_slot(tables, srq.context, srq.worker, srq.slot);
     if let Some(pd) = tables.pds.get_mut(srq.pd) {
         pd.users = pd.users.saturating_sub(1);
     }

@@ -2,9 +2,11 @@
 //! Walks a scatter/gather list, and copies from one to another.
 use virtio_rdma_spec::ring::Sge;
 
-use crate::memory::{copy, copy_last, copy_stretch, end_streaming, fetch_bytes, Stretch, Way};
+use crate::engine::tables::Tables;
+use crate::memory::{
+    copy, copy_last, copy_scattered, end_streaming, fetch_bytes, ScatterRange, Way,
+};
 use crate::verbs::keys::{Accessor, Grant, KeyError};
-use crate::verbs::tables::Tables;
 
 /// A position in a scatter/gather list. Each entry's key is checked, for all of the entry, when it
 /// is reached.
@@ -54,7 +56,7 @@ impl<'a> Cursor<'a> {
     /// # Errors
     /// If the key does not give access.
     #[inline]
-    fn next(&mut self, max: u64) -> Result<Option<Stretch<'_>>, KeyError> {
+    fn next(&mut self, max: u64) -> Result<Option<ScatterRange<'_>>, KeyError> {
         let entry = loop {
             let Some((first, rest)) = self.sges.split_first() else {
                 return Ok(None);
@@ -76,9 +78,9 @@ impl<'a> Cursor<'a> {
             return Ok(None);
         };
         let left = length - self.done;
-        let stretch = grant.stretch(entry.addr.wrapping_add(self.done), left.min(max))?;
-        self.done += stretch.len();
-        Ok(Some(stretch))
+        let scatter = grant.scattered(entry.addr.wrapping_add(self.done), left.min(max))?;
+        self.done += scatter.len();
+        Ok(Some(scatter))
     }
 }
 
@@ -97,14 +99,14 @@ pub fn check(
         let grant = tables
             .keys
             .grant(sge.lkey, accessor, access, sge.addr, length)?;
-        grant.stretch(sge.addr, 1)?;
+        grant.scattered(sge.addr, 1)?;
     }
     Ok(())
 }
 
 /// What a copy reads.
 #[derive(Debug)]
-pub enum From<'a> {
+pub enum DataSource<'a> {
     /// Guest memory.
     Guest(Cursor<'a>),
     /// Bytes of ours.
@@ -115,21 +117,21 @@ pub enum From<'a> {
 ///
 /// # Errors
 /// If a key does not give access.
-pub fn fetch(from: &mut From<'_>, mut into: &mut [u8]) -> Result<(), KeyError> {
+pub fn fetch(from: &mut DataSource<'_>, mut into: &mut [u8]) -> Result<(), KeyError> {
     while !into.is_empty() {
         let read = match from {
-            From::Guest(cursor) => match cursor.next(into.len() as u64)? {
-                Some(mut stretch) => {
+            DataSource::Guest(cursor) => match cursor.next(into.len() as u64)? {
+                Some(mut scatter) => {
                     let mut read = 0;
-                    while !stretch.is_empty() {
+                    while !scatter.is_empty() {
                         let into = into.get_mut(read..).unwrap_or_default();
-                        read += fetch_bytes(into, stretch.take(usize::MAX));
+                        read += fetch_bytes(into, scatter.take(usize::MAX));
                     }
                     read
                 }
                 None => return Ok(()),
             },
-            From::Bytes(bytes) => {
+            DataSource::Bytes(bytes) => {
                 let n = bytes.len().min(into.len());
                 let (head, rest) = bytes.split_at(n);
                 into.get_mut(..n).unwrap_or_default().copy_from_slice(head);
@@ -182,7 +184,7 @@ impl Part {
 /// # Errors
 /// If a key does not give access; what precedes it has been copied.
 #[inline]
-pub fn transfer(to: &mut Cursor<'_>, from: &mut From<'_>, part: Part) -> Result<(), Fault> {
+pub fn transfer(to: &mut Cursor<'_>, from: &mut DataSource<'_>, part: Part) -> Result<(), Fault> {
     if !part.large {
         return transfer_by(Way::Cached, to, from, part);
     }
@@ -195,7 +197,7 @@ pub fn transfer(to: &mut Cursor<'_>, from: &mut From<'_>, part: Part) -> Result<
 fn transfer_by(
     way: Way,
     to: &mut Cursor<'_>,
-    from: &mut From<'_>,
+    from: &mut DataSource<'_>,
     part: Part,
 ) -> Result<(), Fault> {
     let mut left = part.len;
@@ -203,25 +205,25 @@ fn transfer_by(
         let Some(mut to) = to.next(left).map_err(Fault::Destination)? else {
             break;
         };
-        // One stretch of the destination may need several of the source.
+        // One scatter range of the destination may need several of the source.
         while !to.is_empty() {
             let len = match from {
-                From::Guest(cursor) => {
+                DataSource::Guest(cursor) => {
                     let Some(mut source) = cursor.next(to.len()).map_err(Fault::Source)? else {
                         return Ok(());
                     };
                     let len = source.len();
-                    copy_stretch(&mut to, &mut source, way, part.last && len == left);
+                    copy_scattered(&mut to, &mut source, way, part.last && len == left);
                     len
                 }
-                From::Bytes(bytes) => {
-                    let piece = to.take(bytes.len());
-                    let (head, rest) = bytes.split_at(piece.len());
+                DataSource::Bytes(bytes) => {
+                    let range = to.take(bytes.len());
+                    let (head, rest) = bytes.split_at(range.len());
                     *bytes = rest;
                     if part.last && head.len() as u64 == left {
-                        copy_last(piece, head.into());
+                        copy_last(range, head.into());
                     } else {
-                        copy(piece, head.into());
+                        copy(range, head.into());
                     }
                     head.len() as u64
                 }

@@ -2,7 +2,8 @@
 //! What requester and responder say to each other.
 use virtio_rdma_spec::verbs::MASK_24;
 
-use crate::verbs::cq::Source;
+use crate::verbs::cq::L2Source;
+use crate::verbs::WcError;
 
 /// A message, as its responder needs to know it.
 #[derive(Debug, Clone, Copy)]
@@ -41,9 +42,9 @@ pub enum Answer {
     /// The responder has no receive work request: its RNR timer code.
     NotReady(u8),
     /// The responder refused: the requester's completion status, and the reason.
-    Refused(u8, u8),
+    Refused(WcError),
     /// Our own memory is not as the keys say: completion status, and the reason.
-    Local(u8, u8),
+    Local(WcError),
 }
 
 /// Bytes before the payload of a received datagram.
@@ -58,7 +59,7 @@ pub struct Datagram {
     /// Source GID.
     pub sgid: [u8; 16],
     /// MAC address and VLAN of the source.
-    pub source: Source,
+    pub source: L2Source,
     /// Destination GID.
     pub dgid: [u8; 16],
     /// Destination queue pair.
@@ -158,7 +159,7 @@ mod tests {
     fn datagram(sgid: [u8; 16], dgid: [u8; 16]) -> Datagram {
         Datagram {
             sgid,
-            source: Source::default(),
+            source: L2Source::default(),
             dgid,
             qpn: 1,
             qkey: 1,

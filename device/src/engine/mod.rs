@@ -5,22 +5,32 @@
 //! them; the [`responder`] checks and places them and answers; the requester completes. Time is a
 //! parameter.
 
+mod atomics;
+mod begin;
 pub mod cursor;
+pub mod events;
+mod execute;
+mod finish;
 pub mod message;
 pub mod operation;
-pub mod queue;
-pub mod requester;
+pub mod path;
+pub mod queue_pair;
+mod register;
 pub mod responder;
+pub mod send_queue;
+pub mod tables;
+pub mod vm;
 
 use std::sync::Arc;
 
-use virtio_rdma_spec::event::AsyncEvent;
+use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::ring::Cqe;
 
-use crate::verbs::cq::{Cq, Pushed, Source};
-use crate::verbs::tables::Tables;
+use self::events::{notify, raise};
+use self::tables::Tables;
+use crate::verbs::cq::{Cq, L2Source, Pushed};
 
-/// What a queue pair may do in a turn, before the next gets its own.
+/// What a queue pair may do in one poll, before the next is polled.
 #[derive(Debug, Clone, Copy)]
 pub struct Budget {
     /// Messages.
@@ -42,13 +52,13 @@ impl Budget {
 }
 
 /// That of a queue pair while others may wait.
-pub const SHARE: Budget = Budget {
+pub const BUDGET: Budget = Budget {
     messages: 32,
     bytes: 64 * 1024,
 };
 /// That of a queue pair while no other waits: it is looked for others, and for the time, only so
 /// often.
-pub const LONE_SHARE: Budget = Budget {
+pub const LONE_BUDGET: Budget = Budget {
     messages: 96,
     bytes: 1 << 20,
 };
@@ -58,7 +68,7 @@ pub const LARGE: u64 = 8 << 20;
 
 /// Writes a completion to a queue of the VM of `tables`, with all that follows from it.
 pub(crate) fn complete(tables: &Tables, cq: &Arc<Cq>, cqe: &Cqe, solicited: bool) {
-    complete_from(tables, cq, cqe, &Source::default(), solicited);
+    complete_from(tables, cq, cqe, &L2Source::default(), solicited);
 }
 
 /// The same, of a datagram from `source`.
@@ -66,7 +76,7 @@ pub(crate) fn complete_from(
     tables: &Tables,
     cq: &Arc<Cq>,
     cqe: &Cqe,
-    source: &Source,
+    source: &L2Source,
     solicited: bool,
 ) {
     settle(tables, cq, cq.push_from(cqe, source, solicited));
@@ -77,42 +87,18 @@ pub(crate) fn settle(tables: &Tables, cq: &Arc<Cq>, pushed: Pushed) {
     match pushed {
         Pushed::Quiet | Pushed::Dropped => {}
         Pushed::Event => notify(tables, cq),
-        Pushed::Held => cq.hold(),
+        Pushed::Held => {
+            if let Some(vm) = tables.vm.upgrade() {
+                vm.hold(cq);
+            }
+        }
         Pushed::Error(reason) => {
-            raise(
-                tables,
-                virtio_rdma_spec::event::event_type::CQ_ERR,
-                cq.number,
-                reason,
-            );
+            raise(tables, event_type::CQ_ERR, cq.number, reason);
             for number in cq.queue_pairs().iter() {
                 if let Some(qp) = tables.qps.get(*number) {
                     qp.fail();
                 }
             }
         }
-    }
-}
-
-/// Raises the event that an armed completion queue wants.
-pub(crate) fn notify(tables: &Tables, cq: &Cq) {
-    if let Some(sink) = &tables.sink {
-        let event = virtio_rdma_spec::event::CompletionEvent {
-            cqn: cq.number,
-            reserved: 0,
-        };
-        sink.completion(cq.vector, event);
-    }
-}
-
-/// Raises an asynchronous event.
-pub(crate) fn raise(tables: &Tables, event_type: u16, number: u32, reason: u8) {
-    if let Some(sink) = &tables.sink {
-        sink.asynchronous(AsyncEvent {
-            event_type,
-            number,
-            reason: u32::from(reason),
-            ..AsyncEvent::default()
-        });
     }
 }

@@ -4,29 +4,31 @@
 //!
 //! It never trusts that the peer's message is one: every slice is checked again, because keys and
 //! states may have changed between two of them.
-mod words;
-
 use std::sync::atomic::{fence, Ordering};
 use std::sync::{Arc, Weak};
 
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::event::event_type;
+use virtio_rdma_spec::facts::Opcode;
 use virtio_rdma_spec::ring::{Cqe, Sge};
 use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
 };
 
-use super::cursor::{check, transfer, Cursor, Fault, From, Part};
+use super::cursor::{check, transfer, Cursor, DataSource, Fault, Part};
+use super::events::raise;
 use super::message::{Answer, Datagram, Message, GRH};
-use super::queue::{PlainReceive, WorkQueue};
-use super::{complete_from, raise, LARGE};
-use crate::memory::{atomic, Pages};
-use crate::verbs::cq::{Cq, Source};
-use crate::verbs::keys::{Accessor, Keys, Memo};
-use crate::verbs::qp::Qp;
-use crate::verbs::srq::Srq;
-use crate::verbs::tables::{Gid, Tables};
+use super::queue_pair::Qp;
+use super::tables::{Gid, Tables};
+use super::{complete_from, LARGE};
+use crate::memory::atomic::AtomicOperation;
+use crate::memory::Pages;
+use crate::verbs::cq::{Cq, L2Source};
+use crate::verbs::keys::{Accessor, CachedRange, Keys};
+use crate::verbs::srq::{Srq, Waiter};
+use crate::verbs::work_queue::{FastReceive, WorkQueue};
+use crate::verbs::WcError;
 
 /// Offset of `QpRecord::rq_waited`.
 const RQ_WAITED: u64 = 0;
@@ -47,10 +49,10 @@ struct Inbound {
 pub struct Responder {
     remote_qp: u32,
     remote_gid: Gid,
-    access: u32,
+    pub(super) access: u32,
     communication_established: bool,
     last_wqe_told: bool,
-    max_rd_atomic: u8,
+    pub(super) max_rd_atomic: u8,
     rnr_timer: u8,
     qkey: u32,
     /// The queue pair's buffer.
@@ -136,8 +138,7 @@ impl Responder {
     /// Lets the sender that waits for a receive work request try again.
     fn wake_waiter(&mut self) {
         if let Some(sender) = self.waiter.take().and_then(|sender| sender.upgrade()) {
-            sender.wake.store(true, Ordering::SeqCst);
-            sender.worker.schedule(&sender);
+            sender.wake();
         }
     }
 
@@ -236,24 +237,24 @@ impl Responder {
         self.communication_established || qp.state() != qp_state::RTR
     }
 
-    /// Takes the next receive work request for a message of `len` bytes, if it is plain (see
-    /// [`WorkQueue::take_plain`]).
-    #[inline]
-    pub(crate) fn take_plain<'a>(
+    /// Takes the next receive work request for a message of `len` bytes, if it is eligible for the
+    /// fast path (see [`WorkQueue::take_fast`]).
+    #[inline(always)]
+    pub(crate) fn take_fast<'a>(
         &mut self,
         keys: &'a Keys,
-        memo: &mut Memo<'a>,
+        cached: &mut CachedRange<'a>,
         pd: u32,
         len: u64,
-    ) -> Option<PlainReceive<'a>> {
+    ) -> Option<FastReceive<'a>> {
         if self.inbound.is_some() {
             return None;
         }
         match &self.srq {
-            Some(srq) => srq.take_plain(keys, memo, len),
+            Some(srq) => srq.take_fast(keys, cached, len),
             None => {
                 let queue = &mut self.queue;
-                queue.take_plain(&self.buffer, self.max_sge, keys, memo, pd, len)
+                queue.take_fast(&self.buffer, self.max_sge, keys, cached, pd, len)
             }
         }
     }
@@ -269,7 +270,7 @@ impl Responder {
         let first = slice.offset == 0;
         let establishes = first && !self.communication_established && qp.state() == qp_state::RTR;
         // A UC message that is dropped was never there.
-        let acknowledged = qp.qp_type != qp_type::UC;
+        let acknowledged = qp.facts.acknowledged;
         if establishes && acknowledged {
             self.establish(tables, qp);
         }
@@ -318,7 +319,7 @@ impl Responder {
         } else {
             None
         };
-        let at = Place {
+        let at = MessageContext {
             tables,
             qp,
             sender,
@@ -361,7 +362,9 @@ impl Responder {
                         self.delivered(&at, message, wc_opcode::RECV)
                     }
                     Ok(()) => Answer::Progress,
-                    Err(Fault::Source(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
+                    Err(Fault::Source(key)) => {
+                        Answer::Local(WcError::new(wc_status::LOC_PROT_ERR, key.0))
+                    }
                     Err(Fault::Destination(key)) => {
                         self.bad_receive(&at, wc_status::LOC_PROT_ERR, key.0, wc_status::REM_OP_ERR)
                     }
@@ -388,7 +391,9 @@ impl Responder {
                     }
                     Ok(()) if last => Answer::Done,
                     Ok(()) => Answer::Progress,
-                    Err(Fault::Source(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
+                    Err(Fault::Source(key)) => {
+                        Answer::Local(WcError::new(wc_status::LOC_PROT_ERR, key.0))
+                    }
                     Err(Fault::Destination(key)) => self.violation(&at, key.0),
                 }
             }
@@ -401,12 +406,14 @@ impl Responder {
                     return answer;
                 }
                 let from = Cursor::new(tables, &remote, at.remote(), access::REMOTE_READ, offset);
-                let moved = transfer(&mut sink, &mut From::Guest(from), part);
+                let moved = transfer(&mut sink, &mut DataSource::Guest(from), part);
                 match moved {
                     Ok(()) if last => Answer::Done,
                     Ok(()) => Answer::Progress,
                     Err(Fault::Source(key)) => self.violation(&at, key.0),
-                    Err(Fault::Destination(key)) => Answer::Local(wc_status::LOC_PROT_ERR, key.0),
+                    Err(Fault::Destination(key)) => {
+                        Answer::Local(WcError::new(wc_status::LOC_PROT_ERR, key.0))
+                    }
                 }
             }
             (_, Payload::Atomic(operation, sink)) => self.atomic(&at, message, operation, sink),
@@ -432,13 +439,13 @@ impl Responder {
         sender: &Arc<Qp>,
         message: &Message,
         datagram: &Datagram,
-        mut source: From<'_>,
+        mut source: DataSource<'_>,
     ) -> Answer {
         if self.qkey != datagram.qkey {
-            qp.rnic.count_qkey_violation(sender.worker.index);
+            qp.vm.count_qkey_violation(sender.worker_index);
             return Answer::NoAnswer;
         }
-        let at = Place {
+        let at = MessageContext {
             tables,
             qp,
             sender,
@@ -450,7 +457,7 @@ impl Responder {
             return Answer::NoAnswer;
         }
         let grh = datagram.grh(message.length);
-        let header = &mut From::Bytes(&grh);
+        let header = &mut DataSource::Bytes(&grh);
         let to = |skip| Cursor::new(tables, &self.reached, at.local(), access::LOCAL_WRITE, skip);
         let placed = transfer(&mut to(0), header, Part::whole(GRH as u64)).and_then(|()| {
             transfer(
@@ -462,7 +469,9 @@ impl Responder {
         match placed {
             Ok(()) => {}
             // The receive stays claimed for the next datagram.
-            Err(Fault::Source(key)) => return Answer::Local(wc_status::LOC_PROT_ERR, key.0),
+            Err(Fault::Source(key)) => {
+                return Answer::Local(WcError::new(wc_status::LOC_PROT_ERR, key.0))
+            }
             Err(Fault::Destination(key)) => {
                 let remote = wc_status::REM_OP_ERR;
                 self.bad_receive(&at, wc_status::LOC_PROT_ERR, key.0, remote);
@@ -477,7 +486,7 @@ impl Responder {
         if with_imm {
             wc_flags |= wc_flag::WITH_IMM;
         }
-        if datagram.is_ipv4() && qp.rnic.accepted(feature::HEADER_TYPE) {
+        if datagram.is_ipv4() && qp.vm.accepted(feature::HEADER_TYPE) {
             wc_flags |= wc_flag::IPV4;
         }
         let cqe = Cqe {
@@ -504,7 +513,12 @@ impl Responder {
     }
 
     /// The peer may access `remote` as `wanted` says: by the queue pair's flags and by the key.
-    fn check_remote(&self, at: &Place<'_>, wanted: u32, remote: &[Sge]) -> Result<(), Answer> {
+    fn check_remote(
+        &self,
+        at: &MessageContext<'_>,
+        wanted: u32,
+        remote: &[Sge],
+    ) -> Result<(), Answer> {
         if self.access & wanted != wanted {
             return Err(self.invalid_request(at.tables, at.qp, vendor_err::QP_ACCESS));
         }
@@ -515,7 +529,7 @@ impl Responder {
     /// bytes more than its length.
     fn take_receive(
         &mut self,
-        at: &Place<'_>,
+        at: &MessageContext<'_>,
         first: bool,
         message: &Message,
         header: u64,
@@ -579,9 +593,9 @@ impl Responder {
     }
 
     /// Consumes a receive work request.
-    fn claim(&mut self, at: &Place<'_>) -> Result<(), Answer> {
+    fn claim(&mut self, at: &MessageContext<'_>) -> Result<(), Answer> {
         // Nobody waits for a receive whose message may be dropped.
-        let waits = matches!(at.qp.qp_type, qp_type::RC | qp_type::XRC_TGT);
+        let waits = at.qp.facts.acknowledged;
         if let Some(srq) = at.xrc.or(self.srq.as_ref()) {
             let srq = srq.clone();
             let Some(taken) = srq.take(&mut self.sges, waits.then_some(at.sender)) else {
@@ -644,15 +658,11 @@ impl Responder {
     }
 
     /// The message is complete: its receive work request too.
-    fn delivered(&mut self, at: &Place<'_>, message: &Message, opcode: u8) -> Answer {
+    fn delivered(&mut self, at: &MessageContext<'_>, message: &Message, opcode: u8) -> Answer {
         let Some(inbound) = self.inbound.take() else {
             return Answer::Done;
         };
-        let wc_flags = match message.opcode {
-            wr_opcode::SEND_WITH_IMM | wr_opcode::RDMA_WRITE_WITH_IMM => wc_flag::WITH_IMM,
-            wr_opcode::SEND_WITH_INV => wc_flag::WITH_INV,
-            _ => 0,
-        };
+        let wc_flags = Opcode::of(message.opcode).map_or(0, Opcode::receive_flags);
         let cqe = Cqe {
             wr_id: inbound.wr_id,
             byte_len: u32::try_from(message.length).unwrap_or(u32::MAX),
@@ -669,7 +679,7 @@ impl Responder {
             at.qp,
             &inbound,
             &cqe,
-            &Source::default(),
+            &L2Source::default(),
             message.solicited,
         );
         Answer::Done
@@ -686,17 +696,23 @@ impl Responder {
             opcode: wc_opcode::RECV,
             ..Cqe::default()
         };
-        push(tables, qp, inbound, &cqe, &Source::default(), true);
+        push(tables, qp, inbound, &cqe, &L2Source::default(), true);
     }
 
     /// Our receive work request is bad: it completes with `status`, the peer's with `remote`, and
     /// we are in error.
-    fn bad_receive(&mut self, at: &Place<'_>, status: u8, reason: u8, remote: u8) -> Answer {
+    fn bad_receive(
+        &mut self,
+        at: &MessageContext<'_>,
+        status: u8,
+        reason: u8,
+        remote: u8,
+    ) -> Answer {
         if let Some(inbound) = self.inbound.take() {
             self.complete(at.tables, at.qp, &inbound, status, reason);
         }
         at.qp.fail();
-        Answer::Refused(remote, reason)
+        Answer::Refused(WcError::new(remote, reason))
     }
 
     /// Our ring is gone: we are in error.
@@ -709,48 +725,48 @@ impl Responder {
                 vendor_err::MEMORY_GONE,
             );
         }
-        Answer::Refused(wc_status::REM_OP_ERR, vendor_err::MEMORY_GONE)
+        Answer::Refused(WcError::new(wc_status::REM_OP_ERR, vendor_err::MEMORY_GONE))
     }
 
     /// The peer's key does not give access.
-    fn violation(&self, at: &Place<'_>, reason: u8) -> Answer {
+    pub(super) fn violation(&self, at: &MessageContext<'_>, reason: u8) -> Answer {
         // A UC message is dropped, and that is all.
-        if at.qp.qp_type != qp_type::UC && at.qp.fail() {
+        if at.qp.facts.acknowledged && at.qp.fail() {
             raise(at.tables, event_type::QP_ACCESS_ERR, at.qp.number, reason);
         }
-        Answer::Refused(wc_status::REM_ACCESS_ERR, reason)
+        Answer::Refused(WcError::new(wc_status::REM_ACCESS_ERR, reason))
     }
 
     /// The peer asks for what this queue pair does not do.
-    fn invalid_request(&self, tables: &Tables, qp: &Arc<Qp>, reason: u8) -> Answer {
-        if qp.qp_type != qp_type::UC && qp.fail() {
+    pub(super) fn invalid_request(&self, tables: &Tables, qp: &Arc<Qp>, reason: u8) -> Answer {
+        if qp.facts.acknowledged && qp.fail() {
             raise(tables, event_type::QP_REQ_ERR, qp.number, reason);
         }
-        Answer::Refused(wc_status::REM_INV_REQ_ERR, reason)
+        Answer::Refused(WcError::new(wc_status::REM_INV_REQ_ERR, reason))
     }
 }
 
 /// Where a message is: what the responder's steps have in common.
-struct Place<'a> {
-    tables: &'a Tables,
-    qp: &'a Arc<Qp>,
-    sender: &'a Arc<Qp>,
+pub(super) struct MessageContext<'a> {
+    pub(super) tables: &'a Tables,
+    pub(super) qp: &'a Arc<Qp>,
+    pub(super) sender: &'a Arc<Qp>,
     /// The shared receive queue that an XRC message names.
-    xrc: Option<&'a Arc<Srq>>,
+    pub(super) xrc: Option<&'a Arc<Srq>>,
     /// The protection domain that the peer's keys must belong to.
-    pd: u32,
+    pub(super) pd: u32,
     /// The protection domain that the keys of receives must belong to.
-    receive_pd: u32,
+    pub(super) receive_pd: u32,
 }
 
-impl Place<'_> {
+impl MessageContext<'_> {
     /// Our own access, to receive buffers.
     fn local(&self) -> Accessor {
         Accessor::local(self.receive_pd)
     }
 
     /// The peer's access.
-    fn remote(&self) -> Accessor {
+    pub(super) fn remote(&self) -> Accessor {
         Accessor::remote(self.pd, self.qp.number)
     }
 }
@@ -762,7 +778,7 @@ fn push(
     qp: &Arc<Qp>,
     inbound: &Inbound,
     cqe: &Cqe,
-    source: &Source,
+    source: &L2Source,
     solicited: bool,
 ) {
     let cq: Option<&Arc<Cq>> = match inbound.srq.as_ref().filter(|srq| srq.xrc.is_some()) {
@@ -800,11 +816,11 @@ pub(crate) struct Slice<'a> {
 #[derive(Debug)]
 pub enum Payload<'a> {
     /// The requester's data.
-    From(From<'a>),
+    From(DataSource<'a>),
     /// The requester's buffers, for what it reads.
     Into(Cursor<'a>),
     /// An atomic operation, and where the requester wants what was there.
-    Atomic(atomic::Operation, Cursor<'a>),
+    Atomic(AtomicOperation, Cursor<'a>),
     /// FLUSH with this access, of a range of this length, or of all that the key is for.
     Flush(u32, Option<u64>),
 }

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Fabrics carry messages between queue pairs. There is one so far: [`local`], between the VMs of
-//! this process.
-
+//! Fabrics: what carries messages between queue pairs.
 pub mod local;
+pub mod registry;

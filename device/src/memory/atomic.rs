@@ -11,7 +11,7 @@ const ATTEMPTS: u32 = 1000;
 
 /// An operation on a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Operation {
+pub enum AtomicOperation {
     /// Replaces the bits of `swap_mask` by those of `swap`, if the bits of `compare_mask` are those
     /// of `compare`.
     CompareSwap {
@@ -34,7 +34,7 @@ pub enum Operation {
     },
 }
 
-impl Operation {
+impl AtomicOperation {
     /// What the word becomes; `None` if it stays.
     #[must_use]
     pub fn apply(self, old: u64) -> Option<u64> {
@@ -112,12 +112,12 @@ mod tests {
         })
     }
 
-    fn add(add: u64, boundary: u64) -> Operation {
-        Operation::FetchAdd { add, boundary }
+    fn add(add: u64, boundary: u64) -> AtomicOperation {
+        AtomicOperation::FetchAdd { add, boundary }
     }
 
-    fn swap([compare, compare_mask, swap, swap_mask]: [u64; 4]) -> Operation {
-        Operation::CompareSwap {
+    fn swap([compare, compare_mask, swap, swap_mask]: [u64; 4]) -> AtomicOperation {
+        AtomicOperation::CompareSwap {
             compare,
             compare_mask,
             swap,
@@ -164,9 +164,9 @@ mod tests {
     #[test]
     fn operations_act_on_guest_memory_and_return_what_was_there() {
         let memory = GuestMemory::new(vec![region(0, 1)]).unwrap();
-        let word = memory.span(16, 8).unwrap().word().unwrap();
-        assert!(memory.span(17, 8).unwrap().word().is_none());
-        assert!(memory.span(16, 7).unwrap().word().is_none());
+        let word = memory.range_at(16, 8).unwrap().word().unwrap();
+        assert!(memory.range_at(17, 8).unwrap().word().is_none());
+        assert!(memory.range_at(16, 7).unwrap().word().is_none());
         assert_eq!(add(5, 0).execute(word), Some(0));
         assert_eq!(swap([4, u64::MAX, 9, u64::MAX]).execute(word), Some(5));
         assert_eq!(swap([5, u64::MAX, 9, u64::MAX]).execute(word), Some(5));
@@ -184,14 +184,14 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    let word = memory.span(0, 8).unwrap().word().unwrap();
+                    let word = memory.range_at(0, 8).unwrap().word().unwrap();
                     for _ in 0..10_000 {
                         while add(1, 0).execute(word).is_none() {}
                     }
                 });
             }
         });
-        let word = memory.span(0, 8).unwrap().word().unwrap();
+        let word = memory.range_at(0, 8).unwrap().word().unwrap();
         assert_eq!(u64::from_le(word.load(Ordering::SeqCst)), 40_000);
     }
 }

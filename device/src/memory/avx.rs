@@ -2,7 +2,7 @@
 //! Copies by AVX, with what comes next fetched meanwhile; and past the caches, by stores that do
 //! not allocate in them, if `STREAM`.
 use super::guest::Host;
-use super::span::{prefetch_line, prefetch_line_to_write};
+use super::range::{prefetch_line, prefetch_line_to_write};
 
 /// Size of a page, bytes.
 pub const PAGE: usize = 4096;

@@ -3,9 +3,9 @@
 use std::marker::PhantomData;
 
 use super::guest::{Host, Range};
-use super::{Error, GuestMemory, Span};
+use super::{ContiguousRange, Error, GuestMemory};
 
-/// A list of blocks of guest memory, resolved, that are seen as one piece of memory. Keeps the
+/// A list of blocks of guest memory, resolved, that are seen as one contiguous range. Keeps the
 /// mapping that it was resolved in alive.
 #[derive(Debug)]
 pub struct Blocks {
@@ -153,7 +153,7 @@ impl Blocks {
 
     /// The block that `offset` is in, and at which offset it starts; `None` beyond the end.
     #[must_use]
-    pub fn piece(&self, offset: u64) -> Option<(u64, Span<'_>)> {
+    pub fn contiguous(&self, offset: u64) -> Option<(u64, ContiguousRange<'_>)> {
         let Place::Mapped(_, hosts) = &self.place else {
             return None;
         };
@@ -165,21 +165,21 @@ impl Blocks {
         let start = *self.starts.get(block)?;
         let end = self.starts.get(after).copied().unwrap_or(self.len);
         // Each block was found to lie in one region of the memory, as long as that lives.
-        let span = Span {
+        let range = ContiguousRange {
             ptr: hosts.get(block)?.0,
             len: (end - start) as usize,
             owner: PhantomData,
         };
-        Some((start, span))
+        Some((start, range))
     }
 
-    /// A contiguous piece that starts at `offset`, of at most `max` bytes; `None` beyond the end.
+    /// The contiguous range that starts at `offset`, of at most `max` bytes; `None` beyond the end.
     #[must_use]
-    pub fn span(&self, offset: u64, max: u64) -> Option<Span<'_>> {
-        let (start, block) = self.piece(offset)?;
+    pub fn range_at(&self, offset: u64, max: u64) -> Option<ContiguousRange<'_>> {
+        let (start, block) = self.contiguous(offset)?;
         let (_, rest) = block.split_at((offset - start) as usize);
-        let (span, _) = rest.split_at(usize::try_from(max).unwrap_or(usize::MAX));
-        Some(span)
+        let (range, _) = rest.split_at(usize::try_from(max).unwrap_or(usize::MAX));
+        Some(range)
     }
 }
 
@@ -195,7 +195,11 @@ mod tests {
         let list = [(0x10, 0x20), (0x10ffe, 2), (0x1fff, 1), (0, 0x2000)];
         let blocks = Blocks::resolve(&memory, list.into_iter()).unwrap();
         assert_eq!((blocks.count(), blocks.len()), (4, 0x2023));
-        let piece = |blocks: &Blocks, at| blocks.piece(at).map(|(start, span)| (start, span.len()));
+        let part = |blocks: &Blocks, at| {
+            blocks
+                .contiguous(at)
+                .map(|(start, range)| (start, range.len()))
+        };
         for (at, expected) in [
             (0, Some((0, 0x20))),
             (0x1f, Some((0, 0x20))),
@@ -206,18 +210,18 @@ mod tests {
             (0x2023, None),
             (u64::MAX, None),
         ] {
-            assert_eq!(piece(&blocks, at), expected, "{at:#x}");
+            assert_eq!(part(&blocks, at), expected, "{at:#x}");
         }
         let lost = blocks.rebase(None);
         assert_eq!(
-            (lost.count(), lost.len(), piece(&lost, 0)),
+            (lost.count(), lost.len(), part(&lost, 0)),
             (4, 0x2023, None)
         );
         let partly = GuestMemory::new(vec![region(0, 2)]).unwrap();
-        assert_eq!(piece(&blocks.rebase(Some(&partly)), 0), None);
+        assert_eq!(part(&blocks.rebase(Some(&partly)), 0), None);
         let found = lost.rebase(Some(&memory));
-        assert_eq!(piece(&found, 0x20), Some((0x20, 2)));
-        assert_eq!(found.span(0x2000, 0x1000).unwrap().len(), 0x23);
+        assert_eq!(part(&found, 0x20), Some((0x20, 2)));
+        assert_eq!(found.range_at(0x2000, 0x1000).unwrap().len(), 0x23);
     }
 
     #[test]
@@ -254,25 +258,25 @@ mod tests {
     }
 
     proptest! {
-        /// All bytes, read through spans of any size, are those of the blocks put together.
+        /// All bytes, read through ranges of any size, are those of the blocks put together.
         #[test]
         fn blocks_are_one_memory(
             list in prop::collection::vec((0u64..0x1800, 1u64..0x800), 1..20), offset: u64, max in 1u64..0x1000,
         ) {
             let memory = GuestMemory::new(vec![region(0, 2)]).unwrap();
             let pattern: Vec<u8> = (0..0x2000u32).map(|i| (i * 7 + i / 251) as u8).collect();
-            copy(memory.span(0, 0x2000).unwrap(), pattern.as_slice().into());
+            copy(memory.range_at(0, 0x2000).unwrap(), pattern.as_slice().into());
             let blocks = Blocks::resolve(&memory, list.iter().copied()).unwrap();
             let bytes: Vec<u8> =
                 list.iter().flat_map(|(at, len)| &pattern[*at as usize..][..*len as usize]).copied().collect();
             let mut at = offset % bytes.len() as u64;
             let mut read = Vec::new();
-            while let Some(span) = blocks.span(at, max) {
-                prop_assert!(!span.is_empty() && span.len() as u64 <= max);
-                let mut piece = vec![0; span.len()];
-                fetch_bytes(&mut piece, span);
-                at += piece.len() as u64;
-                read.extend(piece);
+            while let Some(range) = blocks.range_at(at, max) {
+                prop_assert!(!range.is_empty() && range.len() as u64 <= max);
+                let mut part = vec![0; range.len()];
+                fetch_bytes(&mut part, range);
+                at += part.len() as u64;
+                read.extend(part);
             }
             prop_assert_eq!(&read[..], &bytes[(offset % bytes.len() as u64) as usize..]);
         }

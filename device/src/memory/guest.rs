@@ -9,7 +9,7 @@ use virtio_rdma_spec::PAGE_SIZE;
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
-use super::Span;
+use super::ContiguousRange;
 
 /// Why guest memory could not be mapped or found.
 #[derive(Debug, thiserror::Error)]
@@ -222,14 +222,14 @@ impl GuestMemory {
             .fold(0, |sum, r| sum.saturating_add(r.size))
     }
 
-    /// The longest contiguous piece that starts at guest-physical address `addr`, of at most `max`
+    /// The longest contiguous range that starts at guest-physical address `addr`, of at most `max`
     /// bytes; `None` where there is no memory.
     #[must_use]
-    pub fn span(&self, addr: u64, max: u64) -> Option<Span<'_>> {
+    pub fn range_at(&self, addr: u64, max: u64) -> Option<ContiguousRange<'_>> {
         let range = self.range(addr)?;
         let Host(ptr) = range.host(addr, 0)?;
         let left = range.size - (addr - range.guest);
-        Some(Span {
+        Some(ContiguousRange {
             ptr,
             len: usize::try_from(left.min(max)).ok()?,
             owner: PhantomData,
@@ -240,11 +240,11 @@ impl GuestMemory {
     #[must_use]
     pub fn covers(&self, mut addr: u64, mut len: u64) -> bool {
         while len > 0 {
-            let Some(span) = self.span(addr, len) else {
+            let Some(range) = self.range_at(addr, len) else {
                 return false;
             };
-            len -= span.len() as u64;
-            addr = addr.wrapping_add(span.len() as u64);
+            len -= range.len() as u64;
+            addr = addr.wrapping_add(range.len() as u64);
         }
         true
     }
@@ -331,9 +331,9 @@ pub(crate) mod tests {
     fn spans_end_with_their_region_and_ranges_may_go_on_in_the_next() {
         let memory =
             GuestMemory::new(vec![region(0, 1), region(0x1000, 1), region(0x3000, 1)]).unwrap();
-        assert_eq!(memory.span(0xff0, 100).unwrap().len(), 16);
-        assert_eq!(memory.span(0, 100).unwrap().len(), 100);
-        assert!(memory.span(0x2000, 1).is_none());
+        assert_eq!(memory.range_at(0xff0, 100).unwrap().len(), 16);
+        assert_eq!(memory.range_at(0, 100).unwrap().len(), 100);
+        assert!(memory.range_at(0x2000, 1).is_none());
         assert!(memory.covers(0, 0x2000) && memory.covers(0x2000, 0));
         assert!(!memory.covers(0, 0x2001) && !memory.covers(0x3fff, 2));
         assert!(!memory.covers(u64::MAX, 2));

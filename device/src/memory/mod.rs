@@ -4,7 +4,7 @@
 //! [`GuestMemory`] is the memory of a VM as its front end shared it. [`Pages`] is a list of guest
 //! pages resolved to host addresses: what a memory region or a ring consists of; [`Blocks`] is the
 //! same for a block list. It keeps the mapping alive, so everything outside of this module is safe
-//! code: ring words are seen as atomics, payload is copied between [`Span`]s.
+//! code: ring words are seen as atomics, payload is copied between [`ContiguousRange`]s.
 //!
 //! Guest memory changes under us at any time. Nothing here gives out a plain reference to it.
 
@@ -16,18 +16,18 @@ mod guest;
 mod list;
 pub mod null;
 mod pages;
-mod span;
-mod stretch;
+mod range;
+mod scatter;
 
 pub use blocks::Blocks;
 pub use guest::{Error, GuestMemory, RegionInfo};
 pub use list::{Form, ListReader, Resolved};
 pub use pages::Pages;
-pub use span::{
-    copy, copy_few, copy_last, fetch_bytes, lines, prefetch_from, prefetch_write, Hint, Source,
-    Span,
+pub use range::{
+    copy, copy_few, copy_last, fetch_bytes, lines, prefetch_from, prefetch_write, ContiguousRange,
+    Hint, Source,
 };
-pub use stretch::{copy_stretch, end_streaming, Stretch, Way};
+pub use scatter::{copy_scattered, end_streaming, ScatterRange, Way};
 
 #[cfg(test)]
 pub(crate) use guest::tests::region;

@@ -3,7 +3,7 @@
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
 
-use super::span::Span;
+use super::range::ContiguousRange;
 
 /// Size of a piece, bytes.
 const SIZE: usize = 64 * 1024;
@@ -12,16 +12,16 @@ const SIZE: usize = 64 * 1024;
 #[repr(align(4096))]
 struct Memory(UnsafeCell<[u8; SIZE]>);
 
-// SAFETY: it is accessed through `Span`s only, which anybody may read and write at the same time,
-// as they do guest memory.
+// SAFETY: it is accessed through `ContiguousRange`s only, which anybody may read and write at the
+// same time, as they do guest memory.
 unsafe impl Sync for Memory {}
 
 static ZEROS: Memory = Memory(UnsafeCell::new([0; SIZE]));
 static DISCARDED: Memory = Memory(UnsafeCell::new([0; SIZE]));
 
 impl Memory {
-    fn span(&self, max: u64) -> Span<'static> {
-        Span {
+    fn range_at(&self, max: u64) -> ContiguousRange<'static> {
+        ContiguousRange {
             // The statics live for ever.
             ptr: self.0.get().cast(),
             len: usize::try_from(max).map_or(SIZE, |max| max.min(SIZE)),
@@ -32,12 +32,12 @@ impl Memory {
 
 /// At most `max` zeros; not to be written to.
 #[must_use]
-pub fn zeros(max: u64) -> Span<'static> {
-    ZEROS.span(max)
+pub fn zeros(max: u64) -> ContiguousRange<'static> {
+    ZEROS.range_at(max)
 }
 
 /// A place for at most `max` bytes that are not wanted; not to be read.
 #[must_use]
-pub fn discarded(max: u64) -> Span<'static> {
-    DISCARDED.span(max)
+pub fn discarded(max: u64) -> ContiguousRange<'static> {
+    DISCARDED.range_at(max)
 }

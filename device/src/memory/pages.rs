@@ -7,7 +7,7 @@ use virtio_rdma_spec::command::PageList;
 
 use super::guest::{Host, Range};
 use super::list::{Form, ListReader, Resolved};
-use super::{Error, GuestMemory, Span, Stretch};
+use super::{ContiguousRange, Error, GuestMemory, ScatterRange};
 
 /// Where pages are known to be.
 #[derive(Debug)]
@@ -21,21 +21,21 @@ enum Place {
 
 /// A list of guest pages, resolved. Keeps the mapping that it was resolved in alive.
 ///
-/// The pages are seen as pieces of 2^`unit` bytes, at the host addresses `list`: as one if all
+/// The pages are seen as units of 2^`unit` bytes, at the host addresses `list`: as one if all
 /// follow each other in the host, so that a look-up is the same whatever there is, and that of the
-/// first piece stays within this.
+/// first unit stays within this.
 #[derive(Debug)]
 pub struct Pages {
     place: Place,
-    /// Address of the first piece, if any page is mapped.
+    /// Address of the first unit, if any page is mapped.
     first: Host,
-    /// Addresses of all pieces; empty if there is only one.
+    /// Addresses of all units; empty if there is only one.
     list: Box<[Host]>,
     /// Mapped bytes: all, or none.
     mapped: u64,
-    /// Bits of an offset within a piece.
+    /// Bits of an offset within a unit.
     mask: u64,
-    /// log2 of the size of a piece.
+    /// log2 of the size of a unit.
     unit: u8,
     /// log2 of the page size.
     shift: u8,
@@ -271,16 +271,16 @@ impl Pages {
     }
 
     /// Host address of `offset`, and the bytes that follow it contiguously.
-    // For every word of a ring and every piece of a message: with many callers, it would not be
+    // For every word of a ring and every unit of a message: with many callers, it would not be
     // inlined.
     #[inline(always)]
     fn at(&self, offset: u64) -> Option<(*mut u8, u64)> {
         let left = self.mapped.checked_sub(offset).filter(|left| *left > 0)?;
-        let piece = (offset >> self.unit) as usize;
-        let host = if piece == 0 {
+        let part = (offset >> self.unit) as usize;
+        let host = if part == 0 {
             self.first
         } else {
-            *self.list.get(piece)?
+            *self.list.get(part)?
         };
         // `offset` < `mapped`: within the mapping.
         let within = offset & self.mask;
@@ -291,9 +291,9 @@ impl Pages {
     /// The `len` bytes at `offset`; `None` if there are not as many.
     #[inline]
     #[must_use]
-    pub fn stretch(&self, offset: u64, len: u64) -> Option<Stretch<'_>> {
+    pub fn scattered(&self, offset: u64, len: u64) -> Option<ScatterRange<'_>> {
         let (ptr, contiguous) = self.at(offset)?;
-        let first = Span {
+        let first = ContiguousRange {
             ptr,
             len: contiguous.min(len) as usize,
             owner: PhantomData,
@@ -302,31 +302,32 @@ impl Pages {
             return Some(first.into());
         }
         let more = self.list.get((offset >> self.unit) as usize + 1..)?;
-        Stretch::new(first, more, 1 << self.unit, len - contiguous)
+        ScatterRange::new(first, more, 1 << self.unit, len - contiguous)
     }
 
-    /// The piece that `offset` is in, and at which offset it starts; `None` beyond the end.
+    /// The contiguous range that `offset` is in, and at which offset it starts; `None` beyond the
+    /// end.
     #[inline]
     #[must_use]
-    pub fn piece(&self, offset: u64) -> Option<(u64, Span<'_>)> {
+    pub fn contiguous(&self, offset: u64) -> Option<(u64, ContiguousRange<'_>)> {
         let start = offset & !self.mask;
         let (ptr, len) = self.at(start)?;
         (offset - start < len).then(|| {
-            let span = Span {
+            let range = ContiguousRange {
                 ptr,
                 len: len as usize,
                 owner: PhantomData,
             };
-            (start, span)
+            (start, range)
         })
     }
 
-    /// The `len` bytes at `offset`, if they are in one piece.
+    /// The `len` bytes at `offset`, if they are contiguous.
     #[inline]
     #[must_use]
-    pub fn whole(&self, offset: u64, len: u64) -> Option<Span<'_>> {
+    pub fn whole(&self, offset: u64, len: u64) -> Option<ContiguousRange<'_>> {
         let (ptr, contiguous) = self.at(offset)?;
-        (len <= contiguous).then_some(Span {
+        (len <= contiguous).then_some(ContiguousRange {
             ptr,
             len: len as usize,
             owner: PhantomData,
@@ -349,7 +350,7 @@ impl Pages {
 
     /// The words of the `N` bytes at `offset`, which is a multiple of `N`, a power of two from 8 to
     /// 4096.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn words<const N: usize>(&self, offset: u64) -> Option<&[AtomicU64]> {
         const { assert!(N.is_power_of_two() && N >= 8 && N <= 4096) };
@@ -362,7 +363,7 @@ impl Pages {
         Some(unsafe { std::slice::from_raw_parts(ptr.cast::<AtomicU64>(), N / 8) })
     }
 
-    /// The 8-byte words from `offset` on, at most `max` bytes, that are in one piece.
+    /// The 8-byte words from `offset` on, at most `max` bytes, that are contiguous.
     #[inline(always)]
     #[must_use]
     pub fn run(&self, offset: u64, max: u64) -> Option<&[AtomicU64]> {
@@ -371,7 +372,7 @@ impl Pages {
         }
         let (ptr, contiguous) = self.at(offset)?;
         let words = contiguous.min(max) / 8;
-        // SAFETY: `ptr` is valid for `contiguous` bytes and aligned to 8: pieces are aligned to
+        // SAFETY: `ptr` is valid for `contiguous` bytes and aligned to 8: units are aligned to
         // pages, and so is `offset` to 8. The mapping lives as long as `self`. All access to ring
         // memory, ours and the guest's, is atomic.
         Some(unsafe { std::slice::from_raw_parts(ptr.cast::<AtomicU64>(), words as usize) })
@@ -480,7 +481,7 @@ mod tests {
         let run: Vec<u64> = (0..8).map(|page| page << 12).collect();
         let linear = Pages::resolve(&memory, &run, 12).unwrap();
         assert_eq!((linear.footprint(), *linear.guest() == *run), (0, true));
-        assert!(linear.stretch(100, 8 * 4096 - 100).is_some());
+        assert!(linear.scattered(100, 8 * 4096 - 100).is_some());
         let mut broken = run.clone();
         broken[7] = 0x100_0000;
         let scattered = Pages::resolve(&memory, &broken, 12).unwrap();
@@ -491,7 +492,7 @@ mod tests {
     #[test]
     fn a_stretch_has_all_that_is_asked_for_or_nothing() {
         let memory = GuestMemory::new(vec![region(0, 5)]).unwrap();
-        let len = |pages: &Pages, offset, len| pages.stretch(offset, len).map(|all| all.len());
+        let len = |pages: &Pages, offset, len| pages.scattered(offset, len).map(|all| all.len());
         for guest in [[0x1000, 0x2000, 0x3000], [0x3000, 0, 0x4000]] {
             let pages = Pages::resolve(&memory, &guest, 12).unwrap();
             for (offset, all) in [(0, 0x3000), (8, 0x2ff8), (0x1000, 0x2000), (0x2fff, 1)] {
@@ -512,7 +513,7 @@ mod tests {
         let pages = Pages::resolve(&memory, &[0x3000, 0x1000], 12).unwrap();
         assert!(pages.word(8).is_some() && !pages.lost());
         let lost = pages.rebase(None);
-        assert!(lost.lost() && lost.word(8).is_none() && lost.stretch(0, 1).is_none());
+        assert!(lost.lost() && lost.word(8).is_none() && lost.scattered(0, 1).is_none());
         assert_eq!(lost.len(), pages.len());
         let found = lost.rebase(Some(&memory));
         assert!(!found.lost() && found.resolved_in(&memory));
@@ -537,16 +538,20 @@ mod tests {
         let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
         let whole = Pages::resolve(&memory, &[0x1000, 0x2000], 12).unwrap();
         assert_eq!(
-            whole.piece(0x1fff).map(|(at, span)| (at, span.len())),
+            whole
+                .contiguous(0x1fff)
+                .map(|(at, range)| (at, range.len())),
             Some((0, 0x2000))
         );
         let scattered = Pages::resolve(&memory, &[0x3000, 0x1000], 12).unwrap();
         assert_eq!(
-            scattered.piece(0x1008).map(|(at, span)| (at, span.len())),
+            scattered
+                .contiguous(0x1008)
+                .map(|(at, range)| (at, range.len())),
             Some((0x1000, 0x1000))
         );
         for pages in [whole, scattered] {
-            assert!(pages.piece(0x2000).is_none() && pages.piece(u64::MAX).is_none());
+            assert!(pages.contiguous(0x2000).is_none() && pages.contiguous(u64::MAX).is_none());
         }
     }
 }

@@ -2,7 +2,7 @@
 //! Completion queues (specification: "Completion queues").
 use std::collections::BTreeSet;
 use std::sync::atomic::{fence, AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use vhost_device_rdma_sync::lock;
 use virtio_rdma_spec::ring::{self, Cqe, CqeExtension};
@@ -10,7 +10,6 @@ use virtio_rdma_spec::verbs::vendor_err;
 
 use super::Error;
 use crate::memory::{prefetch_write, GuestMemory, Pages};
-use crate::rnic::Rnic;
 
 /// Stride of entries without and with [`CqeExtension`], bytes.
 pub const STRIDES: [u32; 2] = [Cqe::SIZE as u32, (Cqe::SIZE + CqeExtension::SIZE) as u32];
@@ -27,7 +26,7 @@ pub const MAX_MODERATION_PERIOD: u16 = u16::MAX;
 
 /// Where a datagram comes from; all zero for other completions.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Source {
+pub struct L2Source {
     /// MAC address.
     pub mac: [u8; 6],
     /// VLAN id, or 0xffff.
@@ -118,7 +117,7 @@ struct Producer {
     footprint: u64,
     /// Entries written so far.
     position: u32,
-    /// The consumer's position when we last looked.
+    /// The consumer's position when it was read last.
     consumer: u32,
     /// Sequence of the arming that was last answered by an event, or the idle one.
     fired: u32,
@@ -133,7 +132,7 @@ pub enum Pushed {
     Quiet,
     /// Written, and the queue was armed: it wants an event.
     Event,
-    /// Written, and the event that it wants is held back from now on: see `Cq::hold`.
+    /// Written, and the event that it wants is held back from now on, until its time is over.
     Held,
     /// There was no room, or its memory is gone: it is in error now, for this reason
     /// (`vendor_err`).
@@ -153,8 +152,6 @@ pub struct Cq {
     pub users: AtomicU32,
     /// The queue pairs among them.
     queue_pairs: Mutex<BTreeSet<u32>>,
-    /// Whose it is.
-    pub(crate) rnic: Weak<Rnic>,
     /// When the worker's timer for the event that is held back ends, nanoseconds. Only the worker
     /// uses it.
     pub(crate) timer: AtomicU64,
@@ -167,7 +164,7 @@ pub struct Cq {
 impl Cq {
     /// A queue with an empty ring.
     #[must_use]
-    pub fn new(number: u32, vector: u16, rnic: Weak<Rnic>, ring: Ring) -> Self {
+    pub fn new(number: u32, vector: u16, ring: Ring) -> Self {
         let fired = ring
             .buffer
             .half_word(ARM)
@@ -187,7 +184,6 @@ impl Cq {
             vector,
             users: AtomicU32::new(0),
             queue_pairs: Mutex::default(),
-            rnic,
             timer: AtomicU64::new(0),
             handed: AtomicBool::new(false),
             errored: AtomicBool::new(false),
@@ -239,11 +235,11 @@ impl Cq {
     /// Writes a completion. `solicited`: it also answers an arming for solicited completions
     /// (errors always do).
     pub fn push(&self, cqe: &Cqe, solicited: bool) -> Pushed {
-        self.push_from(cqe, &Source::default(), solicited)
+        self.push_from(cqe, &L2Source::default(), solicited)
     }
 
     /// Writes the completion of a datagram from `source`.
-    pub fn push_from(&self, cqe: &Cqe, source: &Source, solicited: bool) -> Pushed {
+    pub fn push_from(&self, cqe: &Cqe, source: &L2Source, solicited: bool) -> Pushed {
         let mut producer = self.producer();
         match self.write(&mut producer, cqe, source) {
             Pushed::Quiet => {
@@ -256,7 +252,7 @@ impl Cq {
 
     /// Writes a completion, and that is all.
     #[inline(always)]
-    fn write(&self, producer: &mut Producer, cqe: &Cqe, source: &Source) -> Pushed {
+    fn write(&self, producer: &mut Producer, cqe: &Cqe, source: &L2Source) -> Pushed {
         if self.errored.load(Ordering::Relaxed) {
             return Pushed::Dropped;
         }
@@ -284,16 +280,6 @@ impl Cq {
         let mut producer = self.producer();
         producer.moderation = Moderation::new(count, period);
         producer.end_hold()
-    }
-
-    /// Has the event that is held back raised in time.
-    pub(crate) fn hold(self: &Arc<Self>) {
-        if let Some(rnic) = self.rnic.upgrade() {
-            let workers = &rnic.workers;
-            if let Some(worker) = workers.get(self.number as usize % workers.len().max(1)) {
-                worker.hold(self);
-            }
-        }
     }
 
     /// The number of the event that is held back, if there is one, and for how long, nanoseconds.
@@ -394,7 +380,7 @@ impl Batch<'_> {
     /// Writes a completion.
     #[inline(always)]
     pub(crate) fn push(&mut self, cqe: &Cqe) -> Pushed {
-        let pushed = self.cq.write(&mut self.producer, cqe, &Source::default());
+        let pushed = self.cq.write(&mut self.producer, cqe, &L2Source::default());
         self.written += u32::from(pushed == Pushed::Quiet);
         pushed
     }
@@ -453,7 +439,7 @@ impl Producer {
 
     /// Whether there was room; `None` if the memory is gone.
     #[inline(always)]
-    fn write(&mut self, cqe: &Cqe, source: &Source) -> Option<bool> {
+    fn write(&mut self, cqe: &Cqe, source: &L2Source) -> Option<bool> {
         let ring = &self.ring;
         if self.position.wrapping_sub(self.consumer) >= ring.entries {
             let consumer = ring.consumer()?;
@@ -478,7 +464,7 @@ impl Producer {
 
 /// Writes the second half of an entry, which starts at `at`.
 #[inline(never)]
-fn extend(ring: &Ring, at: u64, source: &Source) -> Option<()> {
+fn extend(ring: &Ring, at: u64, source: &L2Source) -> Option<()> {
     let extension = CqeExtension {
         timestamp: clock(),
         smac: source.mac,
@@ -548,7 +534,7 @@ mod tests {
 
     impl Consumer {
         fn word(&self, at: u64) -> u64 {
-            let word = self.memory.span(at, 8).unwrap().word().unwrap();
+            let word = self.memory.range_at(at, 8).unwrap().word().unwrap();
             word.load(Ordering::Acquire)
         }
 
@@ -585,7 +571,7 @@ mod tests {
             stride,
             position: 0,
         };
-        (Cq::new(7, 0, Weak::new(), ring), consumer)
+        (Cq::new(7, 0, ring), consumer)
     }
 
     fn cqe(wr_id: u64) -> Cqe {
@@ -600,7 +586,7 @@ mod tests {
         let (cq, mut consumer) = queue(4, 64);
         let mut before = clock();
         for i in 0..10 {
-            let source = Source {
+            let source = L2Source {
                 mac: [i as u8; 6],
                 vlan: 7,
             };

@@ -14,8 +14,8 @@ use super::mr::{check_range, Mr};
 use super::mw::{Binding, Mw, State};
 use super::slab::Slab;
 use super::Error;
-use crate::memory::{null, GuestMemory, Span, Stretch};
-use crate::rnic::Limits;
+use crate::limits::Limits;
+use crate::memory::{null, ContiguousRange, GuestMemory, ScatterRange};
 
 /// Why a key does not give access; a `vendor_err` of the specification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +44,7 @@ const WINDOW_ACCESS: u32 = access::LOCAL_WRITE
     | access::ZERO_BASED
     | access::FLUSH_GLOBAL;
 
-/// Who accesses memory.
+/// The party that accesses memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Accessor {
     /// Protection domain.
@@ -112,44 +112,44 @@ impl<'a> Grant<'a> {
     /// # Errors
     /// If the memory is gone.
     #[inline]
-    pub fn stretch(&self, addr: u64, max: u64) -> Result<Stretch<'_>, KeyError> {
+    pub fn scattered(&self, addr: u64, max: u64) -> Result<ScatterRange<'_>, KeyError> {
         let addr = addr.wrapping_add(self.shift);
         match &self.to {
-            To::Region(mr) => mr.stretch(addr, max),
+            To::Region(mr) => mr.scattered(addr, max),
             To::Fast(lease) => {
                 let mr = lease.as_ref().ok_or(KeyError(vendor_err::MEMORY_GONE))?;
-                mr.stretch(addr, max)
+                mr.scattered(addr, max)
             }
             To::Zeros => Ok(null::zeros(max).into()),
             To::Discarded => Ok(null::discarded(max).into()),
         }
     }
 
-    /// The same, as far as it is in one piece.
+    /// The same, as far as it is contiguous.
     ///
     /// # Errors
     /// If the memory is gone.
-    pub fn span(&self, addr: u64, max: u64) -> Result<Span<'_>, KeyError> {
-        let mut stretch = self.stretch(addr, max)?;
-        Ok(stretch.take(usize::MAX))
+    pub fn range_at(&self, addr: u64, max: u64) -> Result<ContiguousRange<'_>, KeyError> {
+        let mut scatter = self.scattered(addr, max)?;
+        Ok(scatter.take(usize::MAX))
     }
 }
 
-/// A piece of a region that was found by its key, for the next work request, which often names the
+/// The contiguous range that was looked up last, for the next work request, which often names the
 /// same. It borrows the table, so it does not outlive a change. It is for one user, who has one
 /// protection domain for each kind of access.
 #[derive(Debug, Default)]
-pub struct Memo<'a> {
+pub struct CachedRange<'a> {
     key: u32,
     access: u32,
     /// Address of its first byte.
     start: u64,
-    /// Empty: nothing was found.
-    span: Span<'a>,
+    /// Empty: nothing was looked up.
+    range: ContiguousRange<'a>,
 }
 
-impl<'a> Memo<'a> {
-    /// What it was found for.
+impl<'a> CachedRange<'a> {
+    /// The access that it was granted for.
     #[inline(always)]
     #[must_use]
     pub fn access(&self) -> u32 {
@@ -160,45 +160,51 @@ impl<'a> Memo<'a> {
     #[inline(always)]
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.span.is_empty()
+        self.range.is_empty()
     }
 
-    /// What [`Keys::piece`] would find, if that was found before.
+    /// What [`Keys::contiguous`] would return, if it was looked up before.
     #[inline(always)]
     #[must_use]
-    pub fn recall(&self, key: u32, access: u32, addr: u64, len: u64) -> Option<Span<'a>> {
+    pub fn recall(
+        &self,
+        key: u32,
+        access: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<ContiguousRange<'a>> {
         if self.key != key || self.access != access {
             return None;
         }
-        self.piece(addr, len)
+        self.contiguous(addr, len)
     }
 
     #[inline(always)]
-    fn piece(&self, addr: u64, len: u64) -> Option<Span<'a>> {
-        self.span.get(addr.wrapping_sub(self.start), len)
+    fn contiguous(&self, addr: u64, len: u64) -> Option<ContiguousRange<'a>> {
+        self.range.get(addr.wrapping_sub(self.start), len)
     }
 }
 
-/// As [`Keys::piece`], of a region whose key is that in `memo`.
+/// As [`Keys::contiguous`], of a region whose key is that in `cached`.
 #[inline(never)]
 fn remember<'a>(
     mr: &'a Mr,
-    memo: &mut Memo<'a>,
+    cached: &mut CachedRange<'a>,
     key: u32,
     pd: u32,
     access: u32,
     addr: u64,
     len: u64,
-) -> Option<Span<'a>> {
+) -> Option<ContiguousRange<'a>> {
     mr.check(key, pd, access, addr, len).ok()?;
-    let (start, span) = mr.piece(addr)?;
-    *memo = Memo {
+    let (start, range) = mr.contiguous(addr)?;
+    *cached = CachedRange {
         key,
         access,
         start,
-        span,
+        range,
     };
-    memo.piece(addr, len)
+    cached.contiguous(addr, len)
 }
 
 /// The table of keys.
@@ -404,47 +410,47 @@ impl Keys {
     }
 
     /// The `len` bytes at `addr` that protection domain `pd` may access by `key` as `access` says,
-    /// if they lie in one piece of a region. What is found is remembered in `memo`.
+    /// if they are in one contiguous range of a region, which then is in `cached`.
     #[inline(always)]
     #[must_use]
-    pub fn piece<'a>(
+    pub fn contiguous<'a>(
         &'a self,
-        memo: &mut Memo<'a>,
+        cached: &mut CachedRange<'a>,
         key: u32,
         pd: u32,
         access: u32,
         addr: u64,
         len: u64,
-    ) -> Option<Span<'a>> {
+    ) -> Option<ContiguousRange<'a>> {
         let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
             return None;
         };
-        if memo.key == key {
-            return remember(mr, memo, key, pd, access, addr, len);
+        if cached.key == key {
+            return remember(mr, cached, key, pd, access, addr, len);
         }
         // What is used once need not be remembered: most runs are of one message.
-        memo.key = key;
-        memo.span = Span::default();
+        cached.key = key;
+        cached.range = ContiguousRange::default();
         mr.whole(key, pd, access, addr, len)
     }
 
-    /// The same, in however many pieces they lie.
+    /// The same as a scatter range.
     #[inline]
     #[must_use]
-    pub fn stretch(
+    pub fn scattered(
         &self,
         key: u32,
         pd: u32,
         access: u32,
         addr: u64,
         len: u64,
-    ) -> Option<Stretch<'_>> {
+    ) -> Option<ScatterRange<'_>> {
         let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
             return None;
         };
         mr.check(key, pd, access, addr, len).ok()?;
-        let stretch = mr.stretch(addr, len).ok()?;
-        (stretch.len() == len).then_some(stretch)
+        let scatter = mr.scattered(addr, len).ok()?;
+        (scatter.len() == len).then_some(scatter)
     }
 
     #[cold]
@@ -822,7 +828,7 @@ mod tests {
         t.bind(|_| ()).unwrap();
         let grant = t.keys.grant(key, REMOTE, READ, 0x5000, 0x100).unwrap();
         grant
-            .span(0x5010, 8)
+            .range_at(0x5010, 8)
             .unwrap()
             .word()
             .unwrap()
@@ -832,7 +838,7 @@ mod tests {
             .keys
             .grant(t.mr, Accessor::local(PD), 0, 0x10810, 8)
             .unwrap();
-        let word = whole.span(0x10810, 8).unwrap().word().unwrap();
+        let word = whole.range_at(0x10810, 8).unwrap().word().unwrap();
         assert_eq!(word.load(Ordering::Relaxed), 77);
         for (key, accessor, access, addr, reason) in [
             (t.mw, REMOTE, READ, 0x5000, vendor_err::KEY_UNKNOWN),
@@ -1038,8 +1044,8 @@ mod tests {
                 let within = from >= addr && at + len <= length;
                 prop_assert_eq!(granted.is_ok(), within);
                 if let (Ok(grant), true) = (granted, len > 0) {
-                    let span = grant.span(from, len).unwrap();
-                    prop_assert_eq!(span.len() as u64, len);
+                    let range = grant.range_at(from, len).unwrap();
+                    prop_assert_eq!(range.len() as u64, len);
                 }
             }
         }

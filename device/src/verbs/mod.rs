@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The objects of verbs: what they are made of, who may use them, and their state machines.
+//! The objects of verbs: what they are made of, what may use them, and their state machines.
 //!
-//! Objects are created and destroyed by control commands under the write lock of their VM's
-//! [`tables`]; the data path reads the tables under the read lock. What changes on the data path
-//! (ring positions, messages in progress) is behind a lock of the object itself.
+//! They are passive: rings, keys and states, which others act on. Objects are created and destroyed
+//! by control commands; what changes on the data path (ring positions) is behind a lock of the
+//! object itself.
 
 pub mod cq;
 pub mod fast;
@@ -12,11 +12,46 @@ pub mod keys;
 pub mod mr;
 pub mod mw;
 pub mod numbers;
-pub mod qp;
 pub mod slab;
 pub mod srq;
 pub mod state;
-pub mod tables;
+pub mod timers;
+pub mod work_queue;
+
+use virtio_rdma_spec::verbs::{vendor_err, wc_status};
+
+/// The feature bits that a driver accepted.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Features(pub u64);
+
+impl Features {
+    /// Whether a `feature` is among them.
+    #[inline]
+    #[must_use]
+    pub fn has(self, feature: u32) -> bool {
+        self.0 >> feature & 1 != 0
+    }
+}
+
+/// Why a work request completed in error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WcError {
+    /// `wc_status`.
+    pub status: u8,
+    /// `vendor_err`.
+    pub vendor: u8,
+}
+
+impl WcError {
+    /// It was flushed.
+    pub const FLUSHED: Self = Self::new(wc_status::WR_FLUSH_ERR, vendor_err::FLUSHED);
+
+    /// An error of a status, for a reason.
+    #[must_use]
+    pub const fn new(status: u8, vendor: u8) -> Self {
+        Self { status, vendor }
+    }
+}
 
 /// Why a command failed; each is a `status` of the specification ("Control commands").
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

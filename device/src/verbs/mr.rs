@@ -8,9 +8,8 @@ use virtio_rdma_spec::verbs::{access, vendor_err};
 
 use super::footprint::Share;
 use super::keys::KeyError;
-use super::Error;
-use crate::memory::{Blocks, GuestMemory, Pages, Resolved, Span, Stretch};
-use crate::rnic::Rnic;
+use super::{Error, Features};
+use crate::memory::{Blocks, ContiguousRange, GuestMemory, Pages, Resolved, ScatterRange};
 
 /// Longest region, bytes.
 pub const MAX_MR_SIZE: u64 = 1 << 40;
@@ -43,7 +42,7 @@ const ACCESS_NEVER: u32 = access::ON_DEMAND | access::FLUSH_PERSISTENT;
 /// # Errors
 /// [`Error::Invalid`] for flags that are unknown or that cannot be without others,
 /// [`Error::NotSupported`] for those that are not supported.
-pub fn check_access(rnic: &Rnic, wanted: u32) -> Result<(), Error> {
+pub fn check_access(features: Features, wanted: u32) -> Result<(), Error> {
     let known = ACCESS_FEATURES
         .iter()
         .fold(ACCESS | ACCESS_NEVER, |all, (bit, _)| all | bit);
@@ -52,7 +51,7 @@ pub fn check_access(rnic: &Rnic, wanted: u32) -> Result<(), Error> {
     }
     let missing = ACCESS_FEATURES
         .iter()
-        .any(|(bit, feature)| wanted & bit != 0 && !rnic.accepted(*feature));
+        .any(|(bit, feature)| wanted & bit != 0 && !features.has(*feature));
     if missing || wanted & ACCESS_NEVER != 0 {
         return Err(Error::NotSupported);
     }
@@ -220,43 +219,50 @@ impl Mr {
         check_range(self.iova, self.length, addr, len)
     }
 
-    /// A contiguous piece of the region that `addr` is in, and at which address it starts. The
+    /// The contiguous range of the region that `addr` is in, and at which address it starts. The
     /// address has been checked.
     #[inline]
     #[must_use]
-    pub fn piece(&self, addr: u64) -> Option<(u64, Span<'_>)> {
+    pub fn contiguous(&self, addr: u64) -> Option<(u64, ContiguousRange<'_>)> {
         let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
-        let (start, span) = match &self.backing {
-            Backing::Pages(pages) => pages.piece(offset)?,
-            Backing::Blocks(blocks) => blocks.piece(offset)?,
+        let (start, range) = match &self.backing {
+            Backing::Pages(pages) => pages.contiguous(offset)?,
+            Backing::Blocks(blocks) => blocks.contiguous(offset)?,
             Backing::Physical(memory) => {
                 let left = self.length - (offset - self.offset);
-                return Some((addr, memory.as_ref()?.span(offset, left)?));
+                return Some((addr, memory.as_ref()?.range_at(offset, left)?));
             }
         };
         // The first and the last page may be more than the region.
         let from = start.max(self.offset);
-        let to = (start + span.len() as u64).min(self.offset + self.length);
-        let piece = span.get(from - start, to - from)?;
-        Some((self.iova.wrapping_add(from - self.offset), piece))
+        let to = (start + range.len() as u64).min(self.offset + self.length);
+        let part = range.get(from - start, to - from)?;
+        Some((self.iova.wrapping_add(from - self.offset), part))
     }
 
     /// The `len` bytes at `addr`, if protection domain `pd` may access them as `access` says, and
-    /// they are in one piece.
+    /// they are contiguous.
     #[inline(always)]
     #[must_use]
-    pub fn whole(&self, key: u32, pd: u32, access: u32, addr: u64, len: u64) -> Option<Span<'_>> {
+    pub fn whole(
+        &self,
+        key: u32,
+        pd: u32,
+        access: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<ContiguousRange<'_>> {
         self.permits(key, pd, access, addr, len).ok()?;
         let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
         match &self.backing {
             Backing::Pages(pages) => pages.whole(offset, len),
             Backing::Blocks(blocks) => {
-                let span = blocks.span(offset, len)?;
-                (span.len() as u64 == len).then_some(span)
+                let range = blocks.range_at(offset, len)?;
+                (range.len() as u64 == len).then_some(range)
             }
             Backing::Physical(memory) => {
-                let span = memory.as_ref()?.span(offset, len)?;
-                (span.len() as u64 == len).then_some(span)
+                let range = memory.as_ref()?.range_at(offset, len)?;
+                (range.len() as u64 == len).then_some(range)
             }
         }
     }
@@ -281,16 +287,16 @@ impl Mr {
     /// # Errors
     /// If the memory is gone.
     #[inline]
-    pub fn stretch(&self, addr: u64, max: u64) -> Result<Stretch<'_>, KeyError> {
+    pub fn scattered(&self, addr: u64, max: u64) -> Result<ScatterRange<'_>, KeyError> {
         let offset = addr.wrapping_sub(self.iova).wrapping_add(self.offset);
         // The range is within the region, and the region within its pages: they are lost, if
         // anything.
         match &self.backing {
-            Backing::Pages(pages) => pages.stretch(offset, max),
-            Backing::Blocks(blocks) => blocks.span(offset, max).map(Stretch::from),
+            Backing::Pages(pages) => pages.scattered(offset, max),
+            Backing::Blocks(blocks) => blocks.range_at(offset, max).map(ScatterRange::from),
             Backing::Physical(memory) => {
                 let memory = memory.as_ref();
-                memory.and_then(|memory| memory.span(offset, max).map(Stretch::from))
+                memory.and_then(|memory| memory.range_at(offset, max).map(ScatterRange::from))
             }
         }
         .ok_or(KeyError(vendor_err::MEMORY_GONE))
@@ -367,7 +373,7 @@ mod tests {
             Err(KeyError(vendor_err::KEY_RANGE))
         );
         assert_eq!(
-            mr.stretch(0x1000, 1).err(),
+            mr.scattered(0x1000, 1).err(),
             Some(KeyError(vendor_err::MEMORY_GONE))
         );
     }
@@ -381,14 +387,17 @@ mod tests {
             backing: Backing::Pages(Pages::resolve(&memory, &pages, 12).unwrap()),
             ..lost_mr(0x7010, 0)
         };
-        let piece = |mr: &Mr, addr| mr.piece(addr).map(|(start, span)| (start, span.len()));
+        let part = |mr: &Mr, addr| {
+            mr.contiguous(addr)
+                .map(|(start, range)| (start, range.len()))
+        };
         let whole = mr(vec![0, 0x1000]);
-        assert_eq!(piece(&whole, 0x7010), Some((0x7010, 0x1000)));
-        assert_eq!(piece(&whole, 0x800f), Some((0x7010, 0x1000)));
+        assert_eq!(part(&whole, 0x7010), Some((0x7010, 0x1000)));
+        assert_eq!(part(&whole, 0x800f), Some((0x7010, 0x1000)));
         let scattered = mr(vec![0x1000, 0]);
-        assert_eq!(piece(&scattered, 0x7fff), Some((0x7010, 0xff0)));
-        assert_eq!(piece(&scattered, 0x8000), Some((0x8000, 0x10)));
-        assert_eq!(piece(&lost_mr(0x1000, 0x100), 0x1000), None);
+        assert_eq!(part(&scattered, 0x7fff), Some((0x7010, 0xff0)));
+        assert_eq!(part(&scattered, 0x8000), Some((0x8000, 0x10)));
+        assert_eq!(part(&lost_mr(0x1000, 0x100), 0x1000), None);
     }
 
     #[test]
@@ -406,9 +415,9 @@ mod tests {
                 Err(KeyError(vendor_err::KEY_RANGE))
             );
         }
-        assert_eq!(mr.stretch(0x4008, 0x1000).unwrap().len(), 0xff8);
+        assert_eq!(mr.scattered(0x4008, 0x1000).unwrap().len(), 0xff8);
         mr.rebase(None);
-        assert!(mr.check(0x105, 3, 0, 0x10, 1).is_err() && mr.stretch(0x10, 1).is_err());
+        assert!(mr.check(0x105, 3, 0, 0x10, 1).is_err() && mr.scattered(0x10, 1).is_err());
     }
 
     proptest! {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Shared receive queues (specification: "Shared receive queues").
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::sync::atomic::{fence, AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
@@ -9,12 +10,10 @@ use virtio_rdma_spec::ring::{Sge, PHASE};
 use virtio_rdma_spec::verbs::vendor_err;
 
 use super::cq::Cq;
-use super::keys::{Keys, Memo};
-use super::qp::Qp;
+use super::keys::{CachedRange, Keys};
+use super::work_queue::{FastReceive, WorkQueue};
 use super::Error;
-use crate::engine::queue::{PlainReceive, WorkQueue};
 use crate::memory::{GuestMemory, Pages};
-use crate::worker::Worker;
 
 /// Offset of `SrqRecord::rq_waited`.
 const RQ_WAITED: u64 = 0;
@@ -32,16 +31,22 @@ pub struct Xrc {
     pub cq: Arc<Cq>,
 }
 
-/// Who waits, each once.
+/// A sender that waits for a receive work request.
+pub trait Waiter: Send + Sync + fmt::Debug {
+    /// One was posted.
+    fn wake(self: Arc<Self>);
+}
+
+/// The senders that wait, each once.
 #[derive(Debug)]
-struct Waiters<T> {
+struct Waiters<T: ?Sized> {
     /// By address: none is used twice while somebody is known by it.
     known: HashMap<usize, Weak<T>>,
     /// Those that are gone are forgotten when there are as many as this.
     tidy_at: usize,
 }
 
-impl<T> Waiters<T> {
+impl<T: ?Sized> Waiters<T> {
     fn new() -> Self {
         Self {
             known: HashMap::new(),
@@ -58,7 +63,7 @@ impl<T> Waiters<T> {
             self.known.retain(|_, other| other.strong_count() != 0);
             self.tidy_at = 2 * self.known.len() + 64;
         }
-        let address = Arc::as_ptr(waiter) as usize;
+        let address = Arc::as_ptr(waiter).cast::<()>() as usize;
         self.known.insert(address, Arc::downgrade(waiter));
     }
 
@@ -78,7 +83,7 @@ struct Inner {
     queue: WorkQueue,
     limit: u32,
     /// The queue pairs whose messages wait for a receive.
-    waiters: Waiters<Qp>,
+    waiters: Waiters<dyn Waiter>,
     /// What was taken and given back: the first to be taken again. Each XRC_TGT queue pair gives
     /// back one at a time, and nothing is taken from the ring meanwhile, so these are no more than
     /// such queue pairs.
@@ -95,7 +100,7 @@ pub struct Srq {
     /// Context: whose doorbell memory it uses.
     pub context: u32,
     /// The worker whose doorbell it rings.
-    pub worker: Arc<Worker>,
+    pub worker: u16,
     /// Slot in the doorbell block of that worker.
     pub slot: u32,
     /// XRC: its domain and completion queue.
@@ -110,11 +115,11 @@ pub struct Srq {
 }
 
 /// What an SRQ is made of.
-pub(crate) struct Parts {
+pub(crate) struct SrqParts {
     pub number: u32,
     pub pd: u32,
     pub context: u32,
-    pub worker: Arc<Worker>,
+    pub worker: u16,
     pub slot: u32,
     pub xrc: Option<Xrc>,
     pub max_sge: usize,
@@ -135,8 +140,8 @@ pub(crate) struct Taken {
 }
 
 impl Srq {
-    pub(crate) fn new(parts: Parts) -> Self {
-        let Parts {
+    pub(crate) fn new(parts: SrqParts) -> Self {
+        let SrqParts {
             number,
             pd,
             context,
@@ -178,7 +183,11 @@ impl Srq {
 
     /// Takes the next receive work request; its scatter list goes to `sges`. Without one, `waiter`
     /// is woken when one is posted.
-    pub(crate) fn take(&self, sges: &mut Vec<Sge>, waiter: Option<&Arc<Qp>>) -> Option<Taken> {
+    pub(crate) fn take<W: Waiter + 'static>(
+        &self,
+        sges: &mut Vec<Sge>,
+        waiter: Option<&Arc<W>>,
+    ) -> Option<Taken> {
         let mut guard = self.inner();
         let inner = &mut *guard;
         if let Some((wr_id, list)) = inner.returned.pop_front() {
@@ -205,7 +214,8 @@ impl Srq {
                         head
                     }
                     None => {
-                        inner.waiters.add(waiter);
+                        let waiter: Arc<dyn Waiter> = waiter.clone();
+                        inner.waiters.add(&waiter);
                         return None;
                     }
                 }
@@ -234,14 +244,14 @@ impl Srq {
         })
     }
 
-    /// Takes the next receive work request for a message of `len` bytes, if it is plain (see
-    /// [`WorkQueue::take_plain`]) and taking it has no consequences.
-    pub(crate) fn take_plain<'a>(
+    /// Takes the next receive work request for a message of `len` bytes, if it is eligible for the
+    /// fast path (see [`WorkQueue::take_fast`]) and taking it has no consequences.
+    pub(crate) fn take_fast<'a>(
         &self,
         keys: &'a Keys,
-        memo: &mut Memo<'a>,
+        cached: &mut CachedRange<'a>,
         len: u64,
-    ) -> Option<PlainReceive<'a>> {
+    ) -> Option<FastReceive<'a>> {
         let mut guard = self.inner();
         let inner = &mut *guard;
         if inner.limit != 0 || !inner.returned.is_empty() {
@@ -250,10 +260,10 @@ impl Srq {
         let receive =
             inner
                 .queue
-                .take_plain(&inner.buffer, self.max_sge, keys, memo, self.pd, len)?;
+                .take_fast(&inner.buffer, self.max_sge, keys, cached, self.pd, len)?;
         inner.store_consumed();
         // Of shared ones the consumer keeps no account by index.
-        Some(PlainReceive {
+        Some(FastReceive {
             index: 0,
             ..receive
         })
@@ -273,8 +283,7 @@ impl Srq {
         }
         inner.set_waited(false);
         for sender in inner.waiters.take() {
-            sender.wake.store(true, Ordering::SeqCst);
-            sender.worker.schedule(&sender);
+            sender.wake();
         }
     }
 
@@ -420,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_are_gone_are_forgotten() {
+    fn waiters_that_are_gone_are_forgotten() {
         let mut waiters = Waiters::new();
         let stays = Arc::new(0);
         waiters.add(&stays);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The state machine of queue pairs: which change of state is allowed, and with which attributes
 //! (InfiniBand architecture specification, volume 1, 11.2.5.2; specification: "Queue pair states").
+use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::verbs::qp_attr::{
     self, ACCESS_FLAGS, AV, CUR_STATE, DEST_QPN, EN_SQD_ASYNC_NOTIFY, MAX_DEST_RD_ATOMIC,
     MAX_QP_RD_ATOMIC, MIN_RNR_TIMER, PATH_MTU, PKEY_INDEX, PORT, QKEY, RETRY_CNT, RNR_RETRY,
@@ -27,14 +28,17 @@ const SQD_RC: u32 = PORT
 /// pair of type `kind`; `None` where there is no such change.
 #[must_use]
 pub fn attributes(kind: u8, current: u8, next: u8) -> Option<(u32, u32)> {
-    let datagram = matches!(kind, qp_type::UD | qp_type::GSI);
-    let unacknowledged = datagram || kind == qp_type::UC;
+    let QpType {
+        datagram,
+        acknowledged,
+        ..
+    } = *QpType::of(kind)?;
     match (current, next) {
         (RESET | INIT | RTR | RTS | SQD | ERR, RESET) | (INIT | RTR | RTS | SQD | ERR, ERR) => {
             return Some((0, 0));
         }
         // Only queue pairs without acknowledgements can lose their send queue alone.
-        (SQE, RESET | ERR) if unacknowledged => return Some((0, 0)),
+        (SQE, RESET | ERR) if !acknowledged => return Some((0, 0)),
         (RTS, SQD) => return Some((0, EN_SQD_ASYNC_NOTIFY)),
         _ => {}
     }
@@ -71,7 +75,7 @@ pub fn attributes(kind: u8, current: u8, next: u8) -> Option<(u32, u32)> {
             CUR_STATE | ACCESS_FLAGS | rnr_timer,
         ),
         (RTS, RTS) | (SQD, RTS) => (0, CUR_STATE | ACCESS_FLAGS | rnr_timer),
-        (SQE, RTS) if unacknowledged => (0, CUR_STATE | ACCESS_FLAGS),
+        (SQE, RTS) if !acknowledged => (0, CUR_STATE | ACCESS_FLAGS),
         (SQD, SQD) => {
             let common = PORT | AV | ACCESS_FLAGS | PKEY_INDEX;
             (0, SQD_RC & (common | responder | timeout | requester))

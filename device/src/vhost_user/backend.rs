@@ -24,6 +24,7 @@ use vmm_sys_util::epoll::Epoll;
 
 use super::events::Events;
 use super::ring::{self, Ring, TooLong};
+use crate::control;
 use crate::memory::{GuestMemory, RegionInfo};
 use crate::rnic::Rnic;
 
@@ -135,7 +136,7 @@ impl Device {
         let result = self
             .control
             .serve(COMMANDS_PER_TURN, |command| match command {
-                Ok(command) => Response::Executed(rnic.execute(command)),
+                Ok(command) => Response::Executed(control::execute(rnic, command)),
                 Err(TooLong) => Response::Refused(
                     ResponseHeader {
                         status: status::EINVAL,
@@ -149,7 +150,8 @@ impl Device {
             Ok(more) => more,
             Err(error) => {
                 self.rnic
-                    .complain(format_args!("{}", super::sentence(&error)));
+                    .vm()
+                    .warn(format_args!("{}", super::sentence(&error)));
                 false
             }
         };
@@ -379,7 +381,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             Ok(ring.is_placed())
         })?;
         if !placed.map_err(|error: ring::Error| refuse(error))? {
-            self.rnic.complain(format_args!(
+            self.rnic.vm().warn(format_args!(
                 "virtqueue {index} was started, but is not in guest memory"
             ));
         }

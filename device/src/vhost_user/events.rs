@@ -11,7 +11,8 @@ use virtio_rdma_spec::config::{EVENT_QUEUE, FIRST_COMPLETION_QUEUE};
 use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 
 use super::ring::Ring;
-use crate::rnic::{EventSink, Rnic};
+use crate::engine::events::EventSink;
+use crate::rnic::Rnic;
 
 /// Events that wait for a buffer, at most, per queue. There are no more objects to raise events
 /// for.
@@ -127,7 +128,7 @@ pub struct Events {
 
 fn complain(rnic: &Weak<Rnic>, what: &str) {
     if let Some(rnic) = rnic.upgrade() {
-        rnic.complain(format_args!("{what}"));
+        rnic.vm().warn(format_args!("{what}"));
     }
 }
 

@@ -16,8 +16,9 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::backend::{Device, FIRST_KICK_TOKEN};
+use crate::adapter::Adapter;
 use crate::heap;
-use crate::rnic::{Adapter, RnicSettings};
+use crate::rnic::RnicSettings;
 
 const EXIT: u64 = 0;
 const SOCKET: u64 = 1;

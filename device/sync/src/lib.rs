@@ -2,19 +2,19 @@
 //! The locks of the data path: one whose readers, a fixed set of threads, write nothing that others
 //! read often, and a count of those who had to wait for another ([`lock`]).
 //!
-//! A reader-writer lock has its readers write to it, each time: two atomic read-modify-writes per
-//! lock and look. Workers look at the tables of every VM millions of times a second, while those
-//! change seldom. So a worker is a [`Visitor`]: it says once that it is about to look around
-//! ([`Visitor::enter`]), in a cache line of its own, and then may look at everything that is
-//! [`Shared`], at the cost of a load each. Who wants to change something closes it, and waits until
-//! each visitor that may have come in before has left once.
+//! This is a big-reader lock. A reader-writer lock has its readers write to it, each time: two
+//! atomic read-modify-writes per lock and poll. Workers look at the tables of every VM millions of
+//! times a second, while those change seldom. So a worker is a [`Reader`]: it enters a read section
+//! ([`Reader::enter`]) by a store to a cache line of its own, and then may look at everything that
+//! is [`Shared`], at the cost of a load each. A writer closes what it wants to change, and waits
+//! until each reader that may have entered before has left its read section once.
 //!
 //! # Why nobody reads what is being changed
-//! A visitor stores that it is in, then loads `closed`; a writer stores `closed`, then loads
-//! whether the visitor is in. All four are sequentially consistent: either the visitor sees
-//! `closed` and keeps out, or the writer sees the visitor and waits. What the writer waits for is
-//! another number of the visitor's round: what comes in later sees `closed`. `tests/loom.rs`
-//! model-checks this.
+//! A reader stores that it is in a read section, then loads `closed`; a writer stores `closed`,
+//! then loads whether the reader is in. All four are sequentially consistent: either the reader
+//! sees `closed` and keeps out, or the writer sees the reader and waits. What the writer waits for
+//! is another number of the reader's round: a read section that begins later sees `closed`.
+//! `tests/loom.rs` model-checks this.
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -39,7 +39,7 @@ use std::{
 
 use crossbeam_utils::CachePadded;
 
-/// How often a writer looks whether a visitor has left before it gives others the CPU.
+/// How often a writer looks whether a reader has left before it gives others the CPU.
 #[cfg(not(loom))]
 const SPINS: u32 = 100;
 #[cfg(loom)]
@@ -79,17 +79,17 @@ fn store_load_order() {
     loom::sync::atomic::fence(Ordering::SeqCst);
 }
 
-/// Where a visitor says whether it is in.
+/// Where a reader says whether it is in a read section.
 #[derive(Debug)]
 struct Slot {
-    /// Odd while it is in. Only the visitor writes.
+    /// Odd while it is in one. Only the reader writes.
     round: AtomicU64,
     /// A writer waits for it to leave.
     awaited: AtomicBool,
 }
 
 impl Slot {
-    /// Returns when the visitor has been out once since.
+    /// Returns when the reader has been outside of read sections once since.
     fn wait(&self) {
         let round = self.round.load(Ordering::SeqCst);
         if round % 2 == 0 {
@@ -108,16 +108,16 @@ impl Slot {
     }
 }
 
-/// The visitors of everything that is shared with them.
+/// The readers of everything that is shared with them.
 #[derive(Debug, Clone)]
-pub struct Visitors {
+pub struct Readers {
     slots: Arc<[CachePadded<Slot>]>,
 }
 
-impl Visitors {
-    /// So many visitors.
+impl Readers {
+    /// So many readers.
     #[must_use]
-    pub fn new(count: usize) -> (Self, Vec<Visitor>) {
+    pub fn new(count: usize) -> (Self, Vec<Reader>) {
         let slot = || {
             CachePadded::new(Slot {
                 round: AtomicU64::new(0),
@@ -128,7 +128,7 @@ impl Visitors {
         let all = Self {
             slots: slots.into(),
         };
-        let each = (0..count).map(|index| Visitor {
+        let each = (0..count).map(|index| Reader {
             all: all.clone(),
             index,
         });
@@ -137,21 +137,21 @@ impl Visitors {
     }
 }
 
-/// One who may look at everything that is shared with its [`Visitors`].
+/// A thread that may look at everything that is shared with its [`Readers`].
 #[derive(Debug)]
-pub struct Visitor {
-    all: Visitors,
-    /// No other visitor has it.
+pub struct Reader {
+    all: Readers,
+    /// No other reader has it.
     index: usize,
 }
 
-impl Visitor {
-    /// Begins to look around. Writers wait until that ends: it should be soon.
+impl Reader {
+    /// Enters a read section. Writers wait until it ends: it should be soon.
     #[inline]
-    pub fn enter(&mut self) -> Visit<'_> {
-        let visit = Visit { visitor: self };
-        visit.begin();
-        visit
+    pub fn enter(&mut self) -> ReadSection<'_> {
+        let section = ReadSection { reader: self };
+        section.begin();
+        section
     }
 
     #[inline(always)]
@@ -160,16 +160,16 @@ impl Visitor {
     }
 }
 
-/// A look around. It keeps what it has seen from being changed.
+/// A read section. It keeps what was read in it from being changed.
 #[derive(Debug)]
-pub struct Visit<'a> {
-    visitor: &'a mut Visitor,
+pub struct ReadSection<'a> {
+    reader: &'a mut Reader,
 }
 
-impl Visit<'_> {
+impl ReadSection<'_> {
     #[inline(always)]
     fn begin(&self) {
-        let round = &self.visitor.slot().round;
+        let round = &self.reader.slot().round;
         // Odd, and never again what it was.
         let next = (round.load(Ordering::Relaxed) + 1) | 1;
         round.swap(next, Ordering::SeqCst);
@@ -178,7 +178,7 @@ impl Visit<'_> {
 
     #[inline(always)]
     fn end(&self) {
-        let slot = self.visitor.slot();
+        let slot = self.reader.slot();
         let next = slot.round.load(Ordering::Relaxed) + 1;
         slot.round.store(next, Ordering::Release);
     }
@@ -186,37 +186,37 @@ impl Visit<'_> {
     /// Whether a writer waits for its end.
     #[inline]
     #[must_use]
-    pub fn awaited(&self) -> bool {
-        self.visitor.slot().awaited.load(Ordering::Relaxed)
+    pub fn is_awaited(&self) -> bool {
+        self.reader.slot().awaited.load(Ordering::Relaxed)
     }
 
     /// Lets writers that wait go first.
     #[inline]
-    pub fn pause(&mut self) {
-        if self.awaited() {
-            self.visitor.slot().awaited.store(false, Ordering::Relaxed);
+    pub fn yield_to_writers(&mut self) {
+        if self.is_awaited() {
+            self.reader.slot().awaited.store(false, Ordering::Relaxed);
             self.end();
             self.begin();
         }
     }
 }
 
-impl Drop for Visit<'_> {
+impl Drop for ReadSection<'_> {
     #[inline]
     fn drop(&mut self) {
-        if self.awaited() {
-            self.visitor.slot().awaited.store(false, Ordering::Relaxed);
+        if self.is_awaited() {
+            self.reader.slot().awaited.store(false, Ordering::Relaxed);
         }
         self.end();
     }
 }
 
-/// What visitors look at, and others read and change.
+/// A value that readers look at, and that other threads read and change.
 pub struct Shared<T> {
-    visitors: Visitors,
-    /// Somebody changes it.
+    readers: Readers,
+    /// A writer changes it, or is about to.
     closed: AtomicBool,
-    /// Among those who are not visitors.
+    /// Among the threads that are not readers.
     lock: RwLock<()>,
     value: UnsafeCell<T>,
 }
@@ -232,32 +232,33 @@ impl<T: fmt::Debug> fmt::Debug for Shared<T> {
 }
 
 impl<T> Shared<T> {
-    /// A value that `visitors` look at.
+    /// A value that `readers` look at.
     #[must_use]
-    pub fn new(visitors: Visitors, value: T) -> Self {
+    pub fn new(readers: Readers, value: T) -> Self {
         Self {
-            visitors,
+            readers,
             closed: AtomicBool::new(false),
             lock: RwLock::new(()),
             value: UnsafeCell::new(value),
         }
     }
 
-    /// The value, unless somebody changes it, or it is not shared with this visitor.
+    /// The value, unless a writer changes it, or it is not shared with this reader.
     #[inline(always)]
-    pub fn visit<'a>(&'a self, visit: &'a Visit<'_>) -> Option<&'a T> {
-        let ours = Arc::ptr_eq(&self.visitors.slots, &visit.visitor.all.slots);
+    pub fn read_in<'a>(&'a self, section: &'a ReadSection<'_>) -> Option<&'a T> {
+        let ours = Arc::ptr_eq(&self.readers.slots, &section.reader.all.slots);
         if !ours || self.closed.load(Ordering::SeqCst) {
             return None;
         }
-        // SAFETY: who changes the value has stored `closed` before, and found each of its visitors
+        // SAFETY: who changes the value has stored `closed` before, and found each of its readers
         // out since: this one is in, and loaded `closed` since it came in, so that it came in
-        // before that store, if there was one, and is waited for until the visit ends, which the
+        // before that store, if there was one, and is waited for until the section ends, which the
         // reference does not outlive. That `closed` is false again makes all changes visible.
         Some(unsafe { &*self.value.get() })
     }
 
-    /// The value. Not for visitors, whom somebody may be waiting for.
+    /// The value, for a thread that is no reader. A reader would wait for a writer that waits
+    /// for it.
     pub fn read(&self) -> Read<'_, T> {
         Read {
             _lock: self.lock.read().unwrap_or_else(PoisonError::into_inner),
@@ -265,12 +266,12 @@ impl<T> Shared<T> {
         }
     }
 
-    /// The value, to change it. Returns when nobody looks at it.
+    /// The value, to change it. Returns when no reader and no other thread looks at it.
     pub fn write(&self) -> Write<'_, T> {
         let lock = self.lock.write().unwrap_or_else(PoisonError::into_inner);
         self.closed.store(true, Ordering::SeqCst);
         store_load_order();
-        for slot in &*self.visitors.slots {
+        for slot in &*self.readers.slots {
             slot.wait();
         }
         Write {
@@ -312,7 +313,7 @@ impl<T> Deref for Write<'_, T> {
 
 impl<T> DerefMut for Write<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: we hold the lock alone, and no visitor has a reference: see `Shared::visit`.
+        // SAFETY: we hold the lock alone, and no reader has a reference: see `Shared::section`.
         unsafe { &mut *self.shared.value.get() }
     }
 }
@@ -345,12 +346,12 @@ mod tests {
 
     #[test]
     fn a_visitor_sees_its_own_only() {
-        let (all, mut each) = Visitors::new(1);
-        let (others, _) = Visitors::new(1);
-        let [ours, theirs] = [all, others].map(|visitors| Shared::new(visitors, 7));
-        let mut visitor = each.pop().unwrap();
-        let visit = visitor.enter();
-        assert_eq!(ours.visit(&visit), Some(&7));
-        assert_eq!(theirs.visit(&visit), None);
+        let (all, mut each) = Readers::new(1);
+        let (others, _) = Readers::new(1);
+        let [ours, theirs] = [all, others].map(|readers| Shared::new(readers, 7));
+        let mut reader = each.pop().unwrap();
+        let section = reader.enter();
+        assert_eq!(ours.read_in(&section), Some(&7));
+        assert_eq!(theirs.read_in(&section), None);
     }
 }

@@ -10,7 +10,7 @@
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
-use vhost_device_rdma_sync::{Shared, Visitors};
+use vhost_device_rdma_sync::{Readers, Shared};
 
 /// Two numbers that are the same whenever nobody changes them.
 struct Pair(UnsafeCell<(u64, u64)>);
@@ -19,8 +19,8 @@ struct Pair(UnsafeCell<(u64, u64)>);
 unsafe impl Sync for Pair {}
 
 impl Pair {
-    fn shared(visitors: Visitors) -> Arc<Shared<Self>> {
-        Arc::new(Shared::new(visitors, Self(UnsafeCell::new((0, 0)))))
+    fn shared(readers: Readers) -> Arc<Shared<Self>> {
+        Arc::new(Shared::new(readers, Self(UnsafeCell::new((0, 0)))))
     }
 
     fn check(&self) -> u64 {
@@ -45,22 +45,22 @@ impl Pair {
 #[test]
 fn a_visitor_never_sees_a_change_under_way() {
     loom::model(|| {
-        let (visitors, mut each) = Visitors::new(1);
-        let shared = Pair::shared(visitors);
-        let mut visitor = each.pop().unwrap();
+        let (readers, mut each) = Readers::new(1);
+        let shared = Pair::shared(readers);
+        let mut reader = each.pop().unwrap();
         let theirs = shared.clone();
         let worker = thread::spawn(move || {
             let mut seen = 0;
             for _ in 0..2 {
-                let mut visit = visitor.enter();
-                // Twice in a visit, with others let in between.
+                let mut section = reader.enter();
+                // Twice in a section, with others let in between.
                 for _ in 0..2 {
-                    if let Some(pair) = theirs.visit(&visit) {
+                    if let Some(pair) = theirs.read_in(&section) {
                         let now = pair.check();
                         assert!(now >= seen);
                         seen = now;
                     }
-                    visit.pause();
+                    section.yield_to_writers();
                 }
             }
         });
@@ -73,13 +73,13 @@ fn a_visitor_never_sees_a_change_under_way() {
 #[test]
 fn a_visit_of_several_values_keeps_them_all() {
     loom::model(|| {
-        let (visitors, mut each) = Visitors::new(1);
-        let [a, b] = [(); 2].map(|()| Pair::shared(visitors.clone()));
-        let mut visitor = each.pop().unwrap();
+        let (readers, mut each) = Readers::new(1);
+        let [a, b] = [(); 2].map(|()| Pair::shared(readers.clone()));
+        let mut reader = each.pop().unwrap();
         let theirs = [a.clone(), b.clone()];
         let worker = thread::spawn(move || {
-            let visit = visitor.enter();
-            let [a, b] = theirs.each_ref().map(|shared| shared.visit(&visit));
+            let section = reader.enter();
+            let [a, b] = theirs.each_ref().map(|shared| shared.read_in(&section));
             for pair in [a, b, a].into_iter().flatten() {
                 pair.check();
             }
@@ -95,15 +95,15 @@ fn each_visitor_is_waited_for() {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
     model.check(|| {
-        let (visitors, each) = Visitors::new(2);
-        let shared = Pair::shared(visitors);
+        let (readers, each) = Readers::new(2);
+        let shared = Pair::shared(readers);
         let workers: Vec<_> = each
             .into_iter()
-            .map(|mut visitor| {
+            .map(|mut reader| {
                 let shared = shared.clone();
                 thread::spawn(move || {
-                    let visit = visitor.enter();
-                    shared.visit(&visit).map(Pair::check)
+                    let section = reader.enter();
+                    shared.read_in(&section).map(Pair::check)
                 })
             })
             .collect();

@@ -204,8 +204,8 @@ fn workers_wait_for_no_lock_that_the_other_has() {
     };
     let waited = || {
         let status = two.process.status().unwrap();
-        let turns = [0, 1].map(|worker| status["workers"][worker]["turns"].as_u64().unwrap());
-        (status["lock_waits"].as_u64().unwrap(), turns)
+        let polls = [0, 1].map(|worker| status["workers"][worker]["polls"].as_u64().unwrap());
+        (status["lock_waits"].as_u64().unwrap(), polls)
     };
     let before = waited();
     for i in 0..2000 {

@@ -17,6 +17,7 @@ use virtio_rdma_spec::command::{
     self as spec, create_qp_flag, AddressVector, Handle, Multicast, PageList, QpAttr,
 };
 use virtio_rdma_spec::doorbell::BLOCK_SIZE;
+use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::{
     BindMw, Cqe, CqeExtension, FastReg, MaskedOperands, SendWqe, Sge, UdWqe,
 };
@@ -728,11 +729,7 @@ impl Connection {
     #[must_use]
     pub fn to(peer: &Qp) -> Self {
         Self {
-            qp_type: match peer.qp_type {
-                qp_type::XRC_TGT => qp_type::XRC_INI,
-                qp_type::XRC_INI => qp_type::XRC_TGT,
-                same => same,
-            },
+            qp_type: QpType::of(peer.qp_type).map_or(peer.qp_type, |of| of.peer),
             qkey: 0,
             dest_qp_num: peer.number(),
             dgid: peer.vm.gid(),
@@ -763,7 +760,7 @@ impl Connection {
     }
 
     fn is_datagram(&self) -> bool {
-        matches!(self.qp_type, qp_type::UD | qp_type::GSI)
+        QpType::of(self.qp_type).is_some_and(|of| of.datagram)
     }
 
     /// Attributes and mask of the change to INIT.
@@ -915,7 +912,7 @@ impl Qp {
             caps = QpCaps::default();
         }
         let caps = &caps;
-        let datagram = matches!(options.qp_type, qp_type::UD | qp_type::GSI);
+        let datagram = QpType::of(options.qp_type).is_some_and(|of| of.datagram);
         let layout = if datagram {
             QpLayout::datagram(caps)
         } else {

@@ -7,13 +7,14 @@
 //! completion queue they complete to.
 use core::ops::Range;
 
+use virtio_rdma_spec::facts::completion_opcode;
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
     BindMw, Cqe, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe, BIND_MW_OFFSET,
     FAST_REG_OFFSET, MASKED_OPERANDS_OFFSET, MAX_SGE, MAX_WQ_ENTRIES, PHASE, RECV_DATA_OFFSET,
     SEND_DATA_OFFSET, UD_DATA_OFFSET,
 };
-use virtio_rdma_spec::verbs::{completion_opcode, send_flag, vendor_err, wc_opcode, wc_status};
+use virtio_rdma_spec::verbs::{send_flag, vendor_err, wc_opcode, wc_status};
 
 use crate::buffer::RingLayout;
 use crate::prefetch::prefetch_write;

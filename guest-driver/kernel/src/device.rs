@@ -5,11 +5,11 @@ use crate::sys::alloc::{Arc, Array};
 use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage, Words};
 use crate::sys::error::{Errno, Result};
 use crate::sys::net::Pairing;
-use crate::sys::rdma::{CqTarget, IbDevice, QpTarget, SrqTarget};
+use crate::sys::rdma::{self, DeviceOps, SrqHandle};
 use crate::sys::sync::{sleep, Completion, SetOnce, Work};
 use crate::sys::table::Table;
 use crate::sys::virtio::{CommandQueue, EventQueue, Notifier, Rebind, VirtioDevice, Virtqueues};
-use crate::verbs::DM_TOTAL;
+use crate::targets::{CqTarget, QpTarget};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use virtio_rdma_spec::command::{opcode, QueryDeviceResponse, SetStatusPage};
 use virtio_rdma_spec::config::{
@@ -71,19 +71,24 @@ impl Features {
     }
 }
 
+/// Device memory of all processes together, bytes.
+pub(crate) const DM_TOTAL: u64 = 4 << 20;
+
 /// One RDMA device. The order of the fields is the order in which they are dropped: what may still
 /// call in comes first, the queues come after everything that uses them.
 pub(crate) struct Device {
     rebind: Rebind,
-    starting: Work,
-    pairing: Pairing,
-    refresh: Work,
-    async_work: Work,
-    lost_work: Work,
+    starting: Work<Device>,
+    pairing: Pairing<Device>,
+    refresh: Work<Device>,
+    async_work: Work<Device>,
+    lost_work: Work<Device>,
 
     virtio: VirtioDevice,
     dma: DmaDevice,
     ib: IbDevice,
+    /// The operations that the core gets for these features.
+    ops: fn(Features) -> DeviceOps,
     config: Config,
     features: Features,
     notify: NotifyPages,
@@ -93,7 +98,7 @@ pub(crate) struct Device {
     /// destroys those before `stop` ends.
     cqs: Table<CqTarget>,
     qps: Table<QpTarget>,
-    srqs: Table<SrqTarget>,
+    srqs: Table<SrqHandle>,
     /// What the kernel's own queue pairs ring with; none if the kernel cannot use the device.
     kernel: SetOnce<Option<KernelContext>>,
     notifiers: Array<Notifier>,
@@ -131,6 +136,11 @@ pub(crate) struct Device {
     dm_budget: Budget,
 }
 
+/// The core's device, with ours behind it.
+pub(crate) type DeviceObject = rdma::DeviceObject<Device>;
+/// A handle of that.
+pub(crate) type IbDevice = rdma::IbDevice<Device>;
+
 /// Something of which there is so much for all together.
 pub(crate) struct Budget(AtomicU64);
 
@@ -151,7 +161,11 @@ impl Budget {
 
 impl Device {
     /// Looks at the device and sets up its queues; it is not ready yet.
-    pub(crate) fn new(virtio: VirtioDevice, ib: IbDevice) -> Result<Self> {
+    pub(crate) fn new(
+        virtio: VirtioDevice,
+        ib: IbDevice,
+        ops: fn(Features) -> DeviceOps,
+    ) -> Result<Self> {
         if !virtio.has_feature(feature::RC) {
             virtio.error(
                 "the device offers no RC queue pairs: feature bit",
@@ -207,6 +221,7 @@ impl Device {
             virtio,
             dma,
             ib,
+            ops,
             config,
             features: Features::of(virtio),
             notify,
@@ -303,7 +318,8 @@ impl Device {
             .store(self.port_is_active(), Ordering::Relaxed);
         let vectors = self.config.num_completion_queues;
         let guid = self.config.node_guid;
-        self.ib.register(self.dma, guid, vectors, self.features)?;
+        let ops = (self.ops)(self.features);
+        self.ib.register(self.dma, guid, vectors, &ops)?;
         self.registered.store(true, Ordering::Release);
         // Also replays what happened to interfaces since `pair`.
         self.pairing.start()?;
@@ -535,7 +551,7 @@ impl Device {
         &self.qps
     }
 
-    pub(crate) fn srqs(&self) -> &Table<SrqTarget> {
+    pub(crate) fn srqs(&self) -> &Table<SrqHandle> {
         &self.srqs
     }
 

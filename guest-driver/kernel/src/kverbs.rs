@@ -10,9 +10,9 @@ use crate::pages::{PageTree, Tables};
 use crate::sys::alloc::{Arc, Array, Box, Slot};
 use crate::sys::dma::{DmaBuffer, Words};
 use crate::sys::error::{Errno, Result};
-use crate::sys::rdma::QpTarget;
 use crate::sys::sync::{milliseconds, which, SpinLock};
 use crate::sys::virtio::Notifier;
+use crate::targets::QpTarget;
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicU8, AtomicUsize, Ordering};
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::{
@@ -22,6 +22,7 @@ use virtio_rdma_driver_core::{
 use virtio_rdma_spec::command::{opcode, CreateContext, CreateSrqResponse, HandleResponse};
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::BLOCK_PAGES;
+use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{qp_state, qp_type, wc_opcode, wc_status};
 use virtio_rdma_spec::PAGE_SIZE;
@@ -269,12 +270,15 @@ pub(crate) struct KernelQpInit<'a> {
 
 /// The layout of the buffer of a queue pair.
 pub(crate) fn qp_layout(qp_type: u8, caps: &QpCaps, masked_atomics: bool) -> Result<QpLayout> {
-    match qp_type {
-        qp_type::UD | qp_type::GSI => QpLayout::datagram(caps),
-        qp_type::RC | qp_type::XRC_INI if masked_atomics => QpLayout::with_masked_atomics(caps),
-        _ => QpLayout::new(caps),
-    }
-    .ok_or(Errno::EINVAL)
+    let of = QpType::of(qp_type).ok_or(Errno::EINVAL)?;
+    let layout = if of.datagram {
+        QpLayout::datagram(caps)
+    } else if of.sends && of.acknowledged && masked_atomics {
+        QpLayout::with_masked_atomics(caps)
+    } else {
+        QpLayout::new(caps)
+    };
+    layout.ok_or(Errno::EINVAL)
 }
 
 /// The latest sends of a queue pair that failed because the device was lost: by identifier and
@@ -345,7 +349,7 @@ impl KernelQp {
     /// A queue pair that the device has created.
     pub(crate) fn new(device: &Device, init: KernelQpInit<'_>) -> Result<Self> {
         let memory = Words(init.memory);
-        let datagram = matches!(init.qp_type, qp_type::UD | qp_type::GSI);
+        let datagram = QpType::of(init.qp_type).is_some_and(|of| of.datagram);
         let (caps, sq, rq) = (init.caps, init.sq, init.rq);
         let exists = |ring: &RingLayout| ring.entries != 0;
         let send = exists(sq).then(|| {

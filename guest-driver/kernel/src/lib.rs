@@ -8,13 +8,15 @@
 //! not here: they share rings and doorbells with the device. That of users in the kernel is
 //! ([`kverbs`]).
 //!
-//! Everything unsafe lives in [`sys`]; the other modules forbid it. What the layouts and numbers
+//! Everything unsafe lives in [`sys`], what the kernel offers, and in [`callbacks`], what it calls;
+//! the other modules forbid it. What the layouts and numbers
 //! are, the crate `virtio_rdma_spec` says; what module and provider tell each other,
 //! `virtio_rdma_driver_core::abi`.
 #![no_std]
 #![deny(unsafe_code, unsafe_op_in_unsafe_fn, missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
 
+mod callbacks;
 mod command;
 mod device;
 mod events;
@@ -22,4 +24,5 @@ mod kverbs;
 mod pages;
 mod port;
 mod sys;
+mod targets;
 mod verbs;

@@ -40,12 +40,12 @@ impl<T> Box<T> {
     }
 
     /// Where the value is. It stays there until the Box is dropped.
-    pub(super) fn as_ptr(&self) -> *mut T {
+    pub(crate) fn as_ptr(&self) -> *mut T {
         self.0.as_ptr()
     }
 
     /// Gives up ownership; [`Self::from_raw`] takes it back.
-    pub(super) fn into_raw(self) -> *mut T {
+    pub(crate) fn into_raw(self) -> *mut T {
         let raw = self.0.as_ptr();
         core::mem::forget(self);
         raw
@@ -53,7 +53,7 @@ impl<T> Box<T> {
 
     /// # Safety
     /// `raw` must come from [`Self::into_raw`], and be used no more.
-    pub(super) unsafe fn from_raw(raw: NonNull<T>) -> Self {
+    pub(crate) unsafe fn from_raw(raw: NonNull<T>) -> Self {
         Self(raw)
     }
 }

@@ -11,7 +11,7 @@ use virtio_rdma_spec::PAGE_SIZE;
 
 /// The (PCI) device whose DMA addresses the RDMA device understands.
 #[derive(Clone, Copy)]
-pub(crate) struct DmaDevice(pub(super) NonNull<bindings::device>);
+pub(crate) struct DmaDevice(pub(crate) NonNull<bindings::device>);
 
 // SAFETY: a handle; the kernel's functions that take it may be called from any thread.
 unsafe impl Send for DmaDevice {}
@@ -73,7 +73,7 @@ impl DmaPage {
     }
 
     /// Where the page is, for mapping it to a process.
-    pub(super) fn memory(&self) -> *mut c_void {
+    pub(crate) fn memory(&self) -> *mut c_void {
         self.memory.as_ptr()
     }
 }

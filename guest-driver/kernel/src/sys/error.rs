@@ -20,7 +20,7 @@ impl Errno {
     pub(crate) const EOPNOTSUPP: Self = Self(status::EOPNOTSUPP);
 
     /// The error that the kernel returned as a negative number.
-    pub(super) fn from_kernel(code: c_int) -> Self {
+    pub(crate) fn from_kernel(code: c_int) -> Self {
         match u16::try_from(code.wrapping_neg()) {
             Ok(code @ 1..=4095) => Self(code),
             _ => Self::EIO,
@@ -28,7 +28,7 @@ impl Errno {
     }
 
     /// `Ok` for a return value of zero or more.
-    pub(super) fn check(code: c_int) -> Result<()> {
+    pub(crate) fn check(code: c_int) -> Result<()> {
         if code < 0 {
             Err(Self::from_kernel(code))
         } else {
@@ -48,7 +48,7 @@ impl Errno {
     }
 
     /// As the kernel wants it: negative.
-    pub(super) fn code(self) -> c_int {
+    pub(crate) fn code(self) -> c_int {
         -c_int::from(self.0)
     }
 
@@ -64,7 +64,7 @@ impl Errno {
 }
 
 /// Turns a result into the kernel's return value.
-pub(super) fn code(result: Result<()>) -> c_int {
+pub(crate) fn code(result: Result<()>) -> c_int {
     match result {
         Ok(()) => 0,
         Err(error) => error.code(),

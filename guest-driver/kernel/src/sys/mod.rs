@@ -1,32 +1,30 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! The only module that knows the kernel: raw pointers, bindings and calls into C stay in here.
+//! What the kernel offers. Raw pointers, bindings and calls into C are in here and in
+//! [`callbacks`](crate::callbacks), what the kernel calls, and nowhere else. Nothing here knows what
+//! stands on it.
 //!
 //! Rules that the rest rests on:
 //!
 //! - Kernel objects that must not move (locks, completions, work items) are allocations of their
 //!   own.
-//! - A [`Device`](crate::device::Device) is written into the memory of its `ib_device` before
-//!   interrupts, work items or verbs can reach it, and dropped after all of them ended
-//!   ([`driver`]).
+//! - The driver's device ([`rdma::DeviceObject`]) is written into the memory of its `ib_device` before
+//!   interrupts, work items or verbs can reach it, and dropped after all of them ended.
 //! - The driver's data of a verbs object sits behind the core's structure, is written when its
-//!   creation succeeded and dropped when its destruction did ([`ops`]); the core does not call in
-//!   between. Posting and polling ([`data`]) go by these, too.
+//!   creation succeeded and dropped when its destruction did; the core does not call in between.
+//!   Posting and polling go by these, too.
 #![allow(unsafe_code)]
 
 pub(crate) mod alloc;
-mod data;
 pub(crate) mod dma;
-mod driver;
 pub(crate) mod error;
 pub(crate) mod net;
-mod ops;
 pub(crate) mod rdma;
 pub(crate) mod sync;
 pub(crate) mod table;
 pub(crate) mod virtio;
 
 /// The kernel's types and functions, and those of `glue.c`, as bindgen reads them.
-mod bindings {
+pub(crate) mod bindings {
     #![allow(warnings, clippy::all, missing_docs, unsafe_op_in_unsafe_fn)]
     include!(env!("VIRTIO_RDMA_BINDINGS"));
 }

@@ -4,31 +4,30 @@ use super::alloc::Box;
 use super::bindings;
 use super::error::{Errno, Result};
 use super::rdma::IbDevice;
-use crate::device::Device;
 use core::ffi::c_void;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicPtr, Ordering};
 
 /// The pairing of the port with an interface, and a watch on interfaces that come, go or change.
-pub(crate) struct Pairing {
+pub(crate) struct Pairing<D> {
     watch: NonNull<bindings::vrdma_netdev_watch>,
-    context: Box<Context>,
+    context: Box<Context<D>>,
 }
 
-struct Context {
-    ib: IbDevice,
-    changed: fn(&Device),
+struct Context<D> {
+    ib: IbDevice<D>,
+    changed: fn(&D),
     /// The paired interface, only for comparing. Written with the RTNL held.
     paired: AtomicPtr<bindings::net_device>,
 }
 
 // SAFETY: start and stop are called by one thread at a time (probe and remove); the rest is under
 // the RTNL.
-unsafe impl Send for Pairing {}
+unsafe impl<D: Sync> Send for Pairing<D> {}
 // SAFETY: as above.
-unsafe impl Sync for Pairing {}
+unsafe impl<D: Sync> Sync for Pairing<D> {}
 
-impl Context {
+impl<D> Context<D> {
     /// Makes this interface (or none) the one of the port; true if it was not.
     ///
     /// # Safety
@@ -46,18 +45,19 @@ impl Context {
     }
 }
 
-impl Pairing {
+impl<D> Pairing<D> {
     /// `changed` is called when something about interfaces changed. It must not sleep for long: the
     /// RTNL is held.
-    pub(crate) fn new(ib: IbDevice, changed: fn(&Device)) -> Result<Self> {
+    pub(crate) fn new(ib: IbDevice<D>, changed: fn(&D)) -> Result<Self> {
         let context = Box::new(Context {
             ib,
             changed,
             paired: AtomicPtr::new(core::ptr::null_mut()),
         })?;
         // SAFETY: the context lives until drop, and the watch is stopped there.
-        let watch =
-            unsafe { bindings::vrdma_netdev_watch_new(Some(on_event), context.as_ptr().cast()) };
+        let watch = unsafe {
+            bindings::vrdma_netdev_watch_new(Some(on_event::<D>), context.as_ptr().cast())
+        };
         Ok(Self {
             watch: NonNull::new(watch).ok_or(Errno::ENOMEM)?,
             context,
@@ -96,7 +96,7 @@ impl Pairing {
     }
 }
 
-impl Drop for Pairing {
+impl<D> Drop for Pairing<D> {
     fn drop(&mut self) {
         self.stop();
         // SAFETY: owned and stopped.
@@ -104,9 +104,9 @@ impl Drop for Pairing {
     }
 }
 
-unsafe extern "C" fn on_event(arg: *mut c_void, ndev: *mut bindings::net_device, going: bool) {
+unsafe extern "C" fn on_event<D>(arg: *mut c_void, ndev: *mut bindings::net_device, going: bool) {
     // SAFETY: `arg` is the context given to vrdma_netdev_watch_new; it outlives the watch.
-    let context = unsafe { &*arg.cast::<Context>() };
+    let context = unsafe { &*arg.cast::<Context<D>>() };
     // An interface that goes must be let go of at once: its going waits for that.
     if going && context.paired.load(Ordering::Relaxed) == ndev {
         // SAFETY: called with the RTNL held.

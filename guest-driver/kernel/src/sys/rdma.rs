@@ -5,13 +5,8 @@ use super::alloc::{Arc, Array, Box};
 use super::bindings;
 use super::dma::{DmaDevice, DmaPage};
 use super::error::{Errno, Result};
-use super::ops::{self, Object};
-use crate::device::{Device, Features};
-use crate::kverbs::{KernelCq, KernelQp};
-use crate::verbs;
 use core::ffi::{c_int, c_void};
 use core::ptr::NonNull;
-use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::PAGE_SIZE;
 
 pub(crate) use super::bindings::{ib_device_attr as DeviceAttr, ib_port_attr as PortAttr};
@@ -47,30 +42,47 @@ pub(crate) const ATOMIC_GLOB: bindings::ib_atomic_cap = bindings::IB_ATOMIC_GLOB
 /// Flag of a completion queue: completions have time stamps.
 pub(crate) const CQ_TIMESTAMPS: u32 = bindings::VRDMA_CQ_TIMESTAMPS;
 
-/// The `ib_device` with our [`Device`] behind it.
+/// The `ib_device` with the driver's device behind it.
 #[repr(C)]
-pub(super) struct DeviceObject {
-    pub(super) ib: bindings::ib_device,
-    pub(super) device: core::mem::MaybeUninit<Device>,
+pub(crate) struct DeviceObject<D> {
+    pub(crate) ib: bindings::ib_device,
+    pub(crate) device: core::mem::MaybeUninit<D>,
 }
 
+/// The operations of a device, as the core wants them.
+pub(crate) struct DeviceOps(pub(crate) bindings::ib_device_ops);
+
 /// A handle of the `ib_device`; valid as long as the driver is bound.
-#[derive(Clone, Copy)]
-pub(crate) struct IbDevice(pub(super) NonNull<DeviceObject>);
+pub(crate) struct IbDevice<D>(NonNull<DeviceObject<D>>);
 
 // SAFETY: a handle; what is done with it is safe from any thread.
-unsafe impl Send for IbDevice {}
+unsafe impl<D: Sync> Send for IbDevice<D> {}
 // SAFETY: as above.
-unsafe impl Sync for IbDevice {}
+unsafe impl<D: Sync> Sync for IbDevice<D> {}
 
-impl IbDevice {
-    pub(super) fn as_ptr(self) -> *mut bindings::ib_device {
+impl<D> Clone for IbDevice<D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<D> Copy for IbDevice<D> {}
+
+impl<D> IbDevice<D> {
+    /// # Safety
+    /// The object must have been allocated by the core with this size, and live as long as this is
+    /// used.
+    pub(crate) unsafe fn new(object: NonNull<DeviceObject<D>>) -> Self {
+        Self(object)
+    }
+
+    pub(crate) fn as_ptr(self) -> *mut bindings::ib_device {
         self.0.as_ptr().cast()
     }
 
     /// # Safety
     /// The device must be in place.
-    pub(super) unsafe fn device<'a>(self) -> &'a Device {
+    pub(crate) unsafe fn device<'a>(self) -> &'a D {
         // SAFETY: the caller says that it is initialized; it is only shared, until it is dropped.
         unsafe { (*self.0.as_ptr()).device.assume_init_ref() }
     }
@@ -81,14 +93,14 @@ impl IbDevice {
         dma: DmaDevice,
         node_guid: u64,
         comp_vectors: u16,
-        features: Features,
+        ops: &DeviceOps,
     ) -> Result<()> {
         let ib = self.as_ptr();
         // SAFETY: allocated and not registered yet, so nobody else looks at it.
         unsafe {
             (*ib).node_guid = node_guid.to_be();
             (*ib).num_comp_vectors = c_int::from(comp_vectors);
-            bindings::ib_set_device_ops(ib, &ops::table(features));
+            bindings::ib_set_device_ops(ib, &ops.0);
             Errno::check(bindings::ib_register_device(
                 ib,
                 c"vrdma%d".as_ptr(),
@@ -122,46 +134,57 @@ impl IbDevice {
     }
 }
 
-/// The completion queue that events are for.
-pub(crate) struct CqTarget {
-    cq: NonNull<bindings::ib_cq>,
-    kernel: Option<Arc<KernelCq>>,
+/// A completion queue of the core.
+pub(crate) struct CqHandle(NonNull<bindings::ib_cq>);
+
+/// A queue pair of the core.
+pub(crate) struct QpHandle(NonNull<bindings::ib_qp>);
+
+/// A shared receive queue of the core.
+pub(crate) struct SrqHandle(NonNull<bindings::ib_srq>);
+
+// SAFETY: the core's structures may be used from any thread, as long as they are there.
+unsafe impl Send for CqHandle {}
+// SAFETY: as above.
+unsafe impl Sync for CqHandle {}
+// SAFETY: as above.
+unsafe impl Send for QpHandle {}
+// SAFETY: as above.
+unsafe impl Sync for QpHandle {}
+// SAFETY: as above.
+unsafe impl Send for SrqHandle {}
+// SAFETY: as above.
+unsafe impl Sync for SrqHandle {}
+
+/// Calls the handler of asynchronous events of an object, which its user set at creation.
+macro_rules! raise {
+    ($object:expr, $element:ident, $context:ident, $event_type:expr) => {{
+        let object = $object.as_ptr();
+        // SAFETY: the object is there (new).
+        unsafe {
+            let mut event = bindings::ib_event {
+                device: (*object).device,
+                element: bindings::ib_event__bindgen_ty_1 { $element: object },
+                event: bindings::ib_event_type::from($event_type),
+            };
+            if let Some(handler) = (*object).event_handler {
+                handler(&mut event, (*object).$context);
+            }
+        }
+    }};
 }
 
-/// The queue pair that events and completions are for.
-pub(crate) struct QpTarget {
-    qp: NonNull<bindings::ib_qp>,
-    kernel: Option<Arc<KernelQp>>,
-}
-
-// SAFETY: the core's structures may be used from any thread, as long as the registration keeps them
-// from going.
-unsafe impl Send for CqTarget {}
-// SAFETY: as above.
-unsafe impl Sync for CqTarget {}
-// SAFETY: as above.
-unsafe impl Send for QpTarget {}
-// SAFETY: as above.
-unsafe impl Sync for QpTarget {}
-
-impl CqTarget {
-    pub(super) fn new(cq: NonNull<bindings::ib_cq>) -> Self {
-        Self { cq, kernel: None }
-    }
-
-    /// With the data path of a queue of the kernel.
-    pub(crate) fn served_by(self, kernel: Option<Arc<KernelCq>>) -> Self {
-        Self { kernel, ..self }
+impl CqHandle {
+    /// # Safety
+    /// The queue must be there as long as this is used.
+    pub(crate) unsafe fn new(cq: NonNull<bindings::ib_cq>) -> Self {
+        Self(cq)
     }
 
     /// Tells its user that there is a completion. Any context.
     pub(crate) fn complete(&self) {
-        if let Some(kernel) = &self.kernel {
-            kernel.event_received();
-        }
-        let cq = self.cq.as_ptr();
-        // SAFETY: the registration in the table keeps the queue alive; the handler is set by its
-        // user at creation.
+        let cq = self.0.as_ptr();
+        // SAFETY: the queue is there (new); the handler is set by its user at creation.
         unsafe {
             if let Some(handler) = (*cq).comp_handler {
                 handler(cq, (*cq).cq_context);
@@ -169,118 +192,52 @@ impl CqTarget {
         }
     }
 
-    /// The device was lost, and there may be something to flush: tells its user, like
-    /// [`Self::complete`]. One in the kernel is told if it asked to be; what a process asked for is
-    /// in its memory, and a word too many does it no harm.
-    pub(crate) fn flushed(&self) {
-        if self
-            .kernel
-            .as_ref()
-            .is_none_or(|kernel| kernel.take_armed())
-        {
-            self.complete();
-        }
-    }
-
     /// Takes back what an event had the core do for a user in the kernel: poll the queue. Process
-    /// context, while the queue still is there and its user is not told of events any longer.
+    /// context, for a queue of the kernel whose user is not told of events any longer.
     pub(crate) fn cancel_polling(&self) {
-        if self.kernel.is_some() {
-            // SAFETY: the queue is being destroyed, and the core frees it after that.
-            unsafe { bindings::vrdma_cq_cancel_polling(self.cq.as_ptr()) }
-        }
+        // SAFETY: the queue is there (new).
+        unsafe { bindings::vrdma_cq_cancel_polling(self.0.as_ptr()) }
     }
 
     /// Tells its user of an asynchronous event. Process context.
     pub(crate) fn event(&self, event_type: u16) {
-        let cq = self.cq.as_ptr();
-        // SAFETY: as above.
-        unsafe {
-            let mut event = bindings::ib_event {
-                device: (*cq).device,
-                element: bindings::ib_event__bindgen_ty_1 { cq },
-                event: bindings::ib_event_type::from(event_type),
-            };
-            if let Some(handler) = (*cq).event_handler {
-                handler(&mut event, (*cq).cq_context);
-            }
-        }
+        raise!(self.0, cq, cq_context, event_type);
     }
 }
 
-/// The shared receive queue that events are for.
-pub(crate) struct SrqTarget(NonNull<bindings::ib_srq>);
+impl QpHandle {
+    /// # Safety
+    /// The queue pair must be there as long as this is used.
+    pub(crate) unsafe fn new(qp: NonNull<bindings::ib_qp>) -> Self {
+        Self(qp)
+    }
 
-// SAFETY: as for queue pairs.
-unsafe impl Send for SrqTarget {}
-// SAFETY: as above.
-unsafe impl Sync for SrqTarget {}
+    pub(crate) fn as_ptr(&self) -> *mut bindings::ib_qp {
+        self.0.as_ptr()
+    }
 
-impl SrqTarget {
-    pub(super) fn new(srq: NonNull<bindings::ib_srq>) -> Self {
+    /// Does it take its receives from a shared queue?
+    pub(crate) fn has_srq(&self) -> bool {
+        // SAFETY: the queue pair is there (new); the field is set at its creation.
+        unsafe { !(*self.0.as_ptr()).srq.is_null() }
+    }
+
+    /// Tells its user of an asynchronous event. Process context.
+    pub(crate) fn event(&self, event_type: u16) {
+        raise!(self.0, qp, qp_context, event_type);
+    }
+}
+
+impl SrqHandle {
+    /// # Safety
+    /// The queue must be there as long as this is used.
+    pub(crate) unsafe fn new(srq: NonNull<bindings::ib_srq>) -> Self {
         Self(srq)
     }
 
     /// Tells its user of an asynchronous event. Process context.
     pub(crate) fn event(&self, event_type: u16) {
-        let srq = self.0.as_ptr();
-        // SAFETY: the registration in the table keeps the queue alive.
-        unsafe {
-            let mut event = bindings::ib_event {
-                device: (*srq).device,
-                element: bindings::ib_event__bindgen_ty_1 { srq },
-                event: bindings::ib_event_type::from(event_type),
-            };
-            if let Some(handler) = (*srq).event_handler {
-                handler(&mut event, (*srq).srq_context);
-            }
-        }
-    }
-}
-
-impl QpTarget {
-    pub(super) fn new(qp: NonNull<bindings::ib_qp>) -> Self {
-        Self { qp, kernel: None }
-    }
-
-    /// With the data path of a queue pair of the kernel.
-    pub(crate) fn served_by(self, kernel: Option<Arc<KernelQp>>) -> Self {
-        Self { kernel, ..self }
-    }
-
-    /// The data path, if it is a queue pair of the kernel.
-    pub(crate) fn kernel(&self) -> Option<&KernelQp> {
-        self.kernel.as_deref()
-    }
-
-    pub(super) fn as_ptr(&self) -> *mut bindings::ib_qp {
-        self.qp.as_ptr()
-    }
-
-    /// The device was lost: receives that are shared are not flushed, and users wait for the word
-    /// that no more of them is used. Process context.
-    pub(crate) fn lost(&self) {
-        // SAFETY: the registration in the table keeps the queue pair alive; the field is set at its
-        // creation.
-        if unsafe { !(*self.qp.as_ptr()).srq.is_null() } {
-            self.event(event_type::QP_LAST_WQE_REACHED);
-        }
-    }
-
-    /// Tells its user of an asynchronous event. Process context.
-    pub(crate) fn event(&self, event_type: u16) {
-        let qp = self.qp.as_ptr();
-        // SAFETY: the registration in the table keeps the queue pair alive.
-        unsafe {
-            let mut event = bindings::ib_event {
-                device: (*qp).device,
-                element: bindings::ib_event__bindgen_ty_1 { qp },
-                event: bindings::ib_event_type::from(event_type),
-            };
-            if let Some(handler) = (*qp).event_handler {
-                handler(&mut event, (*qp).qp_context);
-            }
-        }
+        raise!(self.0, srq, srq_context, event_type);
     }
 }
 
@@ -292,12 +249,12 @@ pub(crate) struct Udata<'a>(*mut bindings::ib_udata, core::marker::PhantomData<&
 impl Udata<'_> {
     /// # Safety
     /// Null, or what the core gave for the command under way.
-    pub(super) unsafe fn new(udata: *mut bindings::ib_udata) -> Self {
+    pub(crate) unsafe fn new(udata: *mut bindings::ib_udata) -> Self {
         Self(udata, core::marker::PhantomData)
     }
 
     /// That of a command of the kernel: there is none.
-    pub(super) fn none_of_kernel() -> Self {
+    pub(crate) fn none_of_kernel() -> Self {
         Self(core::ptr::null_mut(), core::marker::PhantomData)
     }
 
@@ -328,24 +285,20 @@ impl Udata<'_> {
         self.write(&[])
     }
 
-    /// The context that the command is in.
-    pub(crate) fn context(&self) -> Result<&verbs::Context> {
+    /// The context that the command is in, if it comes from user space.
+    pub(crate) fn context(&self) -> Result<NonNull<bindings::ib_ucontext>> {
         if self.0.is_null() {
             return Err(Errno::EOPNOTSUPP);
         }
-        // SAFETY: the core holds the context while the command runs; ours are all
-        // Object<ib_ucontext, Context>, and a context that commands come from was created.
-        unsafe {
-            let context = bindings::vrdma_udata_context(self.0);
-            let context = NonNull::new(context).ok_or(Errno::EINVAL)?;
-            Ok(Object::data(context))
-        }
+        // SAFETY: valid (new).
+        let context = unsafe { bindings::vrdma_udata_context(self.0) };
+        NonNull::new(context).ok_or(Errno::EINVAL)
     }
 }
 
 /// Where the buffer of a completion queue comes from: newer cores have attributes for it.
 #[derive(Clone, Copy)]
-pub(crate) struct CqBuffer(pub(super) *mut bindings::uverbs_attr_bundle);
+pub(crate) struct CqBuffer(pub(crate) *mut bindings::uverbs_attr_bundle);
 
 /// A list of memory that is mapped for the device.
 pub(crate) struct SgList<'a> {
@@ -357,7 +310,7 @@ pub(crate) struct SgList<'a> {
 impl SgList<'_> {
     /// # Safety
     /// There must be that many entries, mapped for DMA, as long as this is used.
-    pub(super) unsafe fn new(first: *mut bindings::scatterlist, entries: c_int) -> Self {
+    pub(crate) unsafe fn new(first: *mut bindings::scatterlist, entries: c_int) -> Self {
         Self {
             first,
             entries,
@@ -398,15 +351,15 @@ unsafe impl Sync for Umem {}
 
 impl Umem {
     /// Pins `length` bytes at `addr` of the current process, for this (verbs) access.
-    pub(crate) fn new(ib: IbDevice, addr: u64, length: u64, access: u32) -> Result<Self> {
+    pub(crate) fn new<D>(ib: IbDevice<D>, addr: u64, length: u64, access: u32) -> Result<Self> {
         let length = usize::try_from(length).map_err(|_| Errno::EINVAL)?;
         // SAFETY: the device is registered.
         Self::check(unsafe { bindings::vrdma_umem_get(ib.as_ptr(), addr, length, access as c_int) })
     }
 
     /// Pins the buffer of a completion queue, by default at `addr`.
-    pub(crate) fn new_cq(
-        ib: IbDevice,
+    pub(crate) fn new_cq<D>(
+        ib: IbDevice<D>,
         from: CqBuffer,
         addr: u64,
         length: u64,
@@ -475,7 +428,7 @@ impl Drop for Umem {
 
 /// A context under creation or in use.
 #[derive(Clone, Copy)]
-pub(crate) struct UserContext(pub(super) NonNull<bindings::ib_ucontext>);
+pub(crate) struct UserContext(pub(crate) NonNull<bindings::ib_ucontext>);
 
 /// What a mapping shows.
 enum Mapped {
@@ -580,7 +533,7 @@ impl Drop for MmapEntry {
 ///
 /// # Safety
 /// As called by the core.
-pub(super) unsafe extern "C" fn map(
+pub(crate) unsafe extern "C" fn map(
     context: *mut bindings::ib_ucontext,
     vma: *mut bindings::vm_area_struct,
 ) -> c_int {
@@ -608,7 +561,7 @@ pub(super) unsafe extern "C" fn map(
 ///
 /// # Safety
 /// As called by the core.
-pub(super) unsafe extern "C" fn free_mapping(entry: *mut bindings::rdma_user_mmap_entry) {
+pub(crate) unsafe extern "C" fn free_mapping(entry: *mut bindings::rdma_user_mmap_entry) {
     if let Some(object) = NonNull::new(entry.cast::<MmapObject>()) {
         // SAFETY: the entry was made by MmapEntry::new, and the core uses it no more.
         drop(unsafe { Box::from_raw(object) });

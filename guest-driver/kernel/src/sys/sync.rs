@@ -4,7 +4,6 @@ use super::alloc::Box;
 use super::bindings;
 use super::error::{Errno, Result};
 use super::rdma::IbDevice;
-use crate::device::Device;
 use core::cell::UnsafeCell;
 use core::ffi::c_void;
 use core::ptr::NonNull;
@@ -183,27 +182,28 @@ pub(crate) fn milliseconds() -> u64 {
 }
 
 /// A work item that runs a function on the device, in process context, never twice at a time.
-pub(crate) struct Work {
+pub(crate) struct Work<D> {
     work: NonNull<bindings::vrdma_work>,
-    _context: Box<WorkContext>,
+    _context: Box<WorkContext<D>>,
 }
 
-struct WorkContext {
-    ib: IbDevice,
-    run: fn(&Device),
+struct WorkContext<D> {
+    ib: IbDevice<D>,
+    run: fn(&D),
 }
 
 // SAFETY: the kernel's functions on it may be called from any thread.
-unsafe impl Send for Work {}
+unsafe impl<D: Sync> Send for Work<D> {}
 // SAFETY: as above.
-unsafe impl Sync for Work {}
+unsafe impl<D: Sync> Sync for Work<D> {}
 
-impl Work {
+impl<D> Work<D> {
     /// The item must not be scheduled before the device is in place (see [`super`]).
-    pub(crate) fn new(ib: IbDevice, run: fn(&Device)) -> Result<Self> {
+    pub(crate) fn new(ib: IbDevice<D>, run: fn(&D)) -> Result<Self> {
         let context = Box::new(WorkContext { ib, run })?;
         // SAFETY: the context lives until drop, which first waits for the work to end.
-        let work = unsafe { bindings::vrdma_work_new(Some(run_work), context.as_ptr().cast()) };
+        let work =
+            unsafe { bindings::vrdma_work_new(Some(run_work::<D>), context.as_ptr().cast()) };
         Ok(Self {
             work: NonNull::new(work).ok_or(Errno::ENOMEM)?,
             _context: context,
@@ -223,16 +223,16 @@ impl Work {
     }
 }
 
-impl Drop for Work {
+impl<D> Drop for Work<D> {
     fn drop(&mut self) {
         // SAFETY: owned; waits for the work to end, and frees it.
         unsafe { bindings::vrdma_work_free(self.work.as_ptr()) }
     }
 }
 
-unsafe extern "C" fn run_work(arg: *mut c_void) {
+unsafe extern "C" fn run_work<D>(arg: *mut c_void) {
     // SAFETY: `arg` is the context given to vrdma_work_new; it outlives the work.
-    let context = unsafe { &*arg.cast::<WorkContext>() };
+    let context = unsafe { &*arg.cast::<WorkContext<D>>() };
     // SAFETY: scheduled after the device was put in place, cancelled before it is dropped.
     (context.run)(unsafe { context.ib.device() });
 }

@@ -13,7 +13,7 @@ use virtio_rdma_spec::layout::Layout;
 
 /// A handle of the virtio device; valid as long as the driver is bound to it.
 #[derive(Clone, Copy)]
-pub(crate) struct VirtioDevice(pub(super) NonNull<bindings::virtio_device>);
+pub(crate) struct VirtioDevice(pub(crate) NonNull<bindings::virtio_device>);
 
 // SAFETY: a handle; what is done with it is safe from any thread.
 unsafe impl Send for VirtioDevice {}

@@ -2,7 +2,7 @@
 //! Device memory. A device in another process of the host has none of its own that would be nearer:
 //! it is memory of the guest's kernel, mapped to the process.
 use super::{Mr, Pd};
-use crate::device::Device;
+use crate::device::{Device, DM_TOTAL};
 use crate::pages::PageTree;
 use crate::sys::alloc::{Arc, Array};
 use crate::sys::dma::DmaPage;
@@ -11,9 +11,6 @@ use crate::sys::rdma::{MmapEntry, UserContext};
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_spec::command::RegMr;
 use virtio_rdma_spec::PAGE_SIZE;
-
-/// Device memory of all processes together, bytes.
-pub(crate) const TOTAL: u64 = 4 << 20;
 
 /// Device memory.
 pub(crate) struct Dm {
@@ -32,7 +29,7 @@ impl Dm {
         }
     }
 
-    /// What it takes of [`TOTAL`].
+    /// What it takes of [`DM_TOTAL`].
     fn size(&self) -> u64 {
         (self.pages.len() as u64).saturating_mul(PAGE_SIZE)
     }
@@ -52,7 +49,7 @@ pub(crate) fn alloc_dm(
     if length == 0 || log_align > PAGE_SIZE.trailing_zeros() {
         return Err(Errno::EINVAL);
     }
-    if length > TOTAL {
+    if length > DM_TOTAL {
         return Err(Errno::ENOMEM);
     }
     let size = length

@@ -17,7 +17,7 @@ mod srq;
 
 pub(crate) use ah::{create_ah, multicast, Ah};
 pub(crate) use cq::{create_cq, destroy_cq, modify_cq, resize_cq, Cq, CqInit};
-pub(crate) use dm::{alloc_dm, dealloc_dm, reg_dm_mr, Dm, TOTAL as DM_TOTAL};
+pub(crate) use dm::{alloc_dm, dealloc_dm, reg_dm_mr, Dm};
 pub(crate) use fast::{alloc_mr, Extent, FastMr};
 pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, Mr, Place};
 pub(crate) use mw::{alloc_mw, dealloc_mw, Mw};
@@ -27,7 +27,7 @@ pub(crate) use srq::{
     SrqInit, Xrcd,
 };
 
-use crate::device::Device;
+use crate::device::{Device, DM_TOTAL};
 use crate::pages::PageTree;
 use crate::port::{state, PORT};
 use crate::sys::alloc::{Arc, Array};
@@ -256,6 +256,13 @@ pub(crate) struct Context {
     _entries: [MmapEntry; 3],
     /// Shared with the device until the context is destroyed there.
     _doorbell: Array<DmaPage>,
+}
+
+impl Context {
+    /// Its number on the device.
+    pub(crate) fn handle(&self) -> u32 {
+        self.handle
+    }
 }
 
 impl Context {

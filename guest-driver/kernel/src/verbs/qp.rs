@@ -5,8 +5,9 @@ use crate::device::Device;
 use crate::kverbs::{self, KernelQp, KernelQpInit};
 use crate::sys::alloc::Arc;
 use crate::sys::error::{Errno, Result};
-use crate::sys::rdma::{QpTarget, Udata};
+use crate::sys::rdma::Udata;
 use crate::sys::table::Registration;
+use crate::targets::QpTarget;
 use core::sync::atomic::Ordering;
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::{self, RingLayout};
@@ -14,6 +15,7 @@ use virtio_rdma_spec::command::{
     create_qp_flag, opcode, CreateQp, CreateQpResponse, Handle, ModifyQp, QpAttr, QueryQpResponse,
 };
 use virtio_rdma_spec::config::feature;
+use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::QpRecord;
 use virtio_rdma_spec::verbs::{qp_attr, qp_state, qp_type};
 
@@ -116,25 +118,20 @@ pub(crate) struct QpInit<'a> {
     pub(crate) send_cq: Option<&'a Cq>,
     /// None for an XRC target, and for an initiator.
     pub(crate) recv_cq: Option<&'a Cq>,
+    /// The context of the process that asks, on the device.
+    pub(crate) context: Option<u32>,
 }
 
 impl QpInit<'_> {
     /// Can there be such a queue pair?
     fn check(&self, device: &Device, is_user: bool) -> Result<()> {
         let features = device.features();
-        let xrc = features.has(feature::XRC);
-        // Whether there may be such queue pairs, and whether they may have an SRQ.
-        let (supported, shares) = match self.qp_type {
-            qp_type::RC => (true, true),
-            qp_type::UC => (features.has(feature::UC), true),
-            qp_type::UD => (features.has(feature::UD), true),
-            qp_type::GSI => (features.has(feature::UD) && !is_user, false),
-            qp_type::XRC_INI => (xrc, false),
-            // The core keeps the target itself for those that share it: whoever asked for it, it is
-            // the kernel's.
-            qp_type::XRC_TGT => (xrc, false),
-            _ => (false, false),
-        };
+        let of = QpType::of(self.qp_type).ok_or(Errno::EOPNOTSUPP)?;
+        let gsi = self.qp_type == qp_type::GSI;
+        // (The core keeps an XRC target itself for those that share it: whoever asked for it, it is
+        // the kernel's.)
+        let supported = features.has(of.feature) && !(gsi && is_user);
+        let shares = of.receives && !gsi;
         let flags = match self.qp_type {
             qp_type::UD => u32::from(create_qp_flag::BLOCK_MULTICAST_LOOPBACK),
             _ => 0,
@@ -142,8 +139,8 @@ impl QpInit<'_> {
         if !supported || self.create_flags & !flags != 0 {
             return Err(Errno::EOPNOTSUPP);
         }
-        let target = self.qp_type == qp_type::XRC_TGT;
-        let initiator = self.qp_type == qp_type::XRC_INI;
+        let target = !of.sends;
+        let initiator = of.sends && !of.receives;
         let limits = device.limits();
         if (self.srq.is_some() && !shares)
             || self.xrcd.is_some() != target
@@ -161,7 +158,7 @@ impl QpInit<'_> {
 
     /// Has it a receive queue of its own?
     fn receives(&self) -> bool {
-        self.srq.is_none() && !matches!(self.qp_type, qp_type::XRC_INI | qp_type::XRC_TGT)
+        self.srq.is_none() && QpType::of(self.qp_type).is_some_and(|of| of.receives)
     }
 }
 
@@ -198,7 +195,7 @@ pub(crate) fn create_qp(
         udata.none()?;
         Rings::none()
     } else if udata.is_user() {
-        user_rings(device, udata)?
+        user_rings(device, init.context, udata)?
     } else {
         let (rings, max_inline) = kernel_rings(device, &init)?;
         init.max_inline = max_inline;
@@ -306,8 +303,8 @@ fn create_command(init: &QpInit<'_>, rings: &Rings) -> Result<CreateQp> {
 }
 
 /// The buffer that a process describes, pinned, and the rings in it.
-fn user_rings(device: &Device, udata: Udata<'_>) -> Result<Rings> {
-    let context = udata.context()?.handle;
+fn user_rings(device: &Device, context: Option<u32>, udata: Udata<'_>) -> Result<Rings> {
+    let context = context.ok_or(Errno::EOPNOTSUPP)?;
     let request = abi::CreateQpRequest::from_bytes(&udata.read()?);
     let sq = RingLayout {
         entries: request.sq_entries,

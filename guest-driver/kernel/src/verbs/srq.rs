@@ -5,7 +5,7 @@ use crate::device::Device;
 use crate::kverbs::{self, KernelSrq};
 use crate::sys::alloc::Arc;
 use crate::sys::error::{Errno, Result};
-use crate::sys::rdma::{SrqTarget, Udata};
+use crate::sys::rdma::{SrqHandle, Udata};
 use crate::sys::sync::Locked;
 use crate::sys::table::Registration;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -48,7 +48,7 @@ pub(crate) struct Srq {
     entries: AtomicU32,
     stride: u32,
     /// Goes first: events before memory.
-    _registration: Registration<SrqTarget>,
+    _registration: Registration<SrqHandle>,
     kernel: Option<Arc<KernelSrq>>,
     memory: Locked<QueueMemory>,
 }
@@ -80,6 +80,8 @@ pub(crate) struct SrqInit<'a> {
     pub(crate) pd: &'a Pd,
     /// XRC: the domain, and where receives complete.
     pub(crate) xrc: Option<(&'a Xrcd, &'a Cq)>,
+    /// The context of the process that asks, on the device.
+    pub(crate) context: Option<u32>,
 }
 
 /// A buffer, the ring in it, and whose doorbell memory is used.
@@ -92,7 +94,7 @@ struct Place {
 /// Creates a shared receive queue, over a buffer of the process or of the kernel.
 pub(crate) fn create_srq(
     device: &Device,
-    target: SrqTarget,
+    target: SrqHandle,
     init: &SrqInit<'_>,
     udata: Udata<'_>,
 ) -> Result<Srq> {
@@ -113,7 +115,7 @@ pub(crate) fn create_srq(
         return Err(Errno::EINVAL);
     }
     let place = if udata.is_user() {
-        user_place(device, udata)?
+        user_place(device, init.context, udata)?
     } else {
         kernel_place(device, init)?
     };
@@ -187,8 +189,8 @@ pub(crate) fn create_srq(
 }
 
 /// The buffer that a process describes, pinned, and the ring in it.
-fn user_place(device: &Device, udata: Udata<'_>) -> Result<Place> {
-    let context = udata.context()?.handle;
+fn user_place(device: &Device, context: Option<u32>, udata: Udata<'_>) -> Result<Place> {
+    let context = context.ok_or(Errno::EOPNOTSUPP)?;
     let request = abi::CreateSrqRequest::from_bytes(&udata.read()?);
     let ring = RingLayout {
         entries: request.entries,

@@ -11,6 +11,7 @@ use virtio_rdma_driver_core::abi::{CreateQpRequest, CreateQpResponse};
 use virtio_rdma_driver_core::buffer::{QpCaps, QpLayout};
 use virtio_rdma_driver_core::{Doorbell, RecvQueue, SendBatch, SendEntry, SendQueue};
 use virtio_rdma_spec::config::feature;
+use virtio_rdma_spec::facts::{Opcode, QpType, OPCODES};
 use virtio_rdma_spec::ring::{BindMw, Cqe, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{access, send_flag, wc_opcode, wr_opcode};
 
@@ -64,47 +65,20 @@ pub enum Kind {
     Xrc,
 }
 
-/// The opcodes that a type of queue pair has, on a device with these features.
+/// What is so of a type of queue pair; verbs and the device number them alike.
+fn facts(qp_type: sys::ibv_qp_type) -> Option<&'static QpType> {
+    QpType::of(u8::try_from(qp_type).ok()?)
+}
+
+/// The opcodes of verbs that a type of queue pair has, on a device with these features: bits.
 fn opcodes(qp_type: sys::ibv_qp_type, shared: &context::Shared) -> u32 {
-    const fn bits(opcodes: &[u8]) -> u32 {
-        let (mut bits, mut i) = (0, 0);
-        while i < opcodes.len() {
-            bits |= 1 << opcodes[i];
-            i += 1;
-        }
-        bits
-    }
-    const SEND: u32 = bits(&[wr_opcode::SEND, wr_opcode::SEND_WITH_IMM]);
-    const WRITE: u32 = bits(&[wr_opcode::RDMA_WRITE, wr_opcode::RDMA_WRITE_WITH_IMM]);
-    const READ: u32 = bits(&[wr_opcode::RDMA_READ]);
-    const WINDOWS: u32 = bits(&[
-        wr_opcode::LOCAL_INV,
-        wr_opcode::BIND_MW,
-        wr_opcode::SEND_WITH_INV,
-    ]);
-    const ATOMIC: u32 = bits(&[
-        wr_opcode::ATOMIC_CMP_AND_SWP,
-        wr_opcode::ATOMIC_FETCH_AND_ADD,
-        wr_opcode::ATOMIC_WRITE,
-    ]);
-    const FLUSH: u32 = bits(&[wr_opcode::FLUSH]);
-    let mut known = SEND | WRITE | READ;
-    for (feature, opcodes) in [
-        (feature::MW, WINDOWS),
-        (feature::ATOMIC, ATOMIC),
-        (feature::FLUSH, FLUSH),
-    ] {
-        if shared.has(feature) {
-            known |= opcodes;
-        }
-    }
-    known
-        & match qp_type {
-            sys::IBV_QPT_RC | sys::IBV_QPT_XRC_SEND => u32::MAX,
-            sys::IBV_QPT_UC => SEND | WRITE | WINDOWS,
-            sys::IBV_QPT_UD => SEND,
-            _ => 0,
-        }
+    let has = |of: &Opcode| {
+        let any = of.features;
+        let supported = any.is_empty() || any.iter().any(|feature| shared.has(*feature));
+        supported && facts(qp_type).is_some_and(|facts| of.is_for(facts.qp_type))
+    };
+    let opcodes = wr::opcodes().filter(|opcode| Opcode::of(*opcode).is_some_and(has));
+    opcodes.fold(0, |bits, opcode| bits | 1 << opcode)
 }
 
 /// The queues of a queue pair, shared with the completion queues, which free their entries.
@@ -329,7 +303,7 @@ unsafe fn create(
         _ => return Err(EOPNOTSUPP),
     };
     let opcodes = opcodes(request.qp_type, &shared);
-    let reliable = matches!(request.qp_type, sys::IBV_QPT_RC | sys::IBV_QPT_XRC_SEND);
+    let reliable = facts(request.qp_type).is_some_and(|of| of.sends && of.acknowledged);
     let masked = request.masked != 0;
     if !wr::supports(request.send_ops, opcodes)
         || (masked && !(reliable && shared.has(feature::ATOMIC)))
@@ -823,17 +797,21 @@ pub fn imm(data: u32) -> u32 {
     u32::from_le_bytes(data.to_ne_bytes())
 }
 
-/// Opcodes whose data may be in the entry.
+/// Opcodes whose data may be in the entry: bits.
+const INLINE: u64 = {
+    let (mut bits, mut i) = (0, 0);
+    while i < OPCODES.len() {
+        if OPCODES[i].kind.may_be_inline() {
+            bits |= 1 << OPCODES[i].opcode;
+        }
+        i += 1;
+    }
+    bits
+};
+
+/// Whether the data of this opcode may be in the entry.
 pub fn takes_inline(opcode: u8) -> bool {
-    matches!(
-        opcode,
-        wr_opcode::SEND
-            | wr_opcode::SEND_WITH_IMM
-            | wr_opcode::SEND_WITH_INV
-            | wr_opcode::RDMA_WRITE
-            | wr_opcode::RDMA_WRITE_WITH_IMM
-            | wr_opcode::ATOMIC_WRITE
-    )
+    opcode < 64 && INLINE >> opcode & 1 != 0
 }
 
 /// Memory of the application.

@@ -42,6 +42,11 @@ const OPERATIONS: [(u32, u8); 12] = [
     (sys::IBV_QP_EX_WITH_ATOMIC_WRITE, wr_opcode::ATOMIC_WRITE),
 ];
 
+/// The opcodes of these operations: what verbs have.
+pub fn opcodes() -> impl Iterator<Item = u8> {
+    OPERATIONS.iter().map(|(_, opcode)| *opcode)
+}
+
 /// Whether a queue pair with these opcodes has all of these operations.
 pub fn supports(send_ops_flags: u64, opcodes: u32) -> bool {
     let known = OPERATIONS

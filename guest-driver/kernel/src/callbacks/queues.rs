@@ -2,15 +2,16 @@
 //! Completion queues, shared receive queues, XRC domains, queue pairs. The safety requirements are
 //! those of [`super`].
 use super::addresses::{qp_attr_from_device, qp_attr_to_device};
-use super::{create, creating, destroy, detail, device, fill, Object};
+use super::{context, create, creating, destroy, detail, device, fill, Object};
 use crate::sys::bindings::*;
 use crate::sys::error::{code, Errno};
-use crate::sys::rdma::{CqBuffer, CqTarget, QpTarget, SrqTarget, Udata};
+use crate::sys::rdma::{CqBuffer, CqHandle, QpHandle, SrqHandle, Udata};
+use crate::targets::{CqTarget, QpTarget};
 use crate::verbs;
 use core::ffi::c_int;
 use core::ptr::NonNull;
 
-pub(in crate::sys) unsafe extern "C" fn create_cq(
+pub(super) unsafe extern "C" fn create_cq(
     cq: *mut ib_cq,
     attr: *const ib_cq_init_attr,
     attrs: *mut uverbs_attr_bundle,
@@ -26,7 +27,8 @@ pub(in crate::sys) unsafe extern "C" fn create_cq(
                 buffer: CqBuffer(attrs),
             };
             let udata = Udata::new(vrdma_attrs_udata(attrs));
-            let made = verbs::create_cq(device, CqTarget::new(target), &wanted, udata);
+            let made =
+                verbs::create_cq(device, CqTarget::new(CqHandle::new(target)), &wanted, udata);
             let data = creating(device, udata, made)?;
             (*cq).cqe = c_int::try_from(data.entries()).unwrap_or(c_int::MAX);
             Ok(data)
@@ -39,7 +41,7 @@ type Entries = core::ffi::c_uint;
 #[cfg(not(has_resize_user_cq))]
 type Entries = c_int;
 
-pub(in crate::sys) unsafe extern "C" fn resize_cq(
+pub(super) unsafe extern "C" fn resize_cq(
     cq: *mut ib_cq,
     entries: Entries,
     udata: *mut ib_udata,
@@ -59,11 +61,7 @@ pub(in crate::sys) unsafe extern "C" fn resize_cq(
 }
 
 /// Moderation of its events.
-pub(in crate::sys) unsafe extern "C" fn modify_cq(
-    cq: *mut ib_cq,
-    count: u16,
-    period: u16,
-) -> c_int {
+pub(super) unsafe extern "C" fn modify_cq(cq: *mut ib_cq, count: u16, period: u16) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         let object = NonNull::new(cq).ok_or(Errno::EINVAL);
@@ -74,10 +72,7 @@ pub(in crate::sys) unsafe extern "C" fn modify_cq(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn fill_res_cq_entry(
-    msg: *mut sk_buff,
-    cq: *mut ib_cq,
-) -> c_int {
+pub(super) unsafe extern "C" fn fill_res_cq_entry(msg: *mut sk_buff, cq: *mut ib_cq) -> c_int {
     let Some(cq) = NonNull::new(cq) else {
         return 0;
     };
@@ -93,7 +88,7 @@ pub(in crate::sys) unsafe extern "C" fn fill_res_cq_entry(
     }
 }
 
-pub(in crate::sys) unsafe extern "C" fn destroy_cq(cq: *mut ib_cq, udata: *mut ib_udata) -> c_int {
+pub(super) unsafe extern "C" fn destroy_cq(cq: *mut ib_cq, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         Udata::new(udata)
@@ -102,7 +97,7 @@ pub(in crate::sys) unsafe extern "C" fn destroy_cq(cq: *mut ib_cq, udata: *mut i
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn create_qp(
+pub(super) unsafe extern "C" fn create_qp(
     qp: *mut ib_qp,
     attr: *mut ib_qp_init_attr,
     udata: *mut ib_udata,
@@ -112,6 +107,7 @@ pub(in crate::sys) unsafe extern "C" fn create_qp(
     code(unsafe {
         create(qp, |device, target| {
             let attr = &mut *attr;
+            let udata = Udata::new(udata);
             let wanted = verbs::QpInit {
                 qp_type: u8::try_from(attr.qp_type).map_err(|_| Errno::EOPNOTSUPP)?,
                 create_flags: attr.create_flags,
@@ -126,9 +122,9 @@ pub(in crate::sys) unsafe extern "C" fn create_qp(
                 pd: NonNull::new((*qp).pd).map(|pd| Object::data(pd)),
                 send_cq: NonNull::new(attr.send_cq).map(|cq| Object::data(cq)),
                 recv_cq: NonNull::new(attr.recv_cq).map(|cq| Object::data(cq)),
+                context: context(&udata)?,
             };
-            let target = QpTarget::new(target);
-            let udata = Udata::new(udata);
+            let target = QpTarget::new(QpHandle::new(target));
             let made = verbs::create_qp(device, target, &wanted, udata);
             let data = creating(device, udata, made)?;
             (*qp).qp_num = data.number();
@@ -138,7 +134,7 @@ pub(in crate::sys) unsafe extern "C" fn create_qp(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn modify_qp(
+pub(super) unsafe extern "C" fn modify_qp(
     qp: *mut ib_qp,
     attr: *mut ib_qp_attr,
     mask: c_int,
@@ -156,7 +152,7 @@ pub(in crate::sys) unsafe extern "C" fn modify_qp(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn query_qp(
+pub(super) unsafe extern "C" fn query_qp(
     qp: *mut ib_qp,
     attr: *mut ib_qp_attr,
     _mask: c_int,
@@ -192,7 +188,7 @@ pub(in crate::sys) unsafe extern "C" fn query_qp(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn destroy_qp(qp: *mut ib_qp, udata: *mut ib_udata) -> c_int {
+pub(super) unsafe extern "C" fn destroy_qp(qp: *mut ib_qp, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         Udata::new(udata)
@@ -201,10 +197,7 @@ pub(in crate::sys) unsafe extern "C" fn destroy_qp(qp: *mut ib_qp, udata: *mut i
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn fill_res_qp_entry(
-    msg: *mut sk_buff,
-    qp: *mut ib_qp,
-) -> c_int {
+pub(super) unsafe extern "C" fn fill_res_qp_entry(msg: *mut sk_buff, qp: *mut ib_qp) -> c_int {
     let Some(qp) = NonNull::new(qp) else {
         return 0;
     };
@@ -223,7 +216,7 @@ pub(in crate::sys) unsafe extern "C" fn fill_res_qp_entry(
     }
 }
 
-pub(in crate::sys) unsafe extern "C" fn create_srq(
+pub(super) unsafe extern "C" fn create_srq(
     srq: *mut ib_srq,
     init: *mut ib_srq_init_attr,
     udata: *mut ib_udata,
@@ -233,6 +226,7 @@ pub(in crate::sys) unsafe extern "C" fn create_srq(
     code(unsafe {
         create(srq, |device, target| {
             let init = &mut *init;
+            let udata = Udata::new(udata);
             let pd = NonNull::new((*srq).pd).ok_or(Errno::EINVAL)?;
             let xrc = if init.srq_type == IB_SRQT_XRC {
                 let xrcd = NonNull::new(init.ext.__bindgen_anon_1.xrc.xrcd).ok_or(Errno::EINVAL)?;
@@ -248,9 +242,9 @@ pub(in crate::sys) unsafe extern "C" fn create_srq(
                 limit: init.attr.srq_limit,
                 pd: Object::data(pd),
                 xrc,
+                context: context(&udata)?,
             };
-            let target = SrqTarget::new(target);
-            let udata = Udata::new(udata);
+            let target = SrqHandle::new(target);
             let made = verbs::create_srq(device, target, &wanted, udata);
             let data = creating(device, udata, made)?;
             init.attr.max_wr = data.entries();
@@ -262,7 +256,7 @@ pub(in crate::sys) unsafe extern "C" fn create_srq(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn modify_srq(
+pub(super) unsafe extern "C" fn modify_srq(
     srq: *mut ib_srq,
     attr: *mut ib_srq_attr,
     mask: ib_srq_attr_mask,
@@ -291,10 +285,7 @@ pub(in crate::sys) unsafe extern "C" fn modify_srq(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn query_srq(
-    srq: *mut ib_srq,
-    attr: *mut ib_srq_attr,
-) -> c_int {
+pub(super) unsafe extern "C" fn query_srq(srq: *mut ib_srq, attr: *mut ib_srq_attr) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         let object = NonNull::new(srq).ok_or(Errno::EINVAL);
@@ -308,10 +299,7 @@ pub(in crate::sys) unsafe extern "C" fn query_srq(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn destroy_srq(
-    srq: *mut ib_srq,
-    udata: *mut ib_udata,
-) -> c_int {
+pub(super) unsafe extern "C" fn destroy_srq(srq: *mut ib_srq, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         Udata::new(udata)
@@ -320,10 +308,7 @@ pub(in crate::sys) unsafe extern "C" fn destroy_srq(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn fill_res_srq_entry(
-    msg: *mut sk_buff,
-    srq: *mut ib_srq,
-) -> c_int {
+pub(super) unsafe extern "C" fn fill_res_srq_entry(msg: *mut sk_buff, srq: *mut ib_srq) -> c_int {
     let Some(srq) = NonNull::new(srq) else {
         return 0;
     };
@@ -338,10 +323,7 @@ pub(in crate::sys) unsafe extern "C" fn fill_res_srq_entry(
     }
 }
 
-pub(in crate::sys) unsafe extern "C" fn alloc_xrcd(
-    xrcd: *mut ib_xrcd,
-    udata: *mut ib_udata,
-) -> c_int {
+pub(super) unsafe extern "C" fn alloc_xrcd(xrcd: *mut ib_xrcd, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         create(xrcd, |device, _| {
@@ -350,10 +332,7 @@ pub(in crate::sys) unsafe extern "C" fn alloc_xrcd(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn dealloc_xrcd(
-    xrcd: *mut ib_xrcd,
-    udata: *mut ib_udata,
-) -> c_int {
+pub(super) unsafe extern "C" fn dealloc_xrcd(xrcd: *mut ib_xrcd, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         Udata::new(udata)

@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Everything one VM has: the tables of its objects.
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 
-use virtio_rdma_spec::doorbell;
+use virtio_rdma_spec::doorbell::{self, STATUS_STRIDE};
 use virtio_rdma_spec::verbs::MASK_24;
 
-use super::cq::{Cq, Source};
-use super::footprint::Footprint;
-use super::keys::Keys;
-use super::numbers::Numbers;
-use super::qp::Qp;
-use super::slab::Slab;
-use super::srq::Srq;
-use super::Error;
+use super::events::EventSink;
+use super::queue_pair::Qp;
+use super::vm::Vm;
+use crate::limits::{Limits, GID_TABLE_LEN};
 use crate::memory::{GuestMemory, Pages};
-use crate::rnic::{EventSink, Limits, GID_TABLE_LEN};
+use crate::verbs::cq::{Cq, L2Source};
+use crate::verbs::footprint::Footprint;
+use crate::verbs::keys::Keys;
+use crate::verbs::numbers::Numbers;
+use crate::verbs::slab::Slab;
+use crate::verbs::srq::Srq;
+use crate::verbs::Error;
 
 /// A protection domain.
 #[derive(Debug, Default)]
@@ -24,9 +27,9 @@ pub struct Pd {
     pub users: u32,
 }
 
-/// What a doorbell rings for.
+/// The target of a doorbell: what it rings for.
 #[derive(Debug, Clone)]
-pub enum Rung {
+pub enum DoorbellTarget {
     /// A queue pair has new work.
     Qp(Arc<Qp>),
     /// Receives were posted to a shared receive queue that somebody waits for.
@@ -36,12 +39,12 @@ pub enum Rung {
 /// What a context has on one worker, by slot.
 #[derive(Debug, Default)]
 pub struct Slots {
-    entries: Vec<Option<Rung>>,
+    entries: Vec<Option<DoorbellTarget>>,
     free: Vec<u32>,
 }
 
 impl Slots {
-    /// Reserves the lowest slot at hand.
+    /// Reserves a slot: the one that was released last, or the lowest that never was in use.
     ///
     /// # Errors
     /// [`Error::NoMemory`] if all are taken.
@@ -58,7 +61,7 @@ impl Slots {
     }
 
     /// Fills a reserved slot.
-    pub fn set(&mut self, slot: u32, rung: Rung) {
+    pub fn set(&mut self, slot: u32, rung: DoorbellTarget) {
         if let Some(entry) = self.entries.get_mut(slot as usize) {
             *entry = Some(rung);
         }
@@ -81,7 +84,7 @@ impl Slots {
     /// What is in a slot.
     #[inline]
     #[must_use]
-    pub fn get(&self, slot: u32) -> Option<&Rung> {
+    pub fn get(&self, slot: u32) -> Option<&DoorbellTarget> {
         self.entries.get(slot as usize)?.as_ref()
     }
 }
@@ -117,7 +120,7 @@ pub struct Tables {
     /// GID table.
     pub gids: [Option<Gid>; GID_TABLE_LEN],
     /// The link layer's addresses of the entries of the GID table.
-    pub sources: [Source; GID_TABLE_LEN],
+    pub sources: [L2Source; GID_TABLE_LEN],
     /// Contexts.
     pub contexts: Slab<Context>,
     /// Protection domains.
@@ -138,6 +141,8 @@ pub struct Tables {
     pub multicast: BTreeSet<(u32, Gid)>,
     /// What all page lists take of our memory.
     pub footprint: Footprint,
+    /// The VM.
+    pub vm: Weak<Vm>,
 }
 
 impl std::fmt::Debug for Tables {
@@ -152,7 +157,7 @@ impl std::fmt::Debug for Tables {
 impl Tables {
     /// Empty tables.
     #[must_use]
-    pub fn new(limits: &Limits) -> Self {
+    pub fn new(limits: &Limits, vm: Weak<Vm>) -> Self {
         Self {
             memory: None,
             running: false,
@@ -160,7 +165,7 @@ impl Tables {
             sink: None,
             status_page: None,
             gids: [None; GID_TABLE_LEN],
-            sources: [Source::default(); GID_TABLE_LEN],
+            sources: [L2Source::default(); GID_TABLE_LEN],
             contexts: Slab::new(1, limits.contexts),
             pds: Slab::new(1, limits.pds),
             keys: Keys::new(limits),
@@ -171,6 +176,69 @@ impl Tables {
             xrcds: Slab::new(1, limits.xrcds),
             multicast: BTreeSet::new(),
             footprint: Footprint::default(),
+            vm,
+        }
+    }
+
+    /// Replaces guest memory: everything that was resolved is resolved anew.
+    pub(crate) fn set_memory(&mut self, memory: Option<GuestMemory>) {
+        self.memory.clone_from(&memory);
+        let memory = memory.as_ref();
+        self.status_page = self.status_page.take().map(|page| page.rebase(memory));
+        for context in self.contexts.iter_mut() {
+            context.doorbell = context.doorbell.rebase(memory);
+        }
+        self.keys.rebase(memory);
+        for cq in self.cqs.iter_mut() {
+            cq.rebase(memory);
+        }
+        for qp in self.qps.iter_mut() {
+            qp.rebase(memory);
+        }
+        for srq in self.srqs.iter_mut() {
+            srq.rebase(memory);
+        }
+    }
+
+    /// The multicast groups that queue pairs are attached to.
+    pub(crate) fn groups(&self) -> BTreeSet<Gid> {
+        self.multicast.iter().map(|(_, gid)| *gid).collect()
+    }
+
+    /// Destroys all objects.
+    pub(crate) fn clear(&mut self) {
+        for qp in self.qps.clear() {
+            qp.dead.store(true, Ordering::SeqCst);
+        }
+        self.gsi = None;
+        self.srqs.clear();
+        self.xrcds.clear();
+        self.multicast.clear();
+        self.contexts.clear();
+        self.keys.clear();
+        self.cqs.clear();
+        self.pds.clear();
+        self.status_page = None;
+        // What is still in use is not this VM's any longer.
+        self.footprint = Footprint::default();
+    }
+
+    /// Writes a worker's status word for the guest.
+    pub(crate) fn announce(&self, worker: u16, status: u32) {
+        if !self.running {
+            return;
+        }
+        let at = u64::from(worker) * STATUS_STRIDE as u64;
+        let page = self.status_page.as_ref();
+        if let Some(word) = page.and_then(|page| page.half_word(at)) {
+            word.store(status.to_le(), Ordering::SeqCst);
+        }
+    }
+
+    /// Writes the status words of all workers.
+    pub(crate) fn announce_all(&self, workers: usize, status: u32) {
+        for worker in 0..workers {
+            self.announce(worker as u16, status);
         }
     }
 }

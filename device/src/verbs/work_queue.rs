@@ -6,9 +6,9 @@ use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{RecvWqe, Sge, PHASE, RECV_DATA_OFFSET};
 use virtio_rdma_spec::verbs::access;
 
-use crate::memory::{prefetch_from, Pages, Span};
-use crate::verbs::keys::{Keys, Memo};
-use crate::verbs::Error;
+use super::keys::{CachedRange, Keys};
+use super::Error;
+use crate::memory::{prefetch_from, ContiguousRange, Pages};
 
 /// Offset of the id in an entry of a send queue.
 const SEND_ID_OFFSET: usize = 8;
@@ -26,11 +26,11 @@ pub struct WorkQueue {
     pub position: u32,
 }
 
-/// A plain receive work request that was taken for a message.
+/// A receive work request that the fast path took for a message.
 #[derive(Debug)]
-pub struct PlainReceive<'a> {
+pub struct FastReceive<'a> {
     /// Where the message goes.
-    pub span: Span<'a>,
+    pub range: ContiguousRange<'a>,
     /// Its id.
     pub wr_id: u64,
     /// Its index in its queue.
@@ -90,8 +90,8 @@ fn take_over(id: Option<&AtomicU64>, wr_id: u64) {
 }
 
 impl Entries<'_> {
-    /// Copies the first `N` bytes of the first entry, a multiple of 8, if it was posted and they
-    /// are at hand.
+    /// Copies the first `N` bytes of the first entry, a multiple of 8, if it was posted and the
+    /// buffer has them.
     #[inline(always)]
     #[must_use]
     pub fn read<const N: usize>(&self) -> Option<[u8; N]> {
@@ -154,8 +154,8 @@ impl WorkQueue {
         buffer.word(self.at(0))
     }
 
-    /// Copies the first `N` bytes of the current entry, a power of two, if it was posted and they
-    /// are at hand.
+    /// Copies the first `N` bytes of the current entry, a power of two, if it was posted and the
+    /// buffer has them.
     #[inline(always)]
     #[must_use]
     pub fn read<const N: usize>(&self, buffer: &Pages) -> Option<[u8; N]> {
@@ -165,7 +165,7 @@ impl WorkQueue {
         read(buffer.words::<N>(self.at(0))?, self.phase())
     }
 
-    /// The current entry and those that follow it in one piece of memory, up to the end of the
+    /// The current entry and those that follow it in one contiguous range, up to the end of the
     /// ring.
     #[inline(always)]
     #[must_use]
@@ -253,19 +253,19 @@ impl WorkQueue {
         (wqe.wr_id, good)
     }
 
-    /// Takes the current entry of a receive queue for a message of `len` bytes, if it is plain:
-    /// posted, as it should be, of one scatter/gather entry that has place for them, in one piece,
-    /// by its key and protection domain `pd`.
-    #[inline]
-    pub fn take_plain<'a>(
+    /// Takes the current entry of a receive queue for a message of `len` bytes, if it is eligible:
+    /// posted, without error, of one scatter/gather entry with room for them in one contiguous
+    /// range, by its key and protection domain `pd`.
+    #[inline(always)]
+    pub fn take_fast<'a>(
         &mut self,
         buffer: &Pages,
         max_sge: usize,
         keys: &'a Keys,
-        memo: &mut Memo<'a>,
+        cached: &mut CachedRange<'a>,
         pd: u32,
         len: u64,
-    ) -> Option<PlainReceive<'a>> {
+    ) -> Option<FastReceive<'a>> {
         let bytes: [u8; RecvWqe::SIZE + Sge::SIZE] = self.read(buffer)?;
         let (wqe, sge) = bytes.split_at_checked(RECV_DATA_OFFSET)?;
         let (wqe, sge) = (RecvWqe::get(wqe), Sge::get(sge));
@@ -274,13 +274,14 @@ impl WorkQueue {
             return None;
         }
         let access = access::LOCAL_WRITE;
-        let span = memo
-            .recall(sge.lkey, access, sge.addr, len)
-            .or_else(|| keys.piece(memo, sge.lkey, pd, access, sge.addr, len))?;
+        let range = match cached.recall(sge.lkey, access, sge.addr, len) {
+            Some(range) => range,
+            None => keys.contiguous(cached, sge.lkey, pd, access, sge.addr, len)?,
+        };
         let index = self.index();
         self.advance();
-        Some(PlainReceive {
-            span,
+        Some(FastReceive {
+            range,
             wr_id: wqe.wr_id,
             index,
         })
@@ -350,18 +351,18 @@ mod tests {
         while let Some(entry) = queue.read::<16>(&buffer) {
             let mut entries = queue.entries(&buffer);
             assert_eq!(entries.read(), Some(entry));
-            let mut piece = 0;
+            let mut part = 0;
             while let Some(entry) = entries.read::<16>() {
                 found.push(id(entry));
-                entries.prefetch(piece);
+                entries.prefetch(part);
                 entries.take_over(id(entry));
                 queue.take_over(&buffer, id(entry));
                 assert_eq!(entries.read(), Some(entry));
                 entries.advance();
                 queue.advance();
-                piece += 1;
+                part += 1;
             }
-            assert!([7, 1].contains(&piece), "{piece}");
+            assert!([7, 1].contains(&part), "{part}");
             if found.len() == 8 {
                 // The first again, one lap later.
                 post(&buffer, &queue, 0, 0, 8);

@@ -1,48 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Queue pairs (specification: "Queue pairs").
 //!
-//! A queue pair belongs to one worker, which runs its requester. Its responder runs on the worker
-//! of whoever sends to it. The two halves have a lock each, taken for a bounded turn, in the order
-//! requester before responder (of the peer). A worker that waits for what one of two connected
-//! queue pairs of its own sends has all four: no other takes a requester, and nobody waits for a
+//! A queue pair belongs to one worker, which runs its send queue. Its responder runs on the worker
+//! of whoever sends to it. The two halves have a lock each, taken for a bounded poll, in the order
+//! send queue before responder (of the peer). A worker that waits for what one of two connected
+//! queue pairs of its own sends has all four: no other takes a send queue, and nobody waits for a
 //! lock with a responder's.
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vhost_device_rdma_sync::lock;
 use virtio_rdma_spec::command::QpAttr;
-use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, MASK_24};
+use virtio_rdma_spec::facts::{Failure, QpType};
+use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, MASK_24};
 
-use super::cq::Cq;
-use super::srq::Srq;
+use super::responder::Responder;
+use super::send_queue::SendQueue;
 use super::tables::Tables;
-use super::{state, Error};
-use crate::engine::requester::Requester;
-use crate::engine::responder::Responder;
+use super::vm::{Schedule, Vm};
+use crate::limits::{GID_TABLE_LEN, MAX_RD_ATOMIC};
 use crate::memory::{lines, prefetch_from, GuestMemory, Hint, Pages};
-use crate::rnic::Rnic;
-use crate::worker::Worker;
+use crate::verbs::cq::Cq;
+use crate::verbs::srq::{Srq, Waiter};
+use crate::verbs::{state, Error};
 
-/// Most RDMA READ and atomic operations outstanding, as requester and as responder.
-pub const MAX_RD_ATOMIC: u8 = 128;
-
-/// Cache lines that a turn needs of `Qp::ahead` and what follows it.
+/// Cache lines that a poll needs of `Qp::hints` and what follows it.
 const OWN_LINES: usize = 5;
 
-/// Cache lines that a peer's turn needs, from the beginning.
+/// Cache lines that a peer's poll needs, from the beginning.
 const PEER_LINES: usize = 3;
 
-/// Entries that are fetched ahead of a turn, at most.
+/// Entries that are prefetched before a poll, at most.
 const ENTRIES_AHEAD: usize = 8;
 
 /// A queue pair.
-// In this order: what every turn needs is on few cache lines, and so is what the peer needs.
+// In this order: what every poll needs is on few cache lines, and so is what the peer needs.
 #[repr(C, align(64))]
 pub struct Qp {
     /// Whose it is.
-    pub rnic: Arc<Rnic>,
-    /// The worker that runs it.
-    pub worker: Arc<Worker>,
+    pub vm: Arc<Vm>,
     /// Completion queue of the send queue; XRC_TGT has none.
     pub send_cq: Option<Arc<Cq>>,
     /// Completion queue of the receive queue; XRC_TGT and XRC_INI have none.
@@ -55,6 +51,10 @@ pub struct Qp {
     pub context: u32,
     /// Slot in the doorbell block of its worker.
     pub slot: u32,
+    /// The index of its worker.
+    pub worker_index: u16,
+    /// What is so of its type.
+    pub facts: &'static QpType,
     /// Type: `qp_type`.
     pub qp_type: u8,
     /// Multicast messages of its own VM do not reach it.
@@ -62,16 +62,16 @@ pub struct Qp {
     state: AtomicU8,
     /// In a run queue, or about to be.
     pub(crate) scheduled: AtomicBool,
-    /// A parked requester must look again now: what it waited for came.
+    /// A parked send queue must try again now: what it waited for came.
     pub(crate) wake: AtomicBool,
     /// A sender waits for a receive work request of ours, or is about to.
     pub(crate) awaited: AtomicBool,
     /// Destroyed: leave it alone.
     pub(crate) dead: AtomicBool,
     responder: Mutex<Responder>,
-    /// What its next turn will need.
-    pub(crate) ahead: Ahead,
-    requester: Mutex<Requester>,
+    /// What its next poll will need.
+    pub(crate) hints: PrefetchHints,
+    send_queue: Mutex<SendQueue>,
     /// XRC domain (XRC_TGT).
     pub xrcd: u32,
     /// What its page list takes of our memory, bytes.
@@ -81,24 +81,26 @@ pub struct Qp {
     /// When its worker's timer for it ends, nanoseconds. Only the worker uses it.
     pub(crate) timer: Mutex<u64>,
     attr: Mutex<QpAttr>,
+    /// The worker that runs it.
+    worker: Arc<dyn Schedule>,
 }
 
-/// What the next turn of a queue pair will need beside the queue pair itself, if it is as the last
+/// What the next poll of a queue pair will need beside the queue pair itself, if it is as the last
 /// one: where it is.
 #[derive(Debug, Default)]
-pub(crate) struct Ahead {
+pub(crate) struct PrefetchHints {
     /// The next entry of its send queue.
     entry: Hint,
     /// Its buffer.
     buffer: Hint,
     /// The queue pair that it sends to.
     peer: Hint,
-    /// Entries of the last turn.
+    /// Entries of the last poll.
     entries: AtomicU32,
 }
 
-impl Ahead {
-    /// It had `entries` entries in its last turn. The next one will be `entry`, in `buffer`, and
+impl PrefetchHints {
+    /// It had `entries` entries in its last poll. The next one will be `entry`, in `buffer`, and
     /// for `peer`.
     #[inline(always)]
     pub(crate) fn set(&self, entries: u32, entry: Option<&AtomicU64>, buffer: &Pages, peer: &Qp) {
@@ -108,7 +110,7 @@ impl Ahead {
         self.entries.store(entries, Ordering::Relaxed);
     }
 
-    /// Entries of the last turn.
+    /// Entries of the last poll.
     #[inline(always)]
     pub(crate) fn entries(&self) -> u32 {
         self.entries.load(Ordering::Relaxed)
@@ -140,34 +142,36 @@ impl std::fmt::Debug for Qp {
 }
 
 /// What a queue pair is made of.
-pub(crate) struct Parts {
+pub(crate) struct QpParts {
     pub number: u32,
-    pub rnic: Arc<Rnic>,
-    pub worker: Arc<Worker>,
+    pub vm: Arc<Vm>,
+    pub worker: Arc<dyn Schedule>,
+    pub worker_index: u16,
     pub pd: u32,
     pub context: u32,
     pub slot: u32,
-    pub qp_type: u8,
+    pub facts: &'static QpType,
     pub footprint: u64,
     pub xrcd: u32,
     pub block_multicast_loopback: bool,
     pub send_cq: Option<Arc<Cq>>,
     pub recv_cq: Option<Arc<Cq>>,
     pub srq: Option<Arc<Srq>>,
-    pub requester: Requester,
+    pub send_queue: SendQueue,
     pub responder: Responder,
 }
 
 impl Qp {
-    pub(crate) fn new(parts: Parts) -> Self {
-        let Parts {
+    pub(crate) fn new(parts: QpParts) -> Self {
+        let QpParts {
             number,
-            rnic,
+            vm,
             worker,
+            worker_index,
             pd,
             context,
             slot,
-            qp_type,
+            facts,
             footprint,
             xrcd,
             block_multicast_loopback,
@@ -176,15 +180,17 @@ impl Qp {
             srq,
             ..
         } = parts;
-        let (requester, responder) = (parts.requester, parts.responder);
+        let (send_queue, responder) = (parts.send_queue, parts.responder);
         Self {
             number,
-            rnic,
+            vm,
             worker,
+            worker_index,
             pd,
             context,
             slot,
-            qp_type,
+            facts,
+            qp_type: facts.qp_type,
             footprint,
             xrcd,
             block_multicast_loopback,
@@ -197,21 +203,21 @@ impl Qp {
             awaited: AtomicBool::new(false),
             dead: AtomicBool::new(false),
             timer: Mutex::new(0),
-            ahead: Ahead::default(),
+            hints: PrefetchHints::default(),
             attr: Mutex::new(QpAttr {
                 port_num: 1,
                 ..QpAttr::default()
             }),
-            requester: Mutex::new(requester),
+            send_queue: Mutex::new(send_queue),
             responder: Mutex::new(responder),
         }
     }
 
-    /// Has the processor fetch what a turn needs.
+    /// Has the processor fetch what a poll needs.
     #[inline(always)]
     pub(crate) fn prefetch(&self) {
         prefetch_from(self, 1);
-        prefetch_from(&self.ahead, OWN_LINES);
+        prefetch_from(&self.hints, OWN_LINES);
     }
 
     /// The state: `qp_state`.
@@ -230,7 +236,7 @@ impl Qp {
             })
             .is_ok();
         if changed {
-            self.worker.schedule(self);
+            self.schedule();
         }
         changed
     }
@@ -238,7 +244,7 @@ impl Qp {
     /// A send work request failed: the queue pair goes to the error state, or, where nobody is told
     /// of lost messages anyway, only its send queue does.
     pub(crate) fn fail_send(self: &Arc<Self>) {
-        if !matches!(self.qp_type, qp_type::UD | qp_type::GSI | qp_type::UC) {
+        if self.facts.failure == Failure::QueuePair {
             self.fail();
             return;
         }
@@ -249,7 +255,7 @@ impl Qp {
             Ordering::SeqCst,
         );
         match changed {
-            Ok(_) => self.worker.schedule(self),
+            Ok(_) => self.schedule(),
             Err(_) => {
                 self.fail();
             }
@@ -264,14 +270,19 @@ impl Qp {
             .any(|cq| cq.errored())
     }
 
-    /// The requester.
-    pub(crate) fn requester(&self) -> MutexGuard<'_, Requester> {
-        lock(&self.requester)
+    /// Has its worker poll it soon.
+    pub(crate) fn schedule(self: &Arc<Self>) {
+        self.worker.schedule(self);
     }
 
-    /// The requester, unless somebody has it.
-    pub(crate) fn try_requester(&self) -> Option<MutexGuard<'_, Requester>> {
-        self.requester.try_lock().ok()
+    /// The send queue.
+    pub(crate) fn send_queue(&self) -> MutexGuard<'_, SendQueue> {
+        lock(&self.send_queue)
+    }
+
+    /// The send queue, unless somebody has it.
+    pub(crate) fn try_send_queue(&self) -> Option<MutexGuard<'_, SendQueue>> {
+        self.send_queue.try_lock().ok()
     }
 
     /// The responder.
@@ -284,7 +295,7 @@ impl Qp {
     pub fn query(&self) -> QpAttr {
         let attr = *self.attr.lock().unwrap_or_else(PoisonError::into_inner);
         let state = self.state();
-        let draining = state == qp_state::SQD && self.requester().in_progress();
+        let draining = state == qp_state::SQD && self.send_queue().in_progress();
         QpAttr {
             qp_state: state,
             cur_qp_state: state,
@@ -312,10 +323,10 @@ impl Qp {
         check_values(mask, new)?;
         if next == qp_state::RESET {
             // Both halves at once, so that nobody sees one of them in the old life.
-            let mut requester = self.requester();
+            let mut send_queue = self.send_queue();
             let mut responder = self.responder();
             self.state.store(qp_state::RESET, Ordering::SeqCst);
-            requester.reset();
+            send_queue.reset();
             responder.reset();
             *attr = QpAttr {
                 port_num: 1,
@@ -325,12 +336,12 @@ impl Qp {
         }
         let merged = merge(mask, &attr, new);
         {
-            let mut requester = self.requester();
+            let mut send_queue = self.send_queue();
             let mut responder = self.responder();
-            requester.configure(&merged);
+            send_queue.configure(&merged);
             if (current, next) == (qp_state::RTS, qp_state::SQD) {
                 let notify = mask & qp_attr::EN_SQD_ASYNC_NOTIFY != 0;
-                requester.drain(notify && new.en_sqd_async_notify != 0);
+                send_queue.drain(notify && new.en_sqd_async_notify != 0);
             }
             responder.configure(&merged);
             if next == qp_state::ERR {
@@ -338,9 +349,9 @@ impl Qp {
             } else {
                 if (current, next) == (qp_state::SQE, qp_state::RTS) {
                     // What was posted before must not be executed now.
-                    requester.flush_all(tables, self);
+                    send_queue.flush_all(tables, self);
                 }
-                // The worker may have failed the queue pair since we looked: then it stays in the
+                // The worker may have failed the queue pair meanwhile: then it stays in the
                 // error state.
                 self.state
                     .compare_exchange(current, next, Ordering::SeqCst, Ordering::SeqCst)
@@ -349,16 +360,23 @@ impl Qp {
         }
         *attr = merged;
         drop(attr);
-        self.worker.schedule(self);
+        self.schedule();
         Ok(())
     }
 
     /// Resolves the buffer anew after a change of the memory table.
     pub(crate) fn rebase(self: &Arc<Self>, memory: Option<&GuestMemory>) {
-        let (mut requester, mut responder) = (self.requester(), self.responder());
-        let buffer = Arc::new(requester.buffer.rebase(memory));
-        requester.rebase(buffer.clone());
+        let (mut send_queue, mut responder) = (self.send_queue(), self.responder());
+        let buffer = Arc::new(send_queue.buffer.rebase(memory));
+        send_queue.rebase(buffer.clone());
         responder.buffer = buffer;
+    }
+}
+
+impl Waiter for Qp {
+    fn wake(self: Arc<Self>) {
+        self.wake.store(true, Ordering::SeqCst);
+        self.schedule();
     }
 }
 
@@ -441,7 +459,7 @@ fn check_values(mask: u32, new: &QpAttr) -> Result<(), Error> {
             || (new.av.port_num == 1
                 && new.av.sl <= 15
                 && new.av.flow_label <= 0xf_ffff
-                && usize::from(new.av.sgid_index) < crate::rnic::GID_TABLE_LEN
+                && usize::from(new.av.sgid_index) < GID_TABLE_LEN
                 && new.av.dgid != [0; 16]));
     if good {
         Ok(())

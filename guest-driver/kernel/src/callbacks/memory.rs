@@ -13,7 +13,7 @@ use core::ffi::c_int;
 use core::ptr::NonNull;
 use virtio_rdma_spec::command::rereg_flag;
 
-pub(in crate::sys) unsafe extern "C" fn alloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
+pub(super) unsafe extern "C" fn alloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         create(pd, |device, _| {
@@ -23,7 +23,7 @@ pub(in crate::sys) unsafe extern "C" fn alloc_pd(pd: *mut ib_pd, udata: *mut ib_
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn dealloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
+pub(super) unsafe extern "C" fn dealloc_pd(pd: *mut ib_pd, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module.
     code(unsafe {
         Udata::new(udata)
@@ -33,7 +33,7 @@ pub(in crate::sys) unsafe extern "C" fn dealloc_pd(pd: *mut ib_pd, udata: *mut i
 }
 
 /// A pointer to the new region, or an error as the kernel encodes it in pointers.
-pub(in crate::sys) unsafe extern "C" fn reg_user_mr(
+pub(super) unsafe extern "C" fn reg_user_mr(
     pd: *mut ib_pd,
     start: u64,
     length: u64,
@@ -65,7 +65,7 @@ pub(in crate::sys) unsafe extern "C" fn reg_user_mr(
 }
 
 /// A region of all memory, for users in the kernel.
-pub(in crate::sys) unsafe extern "C" fn get_dma_mr(pd: *mut ib_pd, access: c_int) -> *mut ib_mr {
+pub(super) unsafe extern "C" fn get_dma_mr(pd: *mut ib_pd, access: c_int) -> *mut ib_mr {
     // SAFETY: see the module.
     let made = unsafe {
         let pd = NonNull::new(pd).ok_or(Errno::EINVAL);
@@ -80,7 +80,7 @@ pub(in crate::sys) unsafe extern "C" fn get_dma_mr(pd: *mut ib_pd, access: c_int
 }
 
 /// A region for fast registration.
-pub(in crate::sys) unsafe extern "C" fn alloc_mr(
+pub(super) unsafe extern "C" fn alloc_mr(
     pd: *mut ib_pd,
     mr_type: ib_mr_type,
     max_pages: u32,
@@ -104,7 +104,7 @@ pub(in crate::sys) unsafe extern "C" fn alloc_mr(
 }
 
 /// Maps a list into a region; returns how many entries are mapped to their end. Any context.
-pub(in crate::sys) unsafe extern "C" fn map_mr_sg(
+pub(super) unsafe extern "C" fn map_mr_sg(
     mr: *mut ib_mr,
     list: *mut scatterlist,
     entries: c_int,
@@ -158,7 +158,7 @@ fn pointer<B: Base>(made: Result<Box<Object<B>>>) -> *mut B {
 }
 
 /// Changes a region in place: returns null, or an error as the kernel encodes it in pointers.
-pub(in crate::sys) unsafe extern "C" fn rereg_user_mr(
+pub(super) unsafe extern "C" fn rereg_user_mr(
     mr: *mut ib_mr,
     flags: c_int,
     start: u64,
@@ -201,7 +201,7 @@ pub(in crate::sys) unsafe extern "C" fn rereg_user_mr(
     }
 }
 
-pub(in crate::sys) unsafe extern "C" fn dereg_mr(mr: *mut ib_mr, udata: *mut ib_udata) -> c_int {
+pub(super) unsafe extern "C" fn dereg_mr(mr: *mut ib_mr, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module; the object was made by new_mr.
     code(unsafe {
         Udata::new(udata).none().and_then(|()| {
@@ -212,7 +212,7 @@ pub(in crate::sys) unsafe extern "C" fn dereg_mr(mr: *mut ib_mr, udata: *mut ib_
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn alloc_mw(mw: *mut ib_mw, udata: *mut ib_udata) -> c_int {
+pub(super) unsafe extern "C" fn alloc_mw(mw: *mut ib_mw, udata: *mut ib_udata) -> c_int {
     // SAFETY: see the module; the core set the domain and the type.
     code(unsafe {
         create(mw, |device, _| {
@@ -225,13 +225,13 @@ pub(in crate::sys) unsafe extern "C" fn alloc_mw(mw: *mut ib_mw, udata: *mut ib_
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn dealloc_mw(mw: *mut ib_mw) -> c_int {
+pub(super) unsafe extern "C" fn dealloc_mw(mw: *mut ib_mw) -> c_int {
     // SAFETY: see the module.
     code(unsafe { destroy(mw, verbs::dealloc_mw) })
 }
 
 /// A pointer to the new memory, or an error as the kernel encodes it in pointers.
-pub(in crate::sys) unsafe extern "C" fn alloc_dm(
+pub(super) unsafe extern "C" fn alloc_dm(
     ib: *mut ib_device,
     context: *mut ib_ucontext,
     attr: *mut ib_dm_alloc_attr,
@@ -255,7 +255,7 @@ pub(in crate::sys) unsafe extern "C" fn alloc_dm(
     pointer(made)
 }
 
-pub(in crate::sys) unsafe extern "C" fn dealloc_dm(
+pub(super) unsafe extern "C" fn dealloc_dm(
     dm: *mut ib_dm,
     _attrs: *mut uverbs_attr_bundle,
 ) -> c_int {
@@ -270,7 +270,7 @@ pub(in crate::sys) unsafe extern "C" fn dealloc_dm(
 }
 
 /// A pointer to the new region, or an error as the kernel encodes it in pointers.
-pub(in crate::sys) unsafe extern "C" fn reg_dm_mr(
+pub(super) unsafe extern "C" fn reg_dm_mr(
     pd: *mut ib_pd,
     dm: *mut ib_dm,
     attr: *mut ib_dm_mr_attr,
@@ -307,10 +307,7 @@ unsafe extern "C" fn vrdma_dm_response(dm: *mut ib_dm, to: *mut vrdma_dm_info) {
     }
 }
 
-pub(in crate::sys) unsafe extern "C" fn fill_res_mr_entry(
-    msg: *mut sk_buff,
-    mr: *mut ib_mr,
-) -> c_int {
+pub(super) unsafe extern "C" fn fill_res_mr_entry(msg: *mut sk_buff, mr: *mut ib_mr) -> c_int {
     let Some(mr) = NonNull::new(mr) else {
         return 0;
     };

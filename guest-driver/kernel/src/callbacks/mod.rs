@@ -1,21 +1,26 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! The verbs as the RDMA core calls them: C in front, [`verbs`] behind.
+//! What the kernel calls: the verbs, as the RDMA core calls them, with [`verbs`] behind; the data
+//! path of users in the kernel ([`data`]); the life of the device ([`driver`]).
 //!
 //! Every function here is called by the core, with arguments that it checked and keeps alive for
 //! the call; that is the safety requirement of all of them. Objects of the core start with its
 //! structure, and ours go on with the data that [`verbs`] keeps ([`Object`]). The core allocates
 //! them (except memory regions and device memory) with the sizes in [`table`].
+#![allow(unsafe_code)]
+
 mod addresses;
+mod data;
 mod device;
+mod driver;
 mod memory;
 mod queues;
 
-use super::alloc::Box;
-use super::bindings::*;
-use super::data;
-use super::error::{Errno, Result};
-use super::rdma::{self, DeviceObject, IbDevice, Udata};
-use crate::device::{Device, Features};
+use crate::device::DeviceObject;
+use crate::device::{Device, Features, IbDevice};
+use crate::sys::alloc::Box;
+use crate::sys::bindings::*;
+use crate::sys::error::{Errno, Result};
+use crate::sys::rdma::{self, DeviceOps, Udata};
 use crate::verbs;
 use core::mem::MaybeUninit;
 use core::ptr::NonNull;
@@ -110,7 +115,7 @@ impl<B: Base> Object<B> {
 pub(super) unsafe fn device<'a>(ib: *mut ib_device) -> Result<&'a Device> {
     let ib = NonNull::new(ib.cast::<DeviceObject>()).ok_or(Errno::ENODEV)?;
     // SAFETY: the caller's.
-    Ok(unsafe { IbDevice(ib).device() })
+    Ok(unsafe { IbDevice::new(ib).device() })
 }
 
 /// Creates: what `make` returns becomes the object's data.
@@ -128,6 +133,22 @@ unsafe fn create<B: Base>(
         (*base.cast::<Object<B>>()).data.write(data);
     }
     Ok(())
+}
+
+/// The number on the device of the context that a command of a process is in; none for commands of
+/// the kernel.
+///
+/// # Safety
+/// The command must be under way.
+unsafe fn context(udata: &Udata<'_>) -> Result<Option<u32>> {
+    if !udata.is_user() {
+        return Ok(None);
+    }
+    let context = udata.context()?;
+    // SAFETY: the core holds the context while the command runs, and a context that commands come
+    // from was created.
+    let context: &verbs::Context = unsafe { Object::data(context) };
+    Ok(Some(context.handle()))
 }
 
 /// Creates something for a user in the kernel (without `udata`) or a process. That the device was
@@ -158,7 +179,7 @@ unsafe fn destroy<B: Base>(
 }
 
 /// The operations for these features, as the core wants them; it copies the table.
-pub(super) fn table(features: Features) -> ib_device_ops {
+fn table(features: Features) -> DeviceOps {
     // SAFETY: a table of optional functions and numbers, for which zero is none.
     let mut ops: ib_device_ops = unsafe { core::mem::zeroed() };
     // SAFETY: no preconditions.
@@ -225,7 +246,7 @@ pub(super) fn table(features: Features) -> ib_device_ops {
     ops.dealloc_dm = Some(memory::dealloc_dm);
     ops.reg_dm_mr = Some(memory::reg_dm_mr);
     add_features(&mut ops, features);
-    ops
+    DeviceOps(ops)
 }
 
 /// Operations that the device need not have.

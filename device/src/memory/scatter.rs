@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Guest memory that is in one for those who use it, and in pieces here; copies of it, piece by
-//! piece.
+//! Scatter ranges: guest memory that is one range for the guest and several ranges here; copies
+//! between them.
 use std::marker::PhantomData;
 
 #[cfg(target_arch = "x86_64")]
 use super::avx::{self, LINE, PAGE};
 use super::guest::Host;
-use super::span::{copy, copy_last, Source, Span};
+use super::range::{copy, copy_last, ContiguousRange, Source};
 
-/// Bytes in one piece, or in several of the same size, of which the first and the last may be a
-/// part.
+/// Bytes in one contiguous range, or in several of the same size, of which the first and the last
+/// may be a part.
 #[derive(Debug, Clone, Copy)]
-pub struct Stretch<'a> {
-    /// What is left of the first piece.
-    first: Span<'a>,
-    /// The pieces that follow, as many as `left` bytes need. INVARIANT: each is valid for `size`
+pub struct ScatterRange<'a> {
+    /// What is left of the first range.
+    first: ContiguousRange<'a>,
+    /// The ranges that follow, as many as `left` bytes need. INVARIANT: each is valid for `size`
     /// bytes for `'a`.
     more: &'a [Host],
     /// Size of one of them, bytes.
@@ -23,8 +23,8 @@ pub struct Stretch<'a> {
     left: u64,
 }
 
-impl<'a> From<Span<'a>> for Stretch<'a> {
-    fn from(first: Span<'a>) -> Self {
+impl<'a> From<ContiguousRange<'a>> for ScatterRange<'a> {
+    fn from(first: ContiguousRange<'a>) -> Self {
         Self {
             first,
             more: &[],
@@ -34,12 +34,17 @@ impl<'a> From<Span<'a>> for Stretch<'a> {
     }
 }
 
-impl<'a> Stretch<'a> {
-    /// The bytes of `first`, and the first `left` of the pieces of `size` bytes at `more`; `None`
+impl<'a> ScatterRange<'a> {
+    /// The bytes of `first`, and the first `left` of the ranges of `size` bytes at `more`; `None`
     /// if there are not as many.
     ///
-    /// The pieces must be valid for `size` bytes each for `'a`.
-    pub(super) fn new(first: Span<'a>, more: &'a [Host], size: usize, left: u64) -> Option<Self> {
+    /// The ranges must be valid for `size` bytes each for `'a`.
+    pub(super) fn new(
+        first: ContiguousRange<'a>,
+        more: &'a [Host],
+        size: usize,
+        left: u64,
+    ) -> Option<Self> {
         let pieces = left.div_ceil(size as u64);
         Some(Self {
             first,
@@ -61,16 +66,16 @@ impl<'a> Stretch<'a> {
         self.first.len == 0
     }
 
-    /// Takes the first piece out, or as much of it as `max` bytes.
+    /// Takes the first range out, or as much of it as `max` bytes.
     #[inline]
     #[must_use]
-    pub fn take(&mut self, max: usize) -> Span<'a> {
+    pub fn take(&mut self, max: usize) -> ContiguousRange<'a> {
         let (taken, rest) = self.first.split_at(max);
         self.first = rest;
         if rest.len == 0 {
             if let Some((next, more)) = self.more.split_first() {
                 let len = self.left.min(self.size as u64);
-                self.first = Span {
+                self.first = ContiguousRange {
                     ptr: next.0,
                     len: len as usize,
                     owner: PhantomData,
@@ -82,7 +87,7 @@ impl<'a> Stretch<'a> {
         taken
     }
 
-    /// Leaves out what is left of the first piece, and all of the `count - 1` pieces that follow;
+    /// Leaves out what is left of the first range, and all of the `count - 1` ranges that follow;
     /// as many do.
     #[cfg(target_arch = "x86_64")]
     fn skip(&mut self, count: usize) {
@@ -94,7 +99,7 @@ impl<'a> Stretch<'a> {
             let len = self.left.min(self.size as u64);
             self.left -= len;
             self.more = more;
-            self.first = Span {
+            self.first = ContiguousRange {
                 ptr: first.0,
                 len: len as usize,
                 owner: PhantomData,
@@ -102,7 +107,7 @@ impl<'a> Stretch<'a> {
         }
     }
 
-    /// Where it begins, and the pieces that follow.
+    /// Where it begins, and the ranges that follow.
     #[cfg(target_arch = "x86_64")]
     fn pages(&self) -> (Host, &'a [Host]) {
         (Host(self.first.ptr), self.more)
@@ -128,37 +133,42 @@ pub enum Way {
 /// order, those that were copied past the caches before whatever is stored after [`end_streaming`];
 /// but where all of `from` is copied and `last`, what is written last becomes visible last, as with
 /// [`copy_last`].
-pub fn copy_stretch(to: &mut Stretch<'_>, from: &mut Stretch<'_>, way: Way, last: bool) {
+pub fn copy_scattered(
+    to: &mut ScatterRange<'_>,
+    from: &mut ScatterRange<'_>,
+    way: Way,
+    last: bool,
+) {
     loop {
         copy_pages(to, from, way);
         let len = to.first.len.min(from.first.len);
         if len == 0 {
             return;
         }
-        let (piece, source) = (to.take(len), Source::from(from.take(len)));
+        let (part, source) = (to.take(len), Source::from(from.take(len)));
         if last && from.is_empty() {
             if way == Way::Streaming {
                 end_streaming();
             }
-            copy_last(piece, source);
+            copy_last(part, source);
             return;
         }
-        copy_piece(piece, source, (to.first, from.first), way);
+        copy_contiguous(part, source, (to.first, from.first), way);
     }
 }
 
 /// Copies the whole pages that both begin with, page by page, as long as others follow at both:
 /// those are fetched meanwhile.
 #[inline]
-fn copy_pages(to: &mut Stretch<'_>, from: &mut Stretch<'_>, way: Way) {
+fn copy_pages(to: &mut ScatterRange<'_>, from: &mut ScatterRange<'_>, way: Way) {
     #[cfg(target_arch = "x86_64")]
     {
         let count = to.more.len().min(from.more.len());
         if count == 0 || !to.in_pages() || !from.in_pages() || !avx::is_there() {
             return;
         }
-        // SAFETY: the pieces are valid for `PAGE` bytes each (invariant of `Stretch`), which is
-        // what `size` says. They are pages of guest memory, so aligned, and two of them are the
+        // SAFETY: the ranges are valid for `PAGE` bytes each (invariant of `ScatterRange`), which
+        // is what `size` says. They are pages of guest memory, so aligned, and two of them are the
         // same or do not overlap. Others may write at the same time, as in `copy`.
         unsafe {
             match way {
@@ -175,10 +185,15 @@ fn copy_pages(to: &mut Stretch<'_>, from: &mut Stretch<'_>, way: Way) {
 
 /// Copies the common length of `from` to `to`, and has the processor fetch `next`, of which nothing
 /// is accessed.
-fn copy_piece(to: Span<'_>, from: Source<'_>, next: (Span<'_>, Span<'_>), way: Way) {
+fn copy_contiguous(
+    to: ContiguousRange<'_>,
+    from: Source<'_>,
+    next: (ContiguousRange<'_>, ContiguousRange<'_>),
+    way: Way,
+) {
     #[cfg(target_arch = "x86_64")]
     {
-        // A piece that is longer needs nothing but to be copied: the processor fetches by itself
+        // A range that is longer needs nothing but to be copied: the processor fetches by itself
         // what comes next in it.
         const LONG: usize = 4 * PAGE;
         // Less is not worth a loop of our own.
@@ -199,9 +214,9 @@ fn copy_piece(to: Span<'_>, from: Source<'_>, next: (Span<'_>, Span<'_>), way: W
             let lines = (len - head) / LINE;
             let ahead = next.0.len.min(next.1.len).min(PAGE) / LINE;
             let next = (next.0.ptr, next.1.ptr);
-            // SAFETY: both are valid for `lines * LINE` bytes (invariants of `Span` and `Source`)
-            // and do not overlap, and the destination is aligned to `LINE`. Others may write at the
-            // same time, as in `copy`.
+            // SAFETY: both are valid for `lines * LINE` bytes (invariants of `ContiguousRange` and
+            // `Source`) and do not overlap, and the destination is aligned to `LINE`. Others may
+            // write at the same time, as in `copy`.
             unsafe {
                 match way {
                     Way::Cached => avx::copy_lines::<false>(to.ptr, from.ptr(), lines, next, ahead),
@@ -253,24 +268,24 @@ mod tests {
             Self { memory, pages }
         }
 
-        fn stretch(&self, at: usize, len: usize) -> Stretch<'_> {
-            self.pages.stretch(at as u64, len as u64).unwrap()
+        fn scattered(&self, at: usize, len: usize) -> ScatterRange<'_> {
+            self.pages.scattered(at as u64, len as u64).unwrap()
         }
 
         fn fill(&self, bytes: &[u8]) {
             let mut from = bytes;
-            let mut to = self.stretch(0, bytes.len());
+            let mut to = self.scattered(0, bytes.len());
             while !to.is_empty() {
-                let piece = to.take(usize::MAX);
-                let (head, rest) = from.split_at(piece.len());
-                copy(piece, head.into());
+                let part = to.take(usize::MAX);
+                let (head, rest) = from.split_at(part.len());
+                copy(part, head.into());
                 from = rest;
             }
         }
 
         fn read(&self) -> Vec<u8> {
             let mut bytes = vec![0; SIZE];
-            let mut all = self.stretch(0, SIZE);
+            let mut all = self.scattered(0, SIZE);
             let mut at = 0;
             while !all.is_empty() {
                 at += fetch_bytes(&mut bytes[at..], all.take(1000));
@@ -295,7 +310,7 @@ mod tests {
         let order = [3, 1, 7, 0, 2, 6, 5, 4];
         let memory = Memory::new(&order);
         for (i, page) in order.into_iter().enumerate() {
-            let linear = memory.memory.span(page << 12, 4096).unwrap();
+            let linear = memory.memory.range_at(page << 12, 4096).unwrap();
             copy(linear, [i as u8; 4096].as_slice().into());
         }
         let read = memory.read();
@@ -317,8 +332,8 @@ mod tests {
             from.fill(&data);
             to.fill(&old);
             let way = if streams { Way::Streaming } else { Way::Cached };
-            let (mut source, mut sink) = (from.stretch(ats.0, len + rest.0), to.stretch(ats.1, len + rest.1));
-            copy_stretch(&mut sink, &mut source, way, last);
+            let (mut source, mut sink) = (from.scattered(ats.0, len + rest.0), to.scattered(ats.1, len + rest.1));
+            copy_scattered(&mut sink, &mut source, way, last);
             end_streaming();
             let copied = len + rest.0.min(rest.1);
             prop_assert_eq!((source.len(), sink.len()), ((rest.0 + len - copied) as u64, (rest.1 + len - copied) as u64));
@@ -338,7 +353,7 @@ mod tests {
             let data = pattern(0);
             memory.fill(&data);
             let way = if streams { Way::Streaming } else { Way::Cached };
-            copy_stretch(&mut memory.stretch(to, len), &mut memory.stretch(from, len), way, last);
+            copy_scattered(&mut memory.scattered(to, len), &mut memory.scattered(from, len), way, last);
             end_streaming();
             let mut expected = data;
             expected.copy_within(from..from + len, to);
@@ -354,8 +369,8 @@ mod tests {
             let [from, to, len] = [from, to, len].map(|n| n / unit * unit);
             let data = pattern(0);
             memory.fill(&data);
-            let span = |at| memory.stretch(at, len.max(1)).take(len);
-            copy_last(span(to), span(from).into());
+            let range = |at| memory.scattered(at, len.max(1)).take(len);
+            copy_last(range(to), range(from).into());
             let mut expected = data;
             expected.copy_within(from..from + len, to);
             prop_assert_eq!(memory.read(), expected);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! The module's entry points: the device comes and goes, interrupts.
-use super::bindings;
-use super::error::{Errno, Result};
-use super::rdma::{DeviceObject, IbDevice};
-use super::virtio::VirtioDevice;
-use crate::device::Device;
+use super::table;
+use crate::device::{Device, DeviceObject, IbDevice};
+use crate::sys::bindings;
+use crate::sys::error::{Errno, Result};
+use crate::sys::virtio::VirtioDevice;
 use core::ffi::c_int;
 use core::ptr::NonNull;
 
@@ -18,7 +18,7 @@ unsafe extern "C" fn vrdma_probe(vdev: *mut bindings::virtio_device) -> c_int {
         return Errno::ENODEV.code();
     };
     // SAFETY: the caller's.
-    super::error::code(unsafe { probe(vdev) })
+    crate::sys::error::code(unsafe { probe(vdev) })
 }
 
 /// # Safety
@@ -30,7 +30,7 @@ unsafe fn probe(vdev: NonNull<bindings::virtio_device>) -> Result<()> {
         let ib = NonNull::new(ib.cast::<DeviceObject>()).ok_or(Errno::ENOMEM)?;
         (*ib.as_ptr()).ib.phys_port_cnt = 1;
         (*ib.as_ptr()).ib.node_type = bindings::RDMA_NODE_IB_CA as u8;
-        match Device::new(VirtioDevice(vdev), IbDevice(ib)) {
+        match Device::new(VirtioDevice(vdev), IbDevice::new(ib), table) {
             Ok(device) => (*ib.as_ptr()).device.write(device),
             Err(error) => {
                 bindings::ib_dealloc_device(ib.as_ptr().cast());
@@ -39,7 +39,7 @@ unsafe fn probe(vdev: NonNull<bindings::virtio_device>) -> Result<()> {
         };
         // Callbacks find the device by this, and come only after `ready`, in `start`.
         (*vdev.as_ptr()).priv_ = ib.as_ptr().cast();
-        let started = IbDevice(ib).device().start();
+        let started = IbDevice::new(ib).device().start();
         if started.is_err() {
             release(vdev);
         }
@@ -68,7 +68,7 @@ unsafe fn release(vdev: NonNull<bindings::virtio_device>) {
         let Some(ib) = NonNull::new((*vdev.as_ptr()).priv_.cast::<DeviceObject>()) else {
             return;
         };
-        IbDevice(ib).device().stop();
+        IbDevice::new(ib).device().stop();
         (*vdev.as_ptr()).priv_ = core::ptr::null_mut();
         (*ib.as_ptr()).device.assume_init_drop();
         bindings::ib_dealloc_device(ib.as_ptr().cast());
@@ -82,7 +82,7 @@ unsafe fn device_of<'a>(vdev: *mut bindings::virtio_device) -> Option<&'a Device
     // ended.
     unsafe {
         let ib = NonNull::new((*vdev).priv_.cast::<DeviceObject>())?;
-        Some(IbDevice(ib).device())
+        Some(IbDevice::new(ib).device())
     }
 }
 

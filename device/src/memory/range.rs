@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Copies between pieces of guest memory.
+//! Contiguous ranges of guest memory, and copies between them.
 use std::marker::PhantomData;
 use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, AtomicUsize, Ordering};
 
-/// A contiguous piece of guest memory.
+/// A contiguous range of guest memory.
 #[derive(Debug, Clone, Copy)]
-pub struct Span<'a> {
+pub struct ContiguousRange<'a> {
     /// Valid for `len` bytes while the pages or the memory it came from live.
     pub(super) ptr: *mut u8,
     pub(super) len: usize,
     pub(super) owner: PhantomData<&'a ()>,
 }
 
-impl Default for Span<'_> {
+impl Default for ContiguousRange<'_> {
     /// Nothing.
     fn default() -> Self {
         Self {
@@ -23,7 +23,7 @@ impl Default for Span<'_> {
     }
 }
 
-impl<'a> Span<'a> {
+impl<'a> ContiguousRange<'a> {
     /// Length, bytes.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -68,8 +68,8 @@ impl<'a> Span<'a> {
         if self.len < 8 || self.ptr as usize % 8 != 0 {
             return None;
         }
-        // SAFETY: `ptr` is valid for 8 bytes for `'a` (invariant of `Span`) and aligned, as just
-        // checked. Others change it only as memory, which atomics allow.
+        // SAFETY: `ptr` is valid for 8 bytes for `'a` (invariant of `ContiguousRange`) and aligned,
+        // as just checked. Others change it only as memory, which atomics allow.
         Some(unsafe { &*self.ptr.cast::<AtomicU64>() })
     }
 }
@@ -124,11 +124,11 @@ impl Source<'_> {
     }
 }
 
-impl<'a> From<Span<'a>> for Source<'a> {
-    fn from(span: Span<'a>) -> Self {
+impl<'a> From<ContiguousRange<'a>> for Source<'a> {
+    fn from(range: ContiguousRange<'a>) -> Self {
         Self {
-            ptr: span.ptr,
-            len: span.len,
+            ptr: range.ptr,
+            len: range.len,
             owner: PhantomData,
         }
     }
@@ -147,11 +147,11 @@ impl<'a> From<&'a [u8]> for Source<'a> {
 /// Copies the common length of `from` to `to`, as memmove does. The bytes become visible in any
 /// order.
 #[inline]
-pub fn copy(to: Span<'_>, from: Source<'_>) {
+pub fn copy(to: ContiguousRange<'_>, from: Source<'_>) {
     let len = to.len.min(from.len);
-    // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`). They may overlap,
-    // which `copy` allows. The guests may write at the same time: then the bytes are theirs to
-    // lose; we never interpret them.
+    // SAFETY: both are valid for `len` bytes (invariants of `ContiguousRange` and `Source`). They
+    // may overlap, which `copy` allows. The guests may write at the same time: then the bytes are
+    // theirs to lose; we never interpret them.
     unsafe { std::ptr::copy(from.ptr, to.ptr, len) };
 }
 
@@ -159,7 +159,7 @@ pub fn copy(to: Span<'_>, from: Source<'_>) {
 /// all else, and as a whole where it is 1, 2, 4 or 8 aligned bytes. (MPI, UCX, NCCL and perftest
 /// poll on it.)
 #[inline(always)]
-pub fn copy_last(to: Span<'_>, from: Source<'_>) {
+pub fn copy_last(to: ContiguousRange<'_>, from: Source<'_>) {
     let len = to.len.min(from.len);
     if !copy_few(to, from) && len != 0 {
         copy_any(to, from, len);
@@ -168,29 +168,29 @@ pub fn copy_last(to: Span<'_>, from: Source<'_>) {
 
 /// As [`copy_last`], if it is a few aligned words. Returns whether.
 #[inline(always)]
-pub fn copy_few(to: Span<'_>, from: Source<'_>) -> bool {
+pub fn copy_few(to: ContiguousRange<'_>, from: Source<'_>) -> bool {
     let len = to.len.min(from.len);
     let words = (to.ptr as usize | from.ptr as usize | len) % 8 == 0;
     let few = words && len.wrapping_sub(1) < SHORT;
     if few {
-        // SAFETY: both are valid for `len` bytes (invariants of `Span` and `Source`), of words as
-        // just checked.
+        // SAFETY: both are valid for `len` bytes (invariants of `ContiguousRange` and `Source`), of
+        // words as just checked.
         unsafe { copy_words(to.ptr, from.ptr, len) };
     }
     few
 }
 
 /// As [`copy_last`], of `len` bytes, which both have: at least one.
-fn copy_any(to: Span<'_>, from: Source<'_>, len: usize) {
+fn copy_any(to: ContiguousRange<'_>, from: Source<'_>, len: usize) {
     // The bytes of the last aligned 8-byte word of the destination that are ours.
     let tail = (((to.ptr as usize).wrapping_add(len - 1) & 7) + 1).min(len);
     let bulk = len - tail;
     let tail_to = to.ptr.wrapping_add(bulk);
     let tail_from = from.ptr.wrapping_add(bulk);
     let mut word = [0u8; 8];
-    // SAFETY: `bulk + tail == len`, for which both are valid (invariants of `Span` and `Source`);
-    // `word` has 8 bytes and `tail` <= 8. The atomics are aligned as their branch checked, and
-    // within the destination.
+    // SAFETY: `bulk + tail == len`, for which both are valid (invariants of `ContiguousRange` and
+    // `Source`); `word` has 8 bytes and `tail` <= 8. The atomics are aligned as their branch
+    // checked, and within the destination.
     unsafe {
         if tail == 8 && (tail_from as usize) % 8 == 0 {
             word = (*tail_from.cast::<AtomicU64>())
@@ -347,7 +347,7 @@ impl Hint {
 const LINE: usize = 64;
 
 /// Reads up to `into.len()` bytes of `from`; returns how many.
-pub fn fetch_bytes(into: &mut [u8], from: Span<'_>) -> usize {
+pub fn fetch_bytes(into: &mut [u8], from: ContiguousRange<'_>) -> usize {
     let len = into.len().min(from.len);
     // SAFETY: `from` is valid for `len` bytes, `into` is ours and has them; they cannot overlap.
     unsafe { std::ptr::copy_nonoverlapping(from.ptr, into.as_mut_ptr(), len) };

@@ -10,7 +10,7 @@ use core::ffi::{c_char, c_int, c_void};
 use core::ptr::NonNull;
 use virtio_rdma_spec::command::gid_type;
 
-pub(in crate::sys) unsafe extern "C" fn query_device(
+pub(super) unsafe extern "C" fn query_device(
     ib: *mut ib_device,
     attr: *mut ib_device_attr,
     udata: *mut ib_udata,
@@ -21,7 +21,7 @@ pub(in crate::sys) unsafe extern "C" fn query_device(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn query_port(
+pub(super) unsafe extern "C" fn query_port(
     ib: *mut ib_device,
     port: u32,
     attr: *mut ib_port_attr,
@@ -36,7 +36,7 @@ pub(in crate::sys) unsafe extern "C" fn query_port(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn get_port_immutable(
+pub(super) unsafe extern "C" fn get_port_immutable(
     ib: *mut ib_device,
     _port: u32,
     immutable: *mut ib_port_immutable,
@@ -54,15 +54,12 @@ pub(in crate::sys) unsafe extern "C" fn get_port_immutable(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn get_link_layer(
-    _ib: *mut ib_device,
-    _port: u32,
-) -> rdma_link_layer {
+pub(super) unsafe extern "C" fn get_link_layer(_ib: *mut ib_device, _port: u32) -> rdma_link_layer {
     IB_LINK_LAYER_ETHERNET
 }
 
 /// Writes "major.minor.patch".
-pub(in crate::sys) unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text: *mut c_char) {
+pub(super) unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text: *mut c_char) {
     // SAFETY: see the module; the core gives room for 32 characters, and three numbers of 16 bits
     // need 18.
     let Ok(device) = (unsafe { device(ib) }) else {
@@ -95,7 +92,7 @@ pub(in crate::sys) unsafe extern "C" fn get_dev_fw_str(ib: *mut ib_device, text:
     }
 }
 
-pub(in crate::sys) unsafe extern "C" fn query_pkey(
+pub(super) unsafe extern "C" fn query_pkey(
     ib: *mut ib_device,
     _port: u32,
     index: u16,
@@ -113,7 +110,7 @@ pub(in crate::sys) unsafe extern "C" fn query_pkey(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn add_gid(
+pub(super) unsafe extern "C" fn add_gid(
     attr: *const ib_gid_attr,
     _context: *mut *mut c_void,
 ) -> c_int {
@@ -133,7 +130,7 @@ pub(in crate::sys) unsafe extern "C" fn add_gid(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn del_gid(
+pub(super) unsafe extern "C" fn del_gid(
     attr: *const ib_gid_attr,
     _context: *mut *mut c_void,
 ) -> c_int {
@@ -145,7 +142,7 @@ pub(in crate::sys) unsafe extern "C" fn del_gid(
 }
 
 #[cfg(has_report_port_event)]
-pub(in crate::sys) unsafe extern "C" fn report_port_event(
+pub(super) unsafe extern "C" fn report_port_event(
     ib: *mut ib_device,
     _ndev: *mut net_device,
     _event: core::ffi::c_ulong,
@@ -156,7 +153,7 @@ pub(in crate::sys) unsafe extern "C" fn report_port_event(
     }
 }
 
-pub(in crate::sys) unsafe extern "C" fn alloc_ucontext(
+pub(super) unsafe extern "C" fn alloc_ucontext(
     context: *mut ib_ucontext,
     udata: *mut ib_udata,
 ) -> c_int {
@@ -168,7 +165,7 @@ pub(in crate::sys) unsafe extern "C" fn alloc_ucontext(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn dealloc_ucontext(context: *mut ib_ucontext) {
+pub(super) unsafe extern "C" fn dealloc_ucontext(context: *mut ib_ucontext) {
     // SAFETY: see the module. `dealloc_context` does not fail.
     let _ = unsafe {
         destroy(context, |device, context| {
@@ -179,10 +176,10 @@ pub(in crate::sys) unsafe extern "C" fn dealloc_ucontext(context: *mut ib_uconte
 }
 
 /// The core takes away the mappings of device memory; nothing else is to be done.
-pub(in crate::sys) unsafe extern "C" fn disassociate_ucontext(_context: *mut ib_ucontext) {}
+pub(super) unsafe extern "C" fn disassociate_ucontext(_context: *mut ib_ucontext) {}
 
 /// What a process that imports the context must know.
-pub(in crate::sys) unsafe extern "C" fn query_ucontext(
+pub(super) unsafe extern "C" fn query_ucontext(
     context: *mut ib_ucontext,
     attrs: *mut uverbs_attr_bundle,
 ) -> c_int {
@@ -193,7 +190,7 @@ pub(in crate::sys) unsafe extern "C" fn query_ucontext(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn alloc_hw_port_stats(
+pub(super) unsafe extern "C" fn alloc_hw_port_stats(
     _ib: *mut ib_device,
     _port: u32,
 ) -> *mut rdma_hw_stats {
@@ -201,7 +198,7 @@ pub(in crate::sys) unsafe extern "C" fn alloc_hw_port_stats(
     unsafe { vrdma_counters_alloc() }
 }
 
-pub(in crate::sys) unsafe extern "C" fn get_hw_stats(
+pub(super) unsafe extern "C" fn get_hw_stats(
     ib: *mut ib_device,
     stats: *mut rdma_hw_stats,
     _port: u32,
@@ -220,7 +217,7 @@ pub(in crate::sys) unsafe extern "C" fn get_hw_stats(
 }
 
 /// Answers what performance management asks: that is where the port's counters in sysfs come from.
-pub(in crate::sys) unsafe extern "C" fn process_mad(
+pub(super) unsafe extern "C" fn process_mad(
     ib: *mut ib_device,
     _flags: c_int,
     _port: u32,

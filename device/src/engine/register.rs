@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Registrations by work requests: REG_MR (specification: "Fast registration").
 //!
-//! A list may be long. It is read bit by bit, turn by turn; the region changes at the end, in one
+//! A list may be long. It is read a part in each poll; the region changes at the end, in one
 //! step.
 use std::sync::atomic::AtomicU32;
 
 use virtio_rdma_spec::ring::FastReg;
 use virtio_rdma_spec::verbs::{access, vendor_err, wc_status};
 
-use super::Requester;
-use crate::engine::Budget;
+use super::queue_pair::Qp;
+use super::send_queue::SendQueue;
+use super::tables::Tables;
+use super::Budget;
 use crate::memory::{self, Form, GuestMemory, ListReader};
 use crate::verbs::footprint::Share;
 use crate::verbs::keys::KeyError;
 use crate::verbs::mr::{check_access, Backing, Mr, Range};
-use crate::verbs::qp::Qp;
-use crate::verbs::tables::Tables;
+use crate::verbs::WcError;
 
 /// A registration of which the list is being read.
 #[derive(Debug)]
@@ -45,7 +46,7 @@ impl From<memory::Error> for Refused {
     }
 }
 
-impl Requester {
+impl SendQueue {
     /// Carries out the REG_MR in progress, as far as the budget goes. Returns whether all is done.
     ///
     /// # Errors
@@ -56,9 +57,9 @@ impl Requester {
         qp: &Qp,
         reg: &FastReg,
         budget: &mut Budget,
-    ) -> Result<bool, (u8, u8)> {
+    ) -> Result<bool, WcError> {
         self.try_register(tables, qp, reg, budget)
-            .map_err(|Refused(reason)| (wc_status::MW_BIND_ERR, reason))
+            .map_err(|Refused(reason)| WcError::new(wc_status::MW_BIND_ERR, reason))
     }
 
     fn try_register(
@@ -105,7 +106,8 @@ impl Registration {
         }
         let region = tables.keys.check_register(reg.key, qp.pd)?;
         let (form, max_pages) = (region.form, region.max_pages);
-        if reg.access & access::PHYSICAL != 0 || check_access(&qp.rnic, reg.access).is_err() {
+        if reg.access & access::PHYSICAL != 0 || check_access(qp.vm.features(), reg.access).is_err()
+        {
             return Err(Refused(vendor_err::KEY_ACCESS));
         }
         let range = Range {
@@ -122,7 +124,7 @@ impl Registration {
             return Err(Refused(vendor_err::PAGE_LIST));
         }
         let most = u64::from(reg.pages.count) * form.footprint();
-        let limit = qp.rnic.settings.limits.footprint;
+        let limit = qp.vm.limits.footprint;
         let share = tables.footprint.share_within(most, limit);
         Ok(Self {
             form,

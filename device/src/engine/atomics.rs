@@ -4,16 +4,17 @@ use std::sync::atomic::{fence, AtomicU64, Ordering};
 
 use virtio_rdma_spec::verbs::{access, vendor_err, wc_status};
 
-use super::{Part, Place, Responder};
-use crate::engine::cursor::{fetch, transfer, Cursor, Fault, From};
-use crate::engine::message::{Answer, Message};
-use crate::memory::atomic;
+use super::cursor::{fetch, transfer, Cursor, DataSource, Fault, Part};
+use super::message::{Answer, Message};
+use super::responder::{MessageContext, Responder};
+use crate::memory::atomic::{self, AtomicOperation};
+use crate::verbs::WcError;
 
 impl Responder {
     /// Does `f` with the word that a message names, if the peer may access it as `wanted` says.
     fn with_word(
         &self,
-        at: &Place<'_>,
+        at: &MessageContext<'_>,
         message: &Message,
         wanted: u32,
         f: impl FnOnce(&AtomicU64) -> Answer,
@@ -31,8 +32,8 @@ impl Responder {
             Ok(grant) => grant,
             Err(key) => return self.violation(at, key.0),
         };
-        match grant.span(addr, 8) {
-            Ok(span) => match span.word() {
+        match grant.range_at(addr, 8) {
+            Ok(range) => match range.word() {
                 Some(word) => f(word),
                 // Where the region's first byte is not where its address says, modulo 8.
                 None => self.invalid_request(at.tables, at.qp, vendor_err::ALIGNMENT),
@@ -44,9 +45,9 @@ impl Responder {
     /// An atomic operation. `sink` leads to memory of the requester that has been checked.
     pub(super) fn atomic(
         &self,
-        at: &Place<'_>,
+        at: &MessageContext<'_>,
         message: &Message,
-        operation: atomic::Operation,
+        operation: AtomicOperation,
         mut sink: Cursor<'_>,
     ) -> Answer {
         if self.max_rd_atomic == 0 {
@@ -57,11 +58,11 @@ impl Responder {
                 return Answer::Busy;
             };
             let old = old.to_le_bytes();
-            let placed = transfer(&mut sink, &mut From::Bytes(&old), Part::whole(8));
+            let placed = transfer(&mut sink, &mut DataSource::Bytes(&old), Part::whole(8));
             match placed {
                 Ok(()) => Answer::Done,
                 Err(Fault::Source(key) | Fault::Destination(key)) => {
-                    Answer::Local(wc_status::LOC_PROT_ERR, key.0)
+                    Answer::Local(WcError::new(wc_status::LOC_PROT_ERR, key.0))
                 }
             }
         })
@@ -70,13 +71,13 @@ impl Responder {
     /// ATOMIC_WRITE of the 8 bytes of `source`.
     pub(super) fn atomic_write(
         &self,
-        at: &Place<'_>,
+        at: &MessageContext<'_>,
         message: &Message,
-        mut source: From<'_>,
+        mut source: DataSource<'_>,
     ) -> Answer {
         let mut bytes = [0; 8];
         if let Err(key) = fetch(&mut source, &mut bytes) {
-            return Answer::Local(wc_status::LOC_PROT_ERR, key.0);
+            return Answer::Local(WcError::new(wc_status::LOC_PROT_ERR, key.0));
         }
         self.with_word(at, message, access::REMOTE_WRITE, |word| {
             atomic::store(word, bytes);
@@ -87,7 +88,7 @@ impl Responder {
     /// FLUSH with access `wanted`, of `range` bytes or of all that the key is for.
     pub(super) fn flush_memory(
         &self,
-        at: &Place<'_>,
+        at: &MessageContext<'_>,
         message: &Message,
         wanted: u32,
         range: Option<u64>,
@@ -102,7 +103,7 @@ impl Responder {
             Some(0) => Ok(()),
             Some(len) => keys
                 .grant(key, at.remote(), wanted, addr, len)
-                .and_then(|grant| grant.span(addr, 1).map(|_| ())),
+                .and_then(|grant| grant.range_at(addr, 1).map(|_| ())),
             None => keys.check_whole(key, at.remote(), wanted),
         };
         match granted {

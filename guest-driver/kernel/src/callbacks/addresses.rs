@@ -12,7 +12,7 @@ use virtio_rdma_spec::command::{AddressVector, QpAttr};
 use virtio_rdma_spec::verbs::qp_attr;
 
 /// Atomic context if it comes from the kernel and does not say that it may sleep.
-pub(in crate::sys) unsafe extern "C" fn create_ah(
+pub(super) unsafe extern "C" fn create_ah(
     ah: *mut ib_ah,
     init: *mut rdma_ah_init_attr,
     udata: *mut ib_udata,
@@ -25,7 +25,7 @@ pub(in crate::sys) unsafe extern "C" fn create_ah(
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn query_ah(ah: *mut ib_ah, attr: *mut rdma_ah_attr) -> c_int {
+pub(super) unsafe extern "C" fn query_ah(ah: *mut ib_ah, attr: *mut rdma_ah_attr) -> c_int {
     let Some(ah) = NonNull::new(ah) else {
         return Errno::EINVAL.code();
     };
@@ -34,7 +34,7 @@ pub(in crate::sys) unsafe extern "C" fn query_ah(ah: *mut ib_ah, attr: *mut rdma
     0
 }
 
-pub(in crate::sys) unsafe extern "C" fn destroy_ah(ah: *mut ib_ah, _flags: u32) -> c_int {
+pub(super) unsafe extern "C" fn destroy_ah(ah: *mut ib_ah, _flags: u32) -> c_int {
     // SAFETY: see the module. Nothing of it is on the device.
     code(unsafe { destroy(ah, |_, _| Ok(())) })
 }
@@ -52,7 +52,7 @@ unsafe fn multicast(qp: *mut ib_qp, gid: *mut bindings::ib_gid, attach: bool) ->
     })
 }
 
-pub(in crate::sys) unsafe extern "C" fn attach_mcast(
+pub(super) unsafe extern "C" fn attach_mcast(
     qp: *mut ib_qp,
     gid: *mut bindings::ib_gid,
     _lid: u16,
@@ -61,7 +61,7 @@ pub(in crate::sys) unsafe extern "C" fn attach_mcast(
     unsafe { multicast(qp, gid, true) }
 }
 
-pub(in crate::sys) unsafe extern "C" fn detach_mcast(
+pub(super) unsafe extern "C" fn detach_mcast(
     qp: *mut ib_qp,
     gid: *mut bindings::ib_gid,
     _lid: u16,

@@ -4,11 +4,11 @@
 //!
 //! Every function here is called with objects that were created, by users that keep the rules of
 //! verbs for what they pass; that is the safety requirement of all of them. Any context.
-use super::bindings::*;
-use super::dma::Words;
-use super::error::{code, Errno, Result};
-use super::ops::{device, Object};
+use super::{device, Object};
 use crate::kverbs::{KernelCq, KernelQp, Polled};
+use crate::sys::bindings::*;
+use crate::sys::dma::Words;
+use crate::sys::error::{code, Errno, Result};
 use crate::verbs::Mr;
 use core::ffi::c_int;
 use core::ptr::NonNull;
@@ -377,7 +377,7 @@ fn completion(polled: &Polled<'_>) -> ib_wc {
     wc.opcode = opcode(cqe.opcode);
     wc.vendor_err = u32::from(cqe.vendor_err);
     wc.byte_len = cqe.byte_len;
-    wc.qp = qp.as_ptr();
+    wc.qp = qp.handle().as_ptr();
     wc.src_qp = cqe.src_qp;
     wc.sl = cqe.sl;
     wc.port_num = 1;

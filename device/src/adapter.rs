@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The adapter of this process: its workers, and the networks between its VMs.
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use serde_json::{json, Value};
+use vhost_device_rdma_sync::{self as sync, Reader, Readers};
+
+use crate::engine::vm::Link;
+use crate::fabric::registry::Registry;
+use crate::limits::MAX_WORKERS;
+use crate::rnic::{Rnic, RnicSettings};
+use crate::worker::{Loop, Worker};
+
+/// Why an adapter could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The number of workers is not between 1 and [`MAX_WORKERS`].
+    #[error("there can be 1 to {MAX_WORKERS} workers, not {0}")]
+    Workers(u16),
+    /// A worker could not be started.
+    #[error("cannot start a worker")]
+    Start(#[source] std::io::Error),
+}
+
+/// Settings of the process.
+#[derive(Debug, Clone)]
+pub struct AdapterSettings {
+    /// Worker threads.
+    pub workers: u16,
+    /// How long a worker without work looks for more before it sleeps, at most.
+    pub poll_budget: Duration,
+    /// CPUs to pin workers to, in turn; empty: none.
+    pub cpus: Vec<usize>,
+}
+
+impl Default for AdapterSettings {
+    fn default() -> Self {
+        Self {
+            workers: 1,
+            poll_budget: Duration::from_micros(50),
+            cpus: Vec::new(),
+        }
+    }
+}
+
+/// The adapter of this process: its workers, and the networks between its VMs.
+#[derive(Debug)]
+pub struct Adapter {
+    workers: Vec<Arc<Worker>>,
+    /// The workers, as those who look at the tables of all VMs.
+    readers: Readers,
+    registry: Arc<Registry>,
+    rnics: Mutex<Vec<Arc<Rnic>>>,
+}
+
+impl Adapter {
+    /// Starts the workers.
+    ///
+    /// # Errors
+    /// If their number is out of range, or a thread cannot be started.
+    pub fn new(settings: &AdapterSettings) -> Result<Arc<Self>, Error> {
+        Self::with(settings, |index, reader, registry, cpu| {
+            Worker::start(index, reader, registry, settings.poll_budget, cpu)
+        })
+    }
+
+    /// An adapter whose workers do nothing but what their loops are told to, in the caller's
+    /// thread: for measurements and tests.
+    ///
+    /// # Errors
+    /// If the number of workers is out of range, or the system refuses a descriptor.
+    pub fn without_threads(settings: &AdapterSettings) -> Result<(Arc<Self>, Vec<Loop>), Error> {
+        let mut loops = Vec::new();
+        let adapter = Self::with(settings, |index, reader, registry, _| {
+            let (worker, work) =
+                Worker::without_thread(index, reader, registry, settings.poll_budget)?;
+            loops.push(work);
+            Ok(worker)
+        })?;
+        Ok((adapter, loops))
+    }
+
+    /// An adapter with the workers that `start` makes of their index and CPU.
+    fn with(
+        settings: &AdapterSettings,
+        mut start: impl FnMut(u16, Reader, Arc<Registry>, Option<usize>) -> std::io::Result<Arc<Worker>>,
+    ) -> Result<Arc<Self>, Error> {
+        if settings.workers == 0 || settings.workers > MAX_WORKERS {
+            return Err(Error::Workers(settings.workers));
+        }
+        let (readers, each) = Readers::new(settings.workers.into());
+        let registry = Arc::<Registry>::default();
+        let workers = (0..settings.workers)
+            .zip(each)
+            .map(|(index, reader)| {
+                let cpu = settings
+                    .cpus
+                    .get(usize::from(index) % settings.cpus.len().max(1))
+                    .copied();
+                start(index, reader, registry.clone(), cpu)
+            })
+            .collect::<Result<_, _>>()
+            .map_err(Error::Start)?;
+        Ok(Arc::new(Self {
+            workers,
+            readers,
+            registry,
+            rnics: Mutex::default(),
+        }))
+    }
+
+    /// Number of workers: doorbell queues of every RNIC.
+    #[must_use]
+    pub fn workers(&self) -> u16 {
+        self.workers.len() as u16
+    }
+
+    /// A new RNIC, for a VM that attached.
+    #[must_use]
+    pub fn attach(self: &Arc<Self>, settings: RnicSettings) -> Arc<Rnic> {
+        let rnic = Rnic::new(
+            settings,
+            Arc::downgrade(self),
+            self.readers.clone(),
+            self.workers.clone(),
+            self.registry.clone(),
+        );
+        self.rnics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(rnic.clone());
+        for worker in &self.workers {
+            worker.add(rnic.vm());
+        }
+        rnic
+    }
+
+    fn rnics(&self) -> Vec<Arc<Rnic>> {
+        self.rnics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Takes the link of a device down or up, whether or not a VM is attached. Returns when nothing
+    /// is under way any longer on a link that goes down.
+    pub fn set_link(&self, link: &Arc<Link>, up: bool) {
+        if link.set(up) == up {
+            return;
+        }
+        // An RNIC that attaches from now on sees the new state.
+        for rnic in self.rnics() {
+            if Arc::ptr_eq(&rnic.settings.link, link) {
+                rnic.link_changed();
+            }
+        }
+    }
+
+    /// Objects, counters and state of every VM, for people and programs.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        let rnics = self.rnics();
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "resident_bytes": resident_bytes(),
+            "workers": self.workers.iter().map(|worker| worker.status()).collect::<Vec<_>>(),
+            "lock_waits": sync::waits(),
+            "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
+        })
+    }
+
+    /// Stops the workers.
+    pub fn shutdown(&self) {
+        for worker in &self.workers {
+            worker.stop();
+        }
+    }
+
+    /// Forgets an RNIC, whose VM went away.
+    pub(crate) fn forget(&self, rnic: &Rnic) {
+        let mut rnics = self.rnics.lock().unwrap_or_else(PoisonError::into_inner);
+        rnics.retain(|other| !std::ptr::eq(&**other, rnic));
+    }
+}
+
+/// Resident memory of this process without that of guests, bytes, if the system tells.
+fn resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let mut lines = status.lines();
+    let anonymous = lines.find_map(|line| line.strip_prefix("RssAnon:"))?;
+    let kib: u64 = anonymous.trim().strip_suffix(" kB")?.parse().ok()?;
+    kib.checked_mul(1024)
+}

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Beginning a work request: its entry is read and judged.
+use std::sync::Arc;
+
+use virtio_rdma_spec::event::event_type;
+use virtio_rdma_spec::facts::{Kind, Opcode};
+use virtio_rdma_spec::layout::Layout;
+use virtio_rdma_spec::ring::{SendWqe, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
+use virtio_rdma_spec::verbs::{
+    access, qp_state, qp_type, send_flag, vendor_err, wc_status, wr_opcode, MASK_24,
+};
+
+use super::cursor::check;
+use super::events::raise;
+use super::message::{Datagram, Message};
+use super::operation::Operation;
+use super::queue_pair::Qp;
+use super::send_queue::{Active, Polled, SendQueue};
+use super::tables::Tables;
+use crate::limits::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
+use crate::verbs::keys::Accessor;
+use crate::verbs::WcError;
+
+/// A Q_Key with this bit stands for the sender's own.
+const CONTROLLED_QKEY: u32 = 1 << 31;
+
+impl SendQueue {
+    /// The message to go on with: the one in progress, or the next.
+    pub(crate) fn next_active(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Result<Active, Polled> {
+        let state = qp.state();
+        if state == qp_state::SQD && self.active.is_none() {
+            if !self.drained {
+                self.drained = true;
+                if self.drained_notify {
+                    raise(tables, event_type::SQ_DRAINED, qp.number, 0);
+                }
+            }
+            return Err(Polled::Idle);
+        }
+        if state != qp_state::RTS && state != qp_state::SQD {
+            let flushes = matches!(state, qp_state::ERR | qp_state::SQE);
+            return Err(if flushes { Polled::Again } else { Polled::Idle });
+        }
+        if let Some(active) = self.active {
+            return Ok(active);
+        }
+        match self.fetch(tables, qp) {
+            Some(Ok(active)) => Ok(active),
+            Some(Err(error)) => {
+                self.fail(tables, qp, error);
+                Err(Polled::Again)
+            }
+            None => Err(Polled::Idle),
+        }
+    }
+
+    /// Reads and checks the next work request. `None`: nothing is posted. An error leaves it in
+    /// `active`, to be completed.
+    pub(super) fn fetch(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+    ) -> Option<Result<Active, WcError>> {
+        let buffer = &self.buffer;
+        let head = self.queue.ready(buffer)?;
+        let datagram = qp.facts.datagram;
+        let mut bytes = [0; UdWqe::SIZE];
+        let head_size = if datagram { UdWqe::SIZE } else { SendWqe::SIZE };
+        for (i, chunk) in bytes.chunks_exact_mut(8).take(head_size / 8).enumerate() {
+            let word = if i == 0 {
+                head
+            } else {
+                self.queue.word(buffer, 8 * i)
+            };
+            chunk.copy_from_slice(&word);
+        }
+        let wqe = SendWqe::get(&bytes);
+        let flags = wqe.flags & !PHASE;
+        let inline = flags & send_flag::INLINE != 0;
+        let mut active = Active {
+            message: Message {
+                opcode: wqe.opcode,
+                solicited: flags & send_flag::SOLICITED != 0,
+                imm: wqe.imm,
+                remote_addr: wqe.remote_addr,
+                rkey: wqe.rkey,
+                srqn: wqe.srqn,
+                src_qp: qp.number,
+                length: 0,
+            },
+            wr_id: wqe.wr_id,
+            index: self.queue.index(),
+            signaled: self.signal_all || flags & send_flag::SIGNALED != 0,
+            inline,
+            kind: Kind::Send,
+            done: 0,
+        };
+        self.active = Some(active);
+        self.datagram = None;
+        self.fanout = None;
+        let features = qp.vm.features();
+        let has = |any: &[u32]| any.is_empty() || any.iter().any(|one| features.has(*one));
+        let of = Opcode::of(wqe.opcode).filter(|of| of.is_for(self.qp_type) && has(of.features));
+        let Some(Opcode { kind, .. }) = of else {
+            return Some(Err(WcError::new(
+                wc_status::LOC_QP_OP_ERR,
+                vendor_err::OPCODE,
+            )));
+        };
+        let kind = *kind;
+        active.kind = kind;
+        let data_offset = if datagram {
+            match self.address(tables, &UdWqe::from_bytes(&bytes)) {
+                Some(address) => self.datagram = Some(address),
+                None => {
+                    return Some(Err(WcError::new(
+                        wc_status::LOC_QP_OP_ERR,
+                        vendor_err::FLAGS,
+                    )))
+                }
+            }
+            let gsi = self.qp_type == qp_type::GSI;
+            active.message.src_qp = if gsi { GSI_QPN } else { qp.number };
+            UD_DATA_OFFSET
+        } else {
+            SEND_DATA_OFFSET
+        };
+        let longest = if datagram { MAX_DATAGRAM } else { MAX_MESSAGE };
+        let known =
+            send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
+        if flags & !known != 0 || (inline && !kind.may_be_inline()) {
+            return Some(Err(WcError::new(
+                wc_status::LOC_QP_OP_ERR,
+                vendor_err::FLAGS,
+            )));
+        }
+        if kind.brings() && self.max_rd_atomic == 0 {
+            return Some(Err(WcError::new(
+                wc_status::LOC_QP_OP_ERR,
+                vendor_err::RD_ATOMIC,
+            )));
+        }
+        if !matches!(kind, Kind::Send | Kind::Write | Kind::Read) {
+            self.operation = match Operation::read(&self.queue, buffer, &wqe) {
+                Ok(operation) => operation,
+                Err(refused) => return Some(Err(refused)),
+            };
+            if kind.is_local() || kind == Kind::Flush {
+                self.sges.clear();
+                return Some(Ok(active));
+            }
+        }
+        let word = kind.is_word();
+        let count = usize::from(wqe.count);
+        if inline {
+            if count > self.max_inline {
+                return Some(Err(WcError::new(
+                    wc_status::LOC_LEN_ERR,
+                    vendor_err::TOO_LONG_ENTRY,
+                )));
+            }
+            self.inline.clear();
+            for i in 0..count.div_ceil(8) {
+                self.inline
+                    .extend_from_slice(&self.queue.word(buffer, data_offset + 8 * i));
+            }
+            self.inline.truncate(count);
+            active.message.length = count as u64;
+            if active.message.length > longest || (word && count != 8) {
+                return Some(Err(WcError::new(
+                    wc_status::LOC_LEN_ERR,
+                    vendor_err::MESSAGE_LENGTH,
+                )));
+            }
+            return Some(Ok(active));
+        }
+        let invalidates = wqe.opcode == wr_opcode::RDMA_READ_WITH_INV;
+        if count > self.max_sge || (invalidates && count != 1) {
+            return Some(Err(WcError::new(
+                wc_status::LOC_QP_OP_ERR,
+                vendor_err::TOO_LONG_ENTRY,
+            )));
+        }
+        self.queue
+            .read_sges(buffer, data_offset, count, &mut self.sges);
+        active.message.length = self.sges.iter().map(|sge| u64::from(sge.length)).sum();
+        if active.message.length > longest || (word && active.message.length != 8) {
+            return Some(Err(WcError::new(
+                wc_status::LOC_LEN_ERR,
+                vendor_err::MESSAGE_LENGTH,
+            )));
+        }
+        let wanted = if kind.brings() {
+            access::LOCAL_WRITE
+        } else {
+            0
+        };
+        if let Err(key) = check(tables, &self.sges, Accessor::local(qp.pd), wanted) {
+            return Some(Err(WcError::new(wc_status::LOC_PROT_ERR, key.0)));
+        }
+        if let (true, Some(sink)) = (invalidates, self.sges.first()) {
+            if let Err(key) = tables.keys.check_invalidate_region(sink.lkey, qp.pd) {
+                return Some(Err(WcError::new(wc_status::LOC_QP_OP_ERR, key.0)));
+            }
+        }
+        Some(Ok(active))
+    }
+
+    /// Where a datagram goes; `None` if its address is not one.
+    fn address(&self, tables: &Tables, wqe: &UdWqe) -> Option<Datagram> {
+        let index = usize::from(wqe.sgid_index);
+        let sgid = (*tables.gids.get(index)?)?;
+        let source = *tables.sources.get(index)?;
+        let good = wqe.reserved0 == 0
+            && wqe.reserved1 == [0; 6]
+            && wqe.pkey_index == 0
+            && wqe.sl <= 15
+            && wqe.flow_label <= 0xf_ffff
+            && wqe.remote_qpn <= MASK_24;
+        let own_qkey = wqe.remote_qkey & CONTROLLED_QKEY != 0;
+        good.then_some(Datagram {
+            sgid,
+            source,
+            dgid: wqe.dgid,
+            qpn: wqe.remote_qpn,
+            qkey: if own_qkey { self.qkey } else { wqe.remote_qkey },
+            flow_label: wqe.flow_label,
+            traffic_class: wqe.traffic_class,
+            hop_limit: wqe.hop_limit,
+            sl: wqe.sl,
+        })
+    }
+}

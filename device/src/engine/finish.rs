@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The ends of a work request: it completes, fails, or is flushed.
+use std::sync::Arc;
+
+use virtio_rdma_spec::facts::completion_opcode;
+use virtio_rdma_spec::ring::Cqe;
+use virtio_rdma_spec::verbs::{qp_state, vendor_err, wc_status};
+
+use super::complete;
+use super::queue_pair::Qp;
+use super::send_queue::{Active, SendQueue};
+use super::tables::Tables;
+use crate::verbs::WcError;
+
+impl SendQueue {
+    /// The work request is done.
+    pub(crate) fn finish(&mut self, tables: &Tables, qp: &Arc<Qp>, active: &Active) {
+        self.active = None;
+        self.queue.advance();
+        if active.signaled {
+            let opcode = completion_opcode(active.message.opcode);
+            let cqe = Cqe {
+                wr_id: active.wr_id,
+                byte_len: if active.kind.brings() {
+                    u32::try_from(active.message.length).unwrap_or(u32::MAX)
+                } else {
+                    0
+                },
+                qp_num: qp.number,
+                wqe_index: active.index,
+                opcode,
+                ..Cqe::default()
+            };
+            if let Some(cq) = &qp.send_cq {
+                complete(tables, cq, &cqe, false);
+            }
+        }
+    }
+
+    /// The work request in progress fails, and the queue pair with it.
+    pub(crate) fn fail(&mut self, tables: &Tables, qp: &Arc<Qp>, error: WcError) {
+        self.reset_retries();
+        qp.vm.count_error(qp.worker_index);
+        qp.vm.warn(format_args!(
+            "QP {}: {} ({})",
+            qp.number,
+            wc_status::name(error.status).unwrap_or("error"),
+            vendor_err::name(error.vendor).unwrap_or("?")
+        ));
+        self.complete_active(tables, qp, error);
+        qp.fail_send();
+    }
+
+    /// Completes the work request in progress in error. Such a completion does not say what it was.
+    fn complete_active(&mut self, tables: &Tables, qp: &Arc<Qp>, error: WcError) {
+        self.registration = None;
+        let Some(active) = self.active.take() else {
+            return;
+        };
+        self.queue.advance();
+        let cqe = Cqe {
+            wr_id: active.wr_id,
+            qp_num: qp.number,
+            wqe_index: active.index,
+            vendor_err: error.vendor,
+            status: error.status,
+            ..Cqe::default()
+        };
+        if let Some(cq) = &qp.send_cq {
+            complete(tables, cq, &cqe, true);
+        }
+    }
+
+    /// Completes all work requests that are posted now as flushed.
+    pub(crate) fn flush_all(&mut self, tables: &Tables, qp: &Arc<Qp>) {
+        // There are no more than entries: what is posted while we flush does not keep us here.
+        self.flush(tables, qp, self.queue.entries);
+    }
+
+    /// Completes up to `budget` posted work requests as flushed. Returns whether there may be more.
+    pub(crate) fn flush(&mut self, tables: &Tables, qp: &Arc<Qp>, budget: u32) -> bool {
+        // With us locked, it stays in this state: it may have been reset, or made ready, since the
+        // caller looked.
+        if !matches!(qp.state(), qp_state::ERR | qp_state::SQE) {
+            return false;
+        }
+        self.parked = None;
+        for _ in 0..budget {
+            if self.active.is_none() && self.fetch(tables, qp).is_none() {
+                return false;
+            }
+            self.complete_active(tables, qp, WcError::FLUSHED);
+        }
+        true
+    }
+}

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The send queue: work requests on their way (specification: "Requester").
+//!
+//! What is here decides what a work request means, whichever way its message goes: reading and
+//! judging an entry ([`super::begin`]), local operations ([`super::execute`], [`super::register`]),
+//! completing, failing and flushing it ([`super::finish`]). A fabric carries the messages, and
+//! learns how they fared.
+//!
+//! Each entry is read once into a local copy, which alone is checked and used.
+use std::sync::Arc;
+
+use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::facts::Kind;
+use virtio_rdma_spec::ring::Sge;
+
+use super::cursor::{Cursor, DataSource};
+use super::message::{Datagram, Message};
+use super::operation::Operation;
+use super::path::{Fanout, Path};
+use super::queue_pair::Qp;
+use super::register::Registration;
+use super::tables::Gid;
+use super::tables::Tables;
+use crate::memory::Pages;
+use crate::verbs::keys::Accessor;
+use crate::verbs::work_queue::WorkQueue;
+
+/// What polling a queue pair led to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Polled {
+    /// Nothing more to do until something happens.
+    Idle,
+    /// There is more to do: poll it again.
+    Again,
+    /// The same, after more bytes than other queue pairs should wait for.
+    Long,
+    /// Nothing to do before this time, nanoseconds.
+    Park(u64),
+}
+
+/// The work request in progress.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Active {
+    pub message: Message,
+    pub wr_id: u64,
+    pub index: u16,
+    pub signaled: bool,
+    pub inline: bool,
+    pub kind: Kind,
+    /// Bytes moved.
+    pub done: u64,
+}
+
+/// The send queue of a queue pair, and how far its work requests are.
+// In this order: what every poll needs is on few cache lines, and first.
+#[derive(Debug)]
+#[repr(C)]
+pub struct SendQueue {
+    /// The queue pair's buffer.
+    pub(crate) buffer: Arc<Pages>,
+    pub(crate) queue: WorkQueue,
+    /// Nothing is tried before this time.
+    pub(crate) parked: Option<u64>,
+    pub(crate) max_sge: usize,
+    pub(crate) max_inline: usize,
+    /// The way to the peer.
+    pub(crate) path: Path,
+    pub(crate) dest_gid: Gid,
+    pub(crate) dest_qp: u32,
+    pub(crate) qp_type: u8,
+    pub(crate) signal_all: bool,
+    pub(crate) retries: u8,
+    pub(crate) rnr_retries: u8,
+    pub(crate) drained: bool,
+    pub(crate) drained_notify: bool,
+    pub(crate) timeout: u8,
+    pub(crate) retry_cnt: u8,
+    pub(crate) rnr_retry: u8,
+    pub(crate) max_rd_atomic: u8,
+    /// This poll is the first after it was parked.
+    pub(crate) resumed: bool,
+    /// What it was parked for came; it waits for more now.
+    pub(crate) gathering: bool,
+    /// How long it does that, nanoseconds.
+    pub(crate) gather: u32,
+    pub(crate) active: Option<Active>,
+    /// What the active one asks for beyond moving data.
+    pub(crate) operation: Operation,
+    /// How far the active one is, if it is a registration.
+    pub(super) registration: Option<Box<Registration>>,
+    /// Where the active one goes, if it is a datagram.
+    pub(crate) datagram: Option<Datagram>,
+    /// How far the active one is, if it goes to a multicast group.
+    pub(crate) fanout: Option<Fanout>,
+    /// Gather list of the work request in progress; its capacity was reserved at creation.
+    pub(crate) sges: Vec<Sge>,
+    /// Inline data of the work request in progress; its capacity was reserved at creation.
+    pub(crate) inline: Vec<u8>,
+    pub(crate) qkey: u32,
+}
+
+impl SendQueue {
+    /// A queue with a send queue for work requests of up to `max_sge` gather entries or
+    /// `max_inline` bytes.
+    #[must_use]
+    pub fn new(
+        buffer: Arc<Pages>,
+        queue: WorkQueue,
+        qp_type: u8,
+        max_sge: usize,
+        max_inline: usize,
+        signal_all: bool,
+    ) -> Self {
+        Self {
+            buffer,
+            queue,
+            qp_type,
+            max_sge,
+            max_inline,
+            signal_all,
+            sges: Vec::with_capacity(max_sge),
+            inline: Vec::with_capacity(max_inline.next_multiple_of(8)),
+            active: None,
+            operation: Operation::None,
+            registration: None,
+            datagram: None,
+            fanout: None,
+            path: Path::default(),
+            parked: None,
+            retries: 0,
+            rnr_retries: 0,
+            drained: false,
+            drained_notify: false,
+            timeout: 0,
+            retry_cnt: 0,
+            rnr_retry: 0,
+            max_rd_atomic: 0,
+            resumed: false,
+            gathering: false,
+            gather: 0,
+            dest_qp: 0,
+            dest_gid: Gid::default(),
+            qkey: 0,
+        }
+    }
+
+    /// Takes over attributes.
+    pub(crate) fn configure(&mut self, attr: &QpAttr) {
+        self.timeout = attr.timeout;
+        self.retry_cnt = attr.retry_cnt;
+        self.rnr_retry = attr.rnr_retry;
+        self.max_rd_atomic = attr.max_rd_atomic;
+        self.dest_qp = attr.dest_qp_num;
+        self.dest_gid = attr.av.dgid;
+        self.qkey = attr.qkey;
+        self.path = Path::default();
+        self.parked = None;
+        self.gathering = false;
+        self.gather = 0;
+        self.reset_retries();
+    }
+
+    /// The send queue drains from now on; SQ_DRAINED tells when it has, if `notify`.
+    pub(crate) fn drain(&mut self, notify: bool) {
+        self.drained = false;
+        self.drained_notify = notify;
+    }
+
+    /// Back to the state of creation.
+    pub(crate) fn reset(&mut self) {
+        self.queue.position = 0;
+        self.active = None;
+        self.registration = None;
+        self.drain(false);
+        self.configure(&QpAttr::default());
+    }
+
+    /// The memory changes: what was read in the old one is of no use.
+    pub(crate) fn rebase(&mut self, buffer: Arc<Pages>) {
+        self.buffer = buffer;
+        self.registration = None;
+    }
+
+    /// Whether a message is under way.
+    pub(crate) fn in_progress(&self) -> bool {
+        self.active.is_some()
+    }
+
+    /// Whether it has a queue and memory, and nothing under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        let busy = self.in_progress() || self.is_parked();
+        !busy && self.queue.entries != 0 && !self.buffer.lost()
+    }
+
+    /// Whether it waits for a time.
+    pub(crate) fn is_parked(&self) -> bool {
+        self.parked.is_some()
+    }
+
+    /// Send work requests consumed, modulo 2^32.
+    pub(crate) fn position(&self) -> u32 {
+        self.queue.position
+    }
+
+    pub(crate) fn reset_retries(&mut self) {
+        self.retries = 0;
+        self.rnr_retries = 0;
+    }
+
+    /// What the message in progress reads, from where it is on.
+    pub(crate) fn source<'a>(
+        &'a self,
+        tables: &'a Tables,
+        qp: &Qp,
+        active: &Active,
+    ) -> DataSource<'a> {
+        if active.inline {
+            let left = usize::try_from(active.done)
+                .ok()
+                .and_then(|done| self.inline.get(done..));
+            DataSource::Bytes(left.unwrap_or_default())
+        } else {
+            DataSource::Guest(Cursor::new(
+                tables,
+                &self.sges,
+                Accessor::local(qp.pd),
+                0,
+                active.done,
+            ))
+        }
+    }
+
+    /// Whether there is a work request.
+    #[inline(always)]
+    pub(crate) fn posted(&self) -> bool {
+        self.queue.ready(&self.buffer).is_some()
+    }
+}

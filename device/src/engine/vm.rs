@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A VM as the engine knows it: its tables, what its driver accepted, its counters, and where
+//! warnings about it go.
+//!
+//! The engine itself does no I/O, writes no log and reads no clock. What it needs of the world
+//! around it are two traits, which a test can replace: [`Schedule`], the worker that runs queue
+//! pairs, and [`Warn`], the log.
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use crossbeam_utils::CachePadded;
+use vhost_device_rdma_sync::{self as sync, ReadSection, Readers, Shared};
+
+use super::queue_pair::Qp;
+use super::tables::Tables;
+use crate::limits::Limits;
+use crate::verbs::cq::Cq;
+use crate::verbs::Features;
+
+/// Name of a network. To clone it allocates nothing.
+pub(crate) type Network = Arc<str>;
+
+/// What runs queue pairs: a worker, as other threads and peers see it.
+pub trait Schedule: Send + Sync + fmt::Debug {
+    /// Has a queue pair polled soon.
+    fn schedule(&self, qp: &Arc<Qp>);
+    /// Raises the event that a completion queue of `vm` holds back when its time is over.
+    fn hold(&self, vm: &Weak<Vm>, cq: &Arc<Cq>);
+}
+
+/// Where warnings go about what a guest does wrong. They may be many: it is for the receiver to
+/// bound what becomes of them.
+pub trait Warn: Send + Sync {
+    /// One line.
+    fn warn(&self, what: fmt::Arguments<'_>);
+}
+
+/// The link of a device: up, until the operator takes it down.
+#[derive(Debug)]
+pub struct Link(AtomicBool);
+
+impl Default for Link {
+    fn default() -> Self {
+        Self(AtomicBool::new(true))
+    }
+}
+
+impl Link {
+    /// Whether it is up.
+    #[must_use]
+    pub fn is_up(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Takes it up or down; returns whether it was up.
+    pub(crate) fn set(&self, up: bool) -> bool {
+        self.0.swap(up, Ordering::SeqCst)
+    }
+}
+
+/// What a worker counts of a VM. Only that worker writes.
+#[derive(Debug, Default)]
+struct Counters {
+    tx_messages: AtomicU64,
+    tx_bytes: AtomicU64,
+    rx_messages: AtomicU64,
+    rx_bytes: AtomicU64,
+    rnr_naks: AtomicU64,
+    retries: AtomicU64,
+    errors: AtomicU64,
+    qkey_violations: AtomicU64,
+}
+
+/// Adds to a counter that only the calling worker writes.
+fn add(counter: &AtomicU64, n: u64) {
+    counter.store(
+        counter.load(Ordering::Relaxed).wrapping_add(n),
+        Ordering::Relaxed,
+    );
+}
+
+/// Sums of the counters of a VM.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Totals {
+    /// Messages sent.
+    pub tx_messages: u64,
+    /// Their bytes.
+    pub tx_bytes: u64,
+    /// Messages received.
+    pub rx_messages: u64,
+    /// Their bytes.
+    pub rx_bytes: u64,
+    /// Messages of ours that met a responder without receive work request.
+    pub rnr_naks: u64,
+    /// Attempts that nobody answered.
+    pub retries: u64,
+    /// Work requests completed in error.
+    pub errors: u64,
+    /// Datagrams with a wrong Q_Key.
+    pub qkey_violations: u64,
+}
+
+/// What a VM is made of.
+pub struct VmSettings {
+    /// Its network.
+    pub network: Network,
+    /// Its limits.
+    pub limits: Limits,
+    /// The link.
+    pub link: Arc<Link>,
+    /// The workers.
+    pub workers: Vec<Arc<dyn Schedule>>,
+    /// Where warnings go.
+    pub warnings: Box<dyn Warn>,
+}
+
+/// A VM.
+pub struct Vm {
+    /// The network whose VMs reach each other.
+    pub(crate) network: Network,
+    /// Its limits.
+    pub(crate) limits: Limits,
+    tables: Shared<Tables>,
+    /// Feature bits that the driver accepted.
+    features: AtomicU64,
+    link: Arc<Link>,
+    /// The driver has the port up.
+    up_for_driver: AtomicBool,
+    workers: Vec<Arc<dyn Schedule>>,
+    counters: Vec<CachePadded<Counters>>,
+    warnings: Box<dyn Warn>,
+}
+
+impl fmt::Debug for Vm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Vm").finish_non_exhaustive()
+    }
+}
+
+impl Vm {
+    /// A VM without objects, whose tables `readers` read.
+    #[must_use]
+    pub fn new(readers: Readers, settings: VmSettings) -> Arc<Self> {
+        let VmSettings {
+            network,
+            limits,
+            link,
+            workers,
+            warnings,
+        } = settings;
+        let counters = workers.iter().map(|_| CachePadded::default()).collect();
+        Arc::new_cyclic(|vm| {
+            let mut tables = Tables::new(&limits, vm.clone());
+            tables.link_told = link.is_up();
+            Self {
+                network,
+                limits,
+                tables: Shared::new(readers, tables),
+                features: AtomicU64::new(0),
+                link,
+                up_for_driver: AtomicBool::new(true),
+                workers,
+                counters,
+                warnings,
+            }
+        })
+    }
+
+    /// Takes the feature bits that the driver accepted.
+    pub(crate) fn set_features(&self, features: u64) {
+        self.features.store(features, Ordering::Relaxed);
+    }
+
+    /// What the driver accepted.
+    pub(crate) fn features(&self) -> Features {
+        Features(self.features.load(Ordering::Relaxed))
+    }
+
+    /// Whether the driver accepted a `feature`.
+    pub(crate) fn accepted(&self, feature: u32) -> bool {
+        self.features().has(feature)
+    }
+
+    /// The link.
+    pub(crate) fn link(&self) -> &Arc<Link> {
+        &self.link
+    }
+
+    /// Whether the port is up.
+    pub(crate) fn port_is_up(&self) -> bool {
+        self.link.is_up() && self.up_for_driver.load(Ordering::SeqCst)
+    }
+
+    /// The driver takes the port up or down. Returns whether it was up.
+    pub(crate) fn set_up_for_driver(&self, up: bool) -> bool {
+        self.up_for_driver.swap(up, Ordering::SeqCst)
+    }
+
+    /// The tables, for a worker in a read section, if nobody is changing them.
+    #[inline(always)]
+    pub(crate) fn read_in<'a>(&'a self, section: &'a ReadSection<'_>) -> Option<&'a Tables> {
+        self.tables.read_in(section)
+    }
+
+    /// The tables. Not for workers: see [`Self::section`].
+    pub(crate) fn tables(&self) -> sync::Read<'_, Tables> {
+        self.tables.read()
+    }
+
+    /// The tables, to change them. Returns when no access to guest memory is under way.
+    pub(crate) fn tables_mut(&self) -> sync::Write<'_, Tables> {
+        self.tables.write()
+    }
+
+    /// Has the event that a completion queue holds back raised in time.
+    pub(super) fn hold(self: &Arc<Self>, cq: &Arc<Cq>) {
+        let workers = &self.workers;
+        if let Some(worker) = workers.get(cq.number as usize % workers.len().max(1)) {
+            worker.hold(&Arc::downgrade(self), cq);
+        }
+    }
+
+    /// Warns of what the guest did wrong.
+    pub(crate) fn warn(&self, what: fmt::Arguments<'_>) {
+        self.warnings.warn(what);
+    }
+
+    fn counters(&self, worker: u16) -> Option<&Counters> {
+        self.counters
+            .get(usize::from(worker))
+            .map(|counters| &**counters)
+    }
+
+    pub(crate) fn count_sent(&self, worker: u16, messages: u64, bytes: u64) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.tx_messages, messages);
+            add(&counters.tx_bytes, bytes);
+        }
+    }
+
+    /// Messages that a worker has sent, modulo 2^64.
+    pub(crate) fn sent(&self, worker: u16) -> u64 {
+        self.counters(worker)
+            .map_or(0, |counters| counters.tx_messages.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn count_received(&self, worker: u16, messages: u64, bytes: u64) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.rx_messages, messages);
+            add(&counters.rx_bytes, bytes);
+        }
+    }
+
+    pub(crate) fn count_rnr(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.rnr_naks, 1);
+        }
+    }
+
+    pub(crate) fn count_retry(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.retries, 1);
+        }
+    }
+
+    pub(crate) fn count_error(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.errors, 1);
+        }
+    }
+
+    pub(crate) fn count_qkey_violation(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.qkey_violations, 1);
+        }
+    }
+
+    /// Sums of all counters.
+    #[must_use]
+    pub fn totals(&self) -> Totals {
+        self.counters.iter().fold(Totals::default(), |t, c| {
+            let sum = |total: u64, counter: &AtomicU64| {
+                total.wrapping_add(counter.load(Ordering::Relaxed))
+            };
+            Totals {
+                tx_messages: sum(t.tx_messages, &c.tx_messages),
+                tx_bytes: sum(t.tx_bytes, &c.tx_bytes),
+                rx_messages: sum(t.rx_messages, &c.rx_messages),
+                rx_bytes: sum(t.rx_bytes, &c.rx_bytes),
+                rnr_naks: sum(t.rnr_naks, &c.rnr_naks),
+                retries: sum(t.retries, &c.retries),
+                errors: sum(t.errors, &c.errors),
+                qkey_violations: sum(t.qkey_violations, &c.qkey_violations),
+            }
+        })
+    }
+}

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The requester of the local fabric: it hands each message to the peer's responder and has the
+//! answer at once. What waits, waits for a time or for a wake-up; nothing is under way meanwhile.
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use virtio_rdma_spec::event::event_type;
+use virtio_rdma_spec::facts::Kind;
+use virtio_rdma_spec::verbs::{access, qp_type, vendor_err, wc_status, wr_opcode};
+
+use super::busy_poll::BusyPoll;
+use super::fast_path::{fast_path, Left};
+use super::lookup_cache::LookupCache;
+use super::peer::{deliver_next, Peer};
+use crate::engine::cursor::{check, Cursor};
+use crate::engine::events::raise;
+use crate::engine::message::Answer;
+use crate::engine::operation::Operation;
+use crate::engine::path::Fanout;
+use crate::engine::queue_pair::Qp;
+use crate::engine::responder::{Payload, Slice};
+use crate::engine::send_queue::{Active, Polled, SendQueue};
+use crate::engine::tables::Tables;
+use crate::engine::{Budget, BUDGET};
+use crate::verbs::keys::Accessor;
+use crate::verbs::timers::rnr_nanoseconds;
+use crate::verbs::WcError;
+
+/// How long to wait for a stopped VM before looking again, nanoseconds.
+const STOPPED_RETRY: u64 = 5_000_000;
+/// How long to wait between attempts where no time-out is set, nanoseconds.
+const ENDLESS_RETRY: u64 = 100_000_000;
+
+/// How long to let receives gather where a sender that waits for them finds few each time,
+/// nanoseconds: at least, and at most (specification: "RNR").
+const LEAST_GATHER: u32 = 4_000;
+const MOST_GATHER: u32 = 128_000;
+
+/// Polls a send queue at time `now`, nanoseconds, within the budget `whole`. With nothing more to
+/// do it may `busy_poll`.
+pub(crate) fn poll<'a, B: BusyPoll>(
+    sq: &mut SendQueue,
+    tables: &'a Tables,
+    qp: &'a Arc<Qp>,
+    now: u64,
+    whole: Budget,
+    busy_poll: &mut B,
+    cache: &mut LookupCache<'a>,
+) -> Polled {
+    sq.resumed = false;
+    if let Some(until) = sq.parked {
+        if now < until && cache.registry.appears(&mut sq.path, &qp.vm, sq.dest_gid) {
+            // The wait for an answer is cut short: that attempt does not count.
+            sq.retries = sq.retries.saturating_sub(1);
+        } else if now < until {
+            if !qp.wake.swap(false, Ordering::SeqCst) {
+                return Polled::Park(until);
+            }
+            if sq.gather != 0 && !sq.gathering {
+                sq.gathering = true;
+                return park(sq, now, u64::from(sq.gather).min(until - now));
+            }
+        }
+        qp.wake.store(false, Ordering::SeqCst);
+        sq.parked = None;
+        sq.gathering = false;
+        sq.resumed = true;
+    }
+    if sq.queue.entries == 0 {
+        return Polled::Idle;
+    }
+    if sq.buffer.lost() {
+        if qp.fail() {
+            raise(
+                tables,
+                event_type::QP_FATAL,
+                qp.number,
+                vendor_err::MEMORY_GONE,
+            );
+        }
+        return Polled::Again;
+    }
+    if qp.facts.datagram {
+        return datagrams(sq, cache, tables, qp);
+    }
+    let mut path = std::mem::take(&mut sq.path);
+    cache.registry.refresh(&mut path, &qp.vm, sq.dest_gid);
+    let polled = if cache.follow(&path) {
+        carry_out(sq, tables, qp, now, whole, busy_poll, cache)
+    } else {
+        let mut cache = cache.afresh(Peer::at(&path, cache.section));
+        carry_out(sq, tables, qp, now, whole, busy_poll, &mut cache)
+    };
+    sq.path = path;
+    polled
+}
+
+/// Carries out work requests for the peer in `cache`.
+#[inline(always)]
+fn carry_out<'a, B: BusyPoll>(
+    sq: &mut SendQueue,
+    tables: &'a Tables,
+    qp: &'a Arc<Qp>,
+    now: u64,
+    whole: Budget,
+    busy_poll: &mut B,
+    cache: &mut LookupCache<'a>,
+) -> Polled {
+    let mut budget = whole;
+    let polled = loop {
+        // This is all that most polls are.
+        if sq.active.is_none()
+            && fast_path(sq, tables, qp, &mut budget, busy_poll, cache) == Left::Nothing
+        {
+            break Polled::Idle;
+        }
+        if budget.messages == 0 || budget.bytes == 0 {
+            break Polled::Again;
+        }
+        let sent = budget.spent(whole).messages;
+        budget.messages -= 1;
+        if let Err(polled) = slow_path(sq, tables, qp, now, sent, &mut budget, &cache.peer) {
+            break polled;
+        }
+    };
+    let done = budget.spent(whole);
+    let long = done.messages > BUDGET.messages || done.bytes > BUDGET.bytes;
+    if polled == Polled::Again && long {
+        return Polled::Long;
+    }
+    polled
+}
+
+/// The slow path, for one work request or a slice of it, after `sent` of this poll. Fails with what
+/// the poll led to if that ends it.
+#[inline(never)]
+fn slow_path(
+    sq: &mut SendQueue,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    now: u64,
+    sent: u32,
+    budget: &mut Budget,
+    peer: &Peer<'_>,
+) -> Result<(), Polled> {
+    let active = sq.next_active(tables, qp)?;
+    sq.active = Some(active);
+    if qp.wake.load(Ordering::Relaxed) {
+        // The wake-up has been answered: the next one comes after what the responder says now.
+        qp.wake.store(false, Ordering::Relaxed);
+    }
+    if active.kind.is_local() {
+        match sq.execute(tables, qp, &active, budget) {
+            Ok(true) => sq.finish(tables, qp, &active),
+            Ok(false) => return Err(Polled::Again),
+            Err(error) => {
+                sq.fail(tables, qp, error);
+                return Err(Polled::Again);
+            }
+        }
+        return Ok(());
+    }
+    let len = (active.message.length - active.done).min(budget.bytes);
+    let mut answer = exchange(sq, tables, qp, &active, len, peer);
+    let lost = matches!(
+        answer,
+        Answer::NoAnswer | Answer::NotReady(_) | Answer::Refused(..) | Answer::Stopped
+    );
+    let dropped = lost && sq.qp_type == qp_type::UC;
+    if dropped {
+        // The sender does not learn of it.
+        answer = Answer::Done;
+    }
+    match answer {
+        Answer::Progress => {
+            sq.reset_retries();
+            sq.active = Some(Active {
+                done: active.done + len,
+                ..active
+            });
+            budget.bytes -= len;
+        }
+        Answer::Done => {
+            sq.reset_retries();
+            budget.bytes -= len;
+            if active.message.opcode == wr_opcode::RDMA_READ_WITH_INV {
+                if let Err(key) = sq.invalidate_sink(tables, qp) {
+                    let error = WcError::new(wc_status::LOC_QP_OP_ERR, key.0);
+                    sq.fail(tables, qp, error);
+                    return Err(Polled::Again);
+                }
+            }
+            sq.finish(tables, qp, &active);
+            let worker = qp.worker_index;
+            qp.vm.count_sent(worker, 1, active.message.length);
+            if !dropped {
+                peer.count_received(worker, active.message.length);
+            }
+        }
+        Answer::Busy => return Err(Polled::Again),
+        Answer::Stopped => return Err(park(sq, now, STOPPED_RETRY)),
+        Answer::NoAnswer => {
+            qp.vm.count_retry(qp.worker_index);
+            if sq.timeout == 0 {
+                return Err(park(sq, now, ENDLESS_RETRY));
+            }
+            if sq.retries > sq.retry_cnt {
+                let error = WcError::new(wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
+                sq.fail(tables, qp, error);
+                return Err(Polled::Again);
+            }
+            sq.retries += 1;
+            return Err(park(sq, now, 4096u64 << sq.timeout));
+        }
+        Answer::NotReady(timer) => {
+            qp.vm.count_rnr(qp.worker_index);
+            note_starved(sq, sent);
+            if sq.rnr_retry != 7 {
+                if sq.rnr_retries >= sq.rnr_retry {
+                    let error = WcError::new(wc_status::RNR_RETRY_EXC_ERR, vendor_err::NO_RECEIVE);
+                    sq.fail(tables, qp, error);
+                    return Err(Polled::Again);
+                }
+                sq.rnr_retries += 1;
+            }
+            return Err(park(sq, now, rnr_nanoseconds(timer)));
+        }
+        Answer::Refused(error) | Answer::Local(error) => {
+            sq.fail(tables, qp, error);
+            return Err(Polled::Again);
+        }
+    }
+    Ok(())
+}
+
+/// Polls a queue pair that sends datagrams: each has its own destination, and is sent whole. One to
+/// a multicast group counts once for each queue pair in it.
+fn datagrams(sq: &mut SendQueue, cache: &LookupCache<'_>, tables: &Tables, qp: &Arc<Qp>) -> Polled {
+    let mut budget = BUDGET.bytes;
+    for _ in 0..BUDGET.messages {
+        let active = match sq.next_active(tables, qp) {
+            Ok(active) => active,
+            Err(polled) => return polled,
+        };
+        sq.active = Some(active);
+        let Some(datagram) = sq.datagram else {
+            let error = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
+            sq.fail(tables, qp, error);
+            return Polled::Again;
+        };
+        let answer = if datagram.multicast() {
+            let fanout = sq.fanout.take();
+            let mut fanout = fanout.unwrap_or_else(|| Fanout {
+                members: cache.registry.members(&qp.vm.network, datagram.dgid),
+                done: 0,
+            });
+            let source = sq.source(tables, qp, &active);
+            let answer = deliver_next(
+                &mut fanout,
+                cache.section,
+                qp,
+                &active.message,
+                &datagram,
+                source,
+            );
+            sq.fanout = Some(fanout);
+            answer
+        } else {
+            let mut path = std::mem::take(&mut sq.path);
+            cache.registry.refresh(&mut path, &qp.vm, datagram.dgid);
+            let source = sq.source(tables, qp, &active);
+            let peer = Peer::at(&path, cache.section);
+            let answer = peer.deliver_datagram(qp, &active.message, &datagram, source);
+            sq.path = path;
+            answer
+        };
+        match answer {
+            Answer::Busy => return Polled::Again,
+            Answer::Local(error) => {
+                sq.fail(tables, qp, error);
+                return Polled::Again;
+            }
+            Answer::Progress => {}
+            _ => {
+                sq.finish(tables, qp, &active);
+                qp.vm.count_sent(qp.worker_index, 1, active.message.length);
+            }
+        }
+        budget = budget.saturating_sub(active.message.length);
+        if budget == 0 {
+            return Polled::Again;
+        }
+    }
+    Polled::Again
+}
+
+/// There is no receive, after `sent` messages of this poll. Each that is posted while the sender
+/// waits makes the guest ring and a worker wake up, which costs much more than a message: where
+/// they come one by one, several are left to gather.
+fn note_starved(sq: &mut SendQueue, sent: u32) {
+    sq.gather = match sent {
+        0..=15 if sq.resumed => (2 * sq.gather).clamp(LEAST_GATHER, MOST_GATHER),
+        16..=31 if sq.resumed => sq.gather,
+        _ if sq.gather > LEAST_GATHER => sq.gather / 2,
+        _ => 0,
+    };
+}
+
+fn park(sq: &mut SendQueue, now: u64, wait: u64) -> Polled {
+    let until = now.saturating_add(wait);
+    sq.parked = Some(until);
+    Polled::Park(until)
+}
+
+/// Moves `len` bytes of the message.
+fn exchange(
+    sq: &SendQueue,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    active: &Active,
+    len: u64,
+    peer: &Peer<'_>,
+) -> Answer {
+    let local = Accessor::local(qp.pd);
+    let sink = || Cursor::new(tables, &sq.sges, local, access::LOCAL_WRITE, active.done);
+    let payload = match sq.operation {
+        Operation::Atomic(operation) if active.kind == Kind::Atomic => {
+            // It must not be done if its result has no place to go.
+            if let Err(key) = check(tables, &sq.sges, local, access::LOCAL_WRITE) {
+                return Answer::Local(WcError::new(wc_status::LOC_PROT_ERR, key.0));
+            }
+            Payload::Atomic(operation, sink())
+        }
+        Operation::Flush(wanted, range) if active.kind == Kind::Flush => {
+            Payload::Flush(wanted, range)
+        }
+        _ if active.kind == Kind::Read => Payload::Into(sink()),
+        _ => Payload::From(sq.source(tables, qp, active)),
+    };
+    let slice = Slice {
+        message: &active.message,
+        offset: active.done,
+        len,
+        payload,
+    };
+    peer.deliver(tables, qp, sq.dest_qp, slice)
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What the status says of a VM: its objects, counters and state, for people and programs.
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use serde_json::{json, Value};
+use virtio_rdma_spec::verbs::{qp_state, qp_type};
+
+use crate::engine::queue_pair::Qp;
+use crate::memory::{Form, GuestMemory};
+use crate::rnic::Rnic;
+use crate::verbs::cq::Cq;
+use crate::verbs::fast::FastMr;
+use crate::verbs::mr::Mr;
+use crate::verbs::srq::Srq;
+
+/// Objects of a kind that the status lists, at most.
+const LISTED: usize = 1024;
+
+impl Rnic {
+    /// Objects, counters and state, for people and programs.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        let totals = self.vm().totals();
+        // Each list by itself, and not all of a long one: who changes the tables waits meanwhile.
+        let qps: Vec<_> = self
+            .vm()
+            .tables()
+            .qps
+            .iter()
+            .take(LISTED)
+            .map(list_qp)
+            .collect();
+        let cqs: Vec<_> = self
+            .vm()
+            .tables()
+            .cqs
+            .iter()
+            .take(LISTED)
+            .map(list_cq)
+            .collect();
+        let srqs: Vec<_> = self
+            .tables()
+            .srqs
+            .iter()
+            .take(LISTED)
+            .map(list_srq)
+            .collect();
+        let mrs: Vec<_> = self
+            .tables()
+            .keys
+            .regions()
+            .take(LISTED)
+            .map(list_mr)
+            .collect();
+        let fast_mrs: Vec<_> = self
+            .tables()
+            .keys
+            .fast_regions()
+            .take(LISTED)
+            .map(list_fast_mr)
+            .collect();
+        let tables = self.vm().tables();
+        let [a, b, c, d, e, f] = self.settings.mac;
+        let gids = tables.gids.iter().enumerate().filter_map(|(index, gid)| {
+            let gid = std::net::Ipv6Addr::from((*gid)?);
+            Some(json!({ "index": index, "gid": gid.to_string() }))
+        });
+        json!({
+            "name": self.settings.name,
+            "mac": format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}"),
+            "network": self.settings.network,
+            "node_guid": format!("{:016x}", self.node_guid),
+            "link_up": self.vm().link().is_up(),
+            "port_up": self.vm().port_is_up(),
+            "running": tables.running,
+            "memory_bytes": tables.memory.as_ref().map_or(0, GuestMemory::size),
+            "footprint_bytes": tables.footprint.bytes(),
+            "gids": gids.collect::<Vec<_>>(),
+            "counts": {
+                "contexts": tables.contexts.len(),
+                "pds": tables.pds.len(),
+                "mrs": tables.keys.mrs(),
+                "mws": tables.keys.mws(),
+                "cqs": tables.cqs.len(),
+                "qps": tables.qps.len(),
+                "srqs": tables.srqs.len(),
+                "xrcds": tables.xrcds.len(),
+            },
+            "counters": {
+                "tx_messages": totals.tx_messages,
+                "tx_bytes": totals.tx_bytes,
+                "rx_messages": totals.rx_messages,
+                "rx_bytes": totals.rx_bytes,
+                "rnr_naks": totals.rnr_naks,
+                "retries": totals.retries,
+                "errors": totals.errors,
+                "qkey_violations": totals.qkey_violations,
+            },
+            "qps": qps,
+            "cqs": cqs,
+            "mrs": mrs,
+            "fast_mrs": fast_mrs,
+            "srqs": srqs,
+        })
+    }
+}
+
+fn list_qp((qpn, qp): (u32, &Arc<Qp>)) -> Value {
+    let attr = qp.query();
+    json!({
+        "qpn": qpn,
+        "type": qp_type::name(qp.qp_type).unwrap_or("?"),
+        "state": qp_state::name(attr.qp_state).unwrap_or("?"),
+        "dest_qpn": attr.dest_qp_num,
+        "dest_gid": std::net::Ipv6Addr::from(attr.av.dgid).to_string(),
+        "pd": qp.pd,
+        "send_cq": qp.send_cq.as_ref().map(|cq| cq.number),
+        "recv_cq": qp.recv_cq.as_ref().map(|cq| cq.number),
+        "srq": qp.srq.as_ref().map(|srq| srq.number),
+        "context": qp.context,
+        "worker": qp.worker_index,
+        "slot": qp.slot,
+        "sends": qp.send_queue().position(),
+        "receives": qp.responder().position(),
+    })
+}
+
+fn list_cq((cqn, cq): (u32, &Arc<Cq>)) -> Value {
+    json!({
+        "cqn": cqn,
+        "entries": cq.entries(),
+        "vector": cq.vector,
+        "completions": cq.position(),
+        "users": cq.users.load(Ordering::Relaxed),
+        "error": cq.errored(),
+    })
+}
+
+fn list_srq((srqn, srq): (u32, &Arc<Srq>)) -> Value {
+    json!({
+        "srqn": srqn,
+        "pd": srq.pd,
+        "entries": srq.entries(),
+        "limit": srq.limit(),
+        "receives": srq.position(),
+        "xrcd": srq.xrc.as_ref().map(|xrc| xrc.domain),
+        "users": srq.users.load(Ordering::Relaxed),
+    })
+}
+
+fn list_mr(mr: &Mr) -> Value {
+    json!({
+        "key": mr.key,
+        "pd": mr.pd,
+        "access": mr.access,
+        "iova": mr.iova,
+        "length": mr.length,
+        "pages": mr.backing.count(),
+    })
+}
+
+fn list_fast_mr((index, region): (u32, &FastMr)) -> Value {
+    json!({
+        "index": index,
+        "pd": region.pd,
+        "max_pages": region.max_pages,
+        "blocks": region.form == Form::Blocks,
+        "registered": region.describe(list_mr),
+    })
+}

@@ -1,0 +1,499 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What a worker's thread does, again and again.
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{fence, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+use vhost_device_rdma_sync::Reader;
+use virtio_rdma_spec::doorbell::worker_status;
+use vmm_sys_util::epoll::EpollEvent;
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::busy_poll::{BusyPoller, POLLS};
+use super::doorbell::Doorbell;
+use super::handle::{count, Worker, KICK};
+use super::idle_policy::{Idle, IdlePolicy};
+use super::scheduler::{RunQueue, Scan};
+use super::timers::{Holds, Parked};
+use crate::engine::queue_pair::Qp;
+use crate::engine::vm::Vm;
+use crate::engine::{BUDGET, LONE_BUDGET};
+use crate::fabric::local::lookup_cache::LookupCache;
+use crate::fabric::registry::Registry;
+
+/// Queue pairs of the run queue that are polled before the doorbells are scanned again, and those
+/// that are polled at once during a scan.
+const MOST_POLLED: usize = 32;
+/// Most doorbells that are busy polled: with more contexts, each poll iteration scans all of them,
+/// and that takes its time.
+const BUSY_POLLED: usize = 64;
+/// How often the last queue pair may find more work by busy polling before the clock and everything
+/// else get their poll iteration.
+const BUSY_POLLS: u32 = 256;
+
+/// Whether a poll iteration that finds nothing goes on for a moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Polling {
+    No,
+    /// Without pauses.
+    Eagerly,
+    /// With pauses.
+    Relaxed,
+}
+
+/// What a poll iteration found.
+#[derive(Debug, Clone, Copy)]
+struct Iteration {
+    /// Queue pairs that were polled at once.
+    served: usize,
+    /// There was nothing at first.
+    waited: bool,
+    /// Busy polling of the last queue pair found more work.
+    busy_polled: bool,
+}
+
+/// The event loop of a worker: what only its thread has.
+pub struct Loop {
+    worker: Arc<Worker>,
+    reader: Reader,
+    registry: Arc<Registry>,
+    vms: Vec<Arc<Vm>>,
+    generation: u64,
+    queue: VecDeque<Arc<Qp>>,
+    parked: Parked,
+    holds: Holds,
+    /// Wakes the thread from sleep.
+    timer: TimerFd,
+    epoch: Instant,
+    /// The time at the end of the last poll iteration, nanoseconds.
+    time: u64,
+    /// How long to poll for work before sleeping.
+    idle_policy: IdlePolicy,
+}
+
+impl fmt::Debug for Loop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Loop")
+            .field("worker", &self.worker.index)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Loop {
+    pub(super) fn new(
+        worker: Arc<Worker>,
+        reader: Reader,
+        registry: Arc<Registry>,
+        timer: TimerFd,
+        poll_budget: Duration,
+    ) -> Self {
+        Self {
+            worker,
+            reader,
+            registry,
+            vms: Vec::new(),
+            generation: u64::MAX,
+            queue: VecDeque::new(),
+            parked: Parked::default(),
+            holds: Holds::default(),
+            timer,
+            epoch: Instant::now(),
+            time: 0,
+            idle_policy: IdlePolicy::new(poll_budget),
+        }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    pub(super) fn run(&mut self) {
+        let mut idle_since = None;
+        // The time of the last poll iteration, if it found nothing.
+        let mut polled = None;
+        while !self.worker.stopping.load(Ordering::Relaxed) {
+            // Work that comes at once is found sooner without pauses. Later, pauses leave the core
+            // to its other hardware thread.
+            let polling = match polled {
+                _ if self.idle_policy.budget(self.time) == 0 => Polling::No,
+                None => Polling::Eagerly,
+                Some(_) => Polling::Relaxed,
+            };
+            let Iteration {
+                served,
+                waited,
+                busy_polled,
+            } = self.iterate(MOST_POLLED, polling);
+            let now = self.time;
+            let before = polled.take();
+            // Several queue pairs may have taken so long themselves.
+            if let Some(before) = before.filter(|_| served <= 1 && !busy_polled) {
+                self.idle_policy.polled(before, now);
+            }
+            if served != 0 || !self.queue.is_empty() {
+                if before.is_some() || waited || busy_polled {
+                    self.idle_policy.found();
+                }
+                self.run_queued(MOST_POLLED);
+                idle_since = None;
+                continue;
+            }
+            let idle = now.saturating_sub(*idle_since.get_or_insert(now));
+            if idle < self.idle_policy.budget(now) {
+                polled = Some(now);
+            } else {
+                match self.idle_policy.idle(now) {
+                    Idle::Sleep => self.sleep(now),
+                    Idle::BackOff(back_off) => self.back_off(now, back_off),
+                }
+                idle_since = None;
+            }
+        }
+        for qp in self.queue.drain(..) {
+            qp.scheduled.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// One poll iteration: looks at everything that may bring work, and polls up to `most` queue
+    /// pairs at once.
+    fn iterate(&mut self, most: usize, polling: Polling) -> Iteration {
+        self.refresh();
+        self.take_inbox();
+        let iteration = self.scan(most, polling);
+        self.time = self.now();
+        self.expire();
+        self.holds.release(self.time, &mut self.reader);
+        iteration
+    }
+
+    /// What the worker does again and again while it polls: a poll iteration, and then the run
+    /// queue. Returns whether there was any work.
+    pub fn round(&mut self) -> bool {
+        let Iteration { served, .. } = self.iterate(MOST_POLLED, Polling::No);
+        let work = served != 0 || !self.queue.is_empty();
+        self.run_queued(MOST_POLLED);
+        work
+    }
+
+    /// As [`Self::round`], with busy polling for what may come next, as while work comes and goes.
+    /// Returns whether busy polling of the last queue pair found more work.
+    pub fn busy_round(&mut self) -> bool {
+        let Iteration { busy_polled, .. } = self.iterate(MOST_POLLED, Polling::Eagerly);
+        self.run_queued(MOST_POLLED);
+        busy_polled
+    }
+
+    /// As [`Self::round`], but polls one queue pair at most: for tests of what is in between.
+    pub fn step(&mut self) {
+        self.iterate(0, Polling::No);
+        self.run_queued(1);
+    }
+
+    /// Takes over changes of the list of VMs.
+    fn refresh(&mut self) {
+        let generation = self.worker.generation.load(Ordering::SeqCst);
+        if generation != self.generation {
+            self.take_vms(generation);
+        }
+    }
+
+    #[cold]
+    fn take_vms(&mut self, generation: u64) {
+        self.generation = generation;
+        self.vms.clone_from(
+            &self
+                .worker
+                .vms
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
+        self.parked.forget_dead();
+        self.announce(worker_status::POLLING);
+    }
+
+    /// Tells all guests the worker's status; false if one could not be told now.
+    fn announce(&mut self, status: u32) -> bool {
+        let mut all = true;
+        let section = self.reader.enter();
+        for vm in &self.vms {
+            match vm.read_in(&section) {
+                Some(tables) => tables.announce(self.worker.index, status),
+                // The writer may be about to start the VM: then the page says SLEEPING, and the
+                // generation changes.
+                None => all = false,
+            }
+        }
+        all
+    }
+
+    fn take_inbox(&mut self) {
+        if self.worker.inbox_filled.load(Ordering::Relaxed) {
+            self.empty_inbox();
+        }
+    }
+
+    // Out of line: most poll iterations find the inbox empty.
+    #[inline(never)]
+    fn empty_inbox(&mut self) {
+        let mut inbox = self
+            .worker
+            .inbox
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.worker.inbox_filled.store(false, Ordering::SeqCst);
+        self.queue.extend(inbox.qps.drain(..));
+        let cqs = std::mem::take(&mut inbox.cqs);
+        let try_again = std::mem::take(&mut inbox.try_again);
+        drop(inbox);
+        if try_again {
+            for qp in self.parked.take() {
+                self.again(qp);
+            }
+        }
+        if !cqs.is_empty() {
+            let now = self.now();
+            for held in cqs {
+                self.holds.begin(held, now);
+            }
+        }
+    }
+
+    /// When the first timer ends, nanoseconds.
+    fn next_timer(&self) -> Option<u64> {
+        self.parked
+            .next()
+            .into_iter()
+            .chain(self.holds.next())
+            .min()
+    }
+
+    /// Scans the doorbells. If the run queue is empty, the first `most` queue pairs that rang are
+    /// polled at once; the others go to the run queue. If nothing rang, it busy polls the doorbells
+    /// for a moment.
+    fn scan(&mut self, most: usize, polling: Polling) -> Iteration {
+        let section = self.reader.enter();
+        let worker = &*self.worker;
+        let idle = self.queue.is_empty();
+        let mut scan = Scan {
+            most: if idle { most } else { 0 },
+            run_queue: RunQueue {
+                section: &section,
+                worker,
+                queue: &mut self.queue,
+                parked: &mut self.parked,
+                time: self.time,
+            },
+            served: 0,
+            next: None,
+            then: None,
+            cache: LookupCache::new(&section, &self.registry, &self.vms),
+        };
+        let mut doorbells = ArrayVec::<_, BUSY_POLLED>::new();
+        let mut all = true;
+        let mut rang = false;
+        for vm in &self.vms {
+            let Some(tables) = vm.read_in(&section).filter(|tables| tables.running) else {
+                continue;
+            };
+            for (_, context) in tables.contexts.iter() {
+                let Some(doorbell) = Doorbell::new(context, worker) else {
+                    continue;
+                };
+                if doorbell.rings() {
+                    rang = true;
+                    scan.answer(tables, &doorbell);
+                }
+                all &= doorbells.try_push((tables, doorbell)).is_ok();
+            }
+        }
+        let mut waited = false;
+        if !rang && idle && all && polling != Polling::No {
+            for _ in 0..POLLS {
+                if doorbells.iter().any(|(_, doorbell)| doorbell.rings()) {
+                    waited = true;
+                    for (tables, doorbell) in
+                        doorbells.iter().filter(|(_, doorbell)| doorbell.rings())
+                    {
+                        scan.answer(tables, doorbell);
+                    }
+                    break;
+                }
+                if section.is_awaited() || worker.is_wanted(self.generation) {
+                    break;
+                }
+                if polling == Polling::Relaxed {
+                    std::hint::spin_loop();
+                }
+            }
+        }
+        let mut busy_polled = false;
+        if let Some(last) = scan.then.take() {
+            scan.serve(last);
+            // With timers, the clock has to be read more often.
+            let timed = !scan.run_queue.parked.is_empty() || !self.holds.is_empty();
+            let left = match polling {
+                Polling::Eagerly | Polling::Relaxed if all && timed => BUSY_POLLS / 16,
+                Polling::Eagerly | Polling::Relaxed if all => BUSY_POLLS,
+                _ => 0,
+            };
+            let mut busy_poll = BusyPoller {
+                section: &section,
+                worker,
+                generation: self.generation,
+                doorbells: &doorbells,
+                left,
+                next: None,
+            };
+            scan.run_queue.last(last, &mut busy_poll, &mut scan.cache);
+            busy_polled = busy_poll.left != left;
+        }
+        Iteration {
+            served: scan.served,
+            waited,
+            busy_polled,
+        }
+    }
+
+    /// Puts parked queue pairs whose time has come into the run queue.
+    fn expire(&mut self) {
+        while let Some(qp) = self.parked.due(self.time) {
+            self.again(qp);
+        }
+    }
+
+    /// Puts a queue pair that is not parked at the end of the run queue, unless it is in it.
+    fn again(&mut self, qp: Arc<Qp>) {
+        if !qp.scheduled.swap(true, Ordering::SeqCst) {
+            self.queue.push_back(qp);
+        }
+    }
+
+    /// Polls the first `most` queue pairs of the run queue.
+    fn run_queued(&mut self, most: usize) {
+        if self.queue.is_empty() {
+            return;
+        }
+        let mut section = self.reader.enter();
+        for _ in 0..most {
+            let Some(qp) = self.queue.pop_front() else {
+                break;
+            };
+            // Before the poll: a queue pair that is scheduled during it is polled again.
+            qp.scheduled.store(false, Ordering::SeqCst);
+            let budget = match self.queue.front() {
+                Some(next) => {
+                    next.prefetch();
+                    BUDGET
+                }
+                None => LONE_BUDGET,
+            };
+            section.yield_to_writers();
+            let mut run_queue = RunQueue {
+                section: &section,
+                worker: &self.worker,
+                queue: &mut self.queue,
+                parked: &mut self.parked,
+                time: self.time,
+            };
+            match qp.vm.read_in(&section) {
+                Some(tables) => {
+                    let mut no = run_queue.no_busy_poll();
+                    let mut cache = LookupCache::new(&section, &self.registry, &self.vms);
+                    if run_queue.poll(tables, &qp, budget, &mut no, &mut cache) {
+                        break;
+                    }
+                }
+                None => run_queue.again(&qp),
+            }
+        }
+    }
+
+    /// Sets the timer that wakes the thread. Returns how long to wait for it at most, milliseconds,
+    /// as epoll has it.
+    fn set_timer(&mut self, left: u64) -> i32 {
+        // Zero would be no timer.
+        match self.timer.reset(Duration::from_nanos(left.max(1)), None) {
+            Ok(()) => -1,
+            Err(error) => {
+                log::error!("worker {}: cannot set a timer: {error}", self.worker.index);
+                1
+            }
+        }
+    }
+
+    /// Waits for a notification, another thread, the time `until`, or the first timer.
+    fn wait(&mut self, now: u64, until: Option<u64>) {
+        let timeout = match self.next_timer().into_iter().chain(until).min() {
+            Some(at) => self.set_timer(at.saturating_sub(now)),
+            None => -1,
+        };
+        let mut events = [EpollEvent::default(); 16];
+        match self.worker.epoll.wait(timeout, &mut events) {
+            Ok(n) => {
+                if events.iter().take(n).any(|event| event.data() == KICK) {
+                    count(&self.worker.stats.kicks);
+                }
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
+        }
+        self.time = self.now();
+    }
+
+    /// Sleeps, unless there is something to do after all.
+    fn sleep(&mut self, now: u64) {
+        count(&self.worker.stats.sleeps);
+        let told = self.announce(worker_status::SLEEPING);
+        self.worker.asleep.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if told && !self.anything() {
+            self.wait(now, None);
+            self.idle_policy.slept(now, self.time);
+        }
+        self.worker.asleep.store(false, Ordering::SeqCst);
+        self.announce(worker_status::POLLING);
+    }
+
+    /// Waits for `back_off` nanoseconds, or until a timer or another thread needs the worker, and
+    /// then carries out what there is. Guests take it for polling, and do not notify.
+    fn back_off(&mut self, now: u64, back_off: u64) {
+        count(&self.worker.stats.back_offs);
+        self.worker.asleep.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if !self.worker.is_wanted(self.generation) {
+            self.wait(now, Some(now.saturating_add(back_off)));
+        }
+        self.worker.asleep.store(false, Ordering::SeqCst);
+        let before = self.messages();
+        self.round();
+        self.idle_policy
+            .backed_off(self.messages().wrapping_sub(before));
+    }
+
+    /// Messages that this worker has sent, modulo 2^64.
+    fn messages(&self) -> u64 {
+        let sent = |vm: &Arc<Vm>| vm.sent(self.worker.index);
+        self.vms.iter().map(sent).fold(0, u64::wrapping_add)
+    }
+
+    /// Whether there is anything to do: asked after SLEEPING was announced.
+    fn anything(&mut self) -> bool {
+        let section = self.reader.enter();
+        self.worker.inbox_filled.load(Ordering::SeqCst)
+            || self.worker.stopping.load(Ordering::SeqCst)
+            || self.worker.generation.load(Ordering::SeqCst) != self.generation
+            || self.vms.iter().any(|vm| match vm.read_in(&section) {
+                Some(tables) => {
+                    tables.running
+                        && tables.contexts.iter().any(|(_, context)| {
+                            Doorbell::new(context, &self.worker)
+                                .is_some_and(|doorbell| doorbell.root.load(Ordering::SeqCst) != 0)
+                        })
+                }
+                None => true,
+            })
+    }
+}

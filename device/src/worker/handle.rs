@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A worker as other threads see it: what they hand to it, and how they wake it.
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::thread::{sched_setaffinity, CpuSet};
+use serde_json::{json, Value};
+use vhost_device_rdma_sync::{lock, Reader};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::event_loop::Loop;
+use super::timers::Held;
+use crate::engine::queue_pair::Qp;
+use crate::engine::vm::{Schedule, Vm};
+use crate::fabric::registry::Registry;
+use crate::verbs::cq::Cq;
+
+/// Epoll data of the notifications from guests.
+pub(super) const KICK: u64 = 1;
+/// Epoll data of wake-ups from other threads.
+pub(super) const WAKE: u64 = 0;
+/// Epoll data of the end of the first timer.
+pub(super) const TIMER: u64 = 2;
+
+/// What others hand to a worker.
+#[derive(Debug, Default)]
+pub(super) struct Inbox {
+    /// Queue pairs to poll.
+    pub(super) qps: Vec<Arc<Qp>>,
+    /// Completion queues whose event is held back.
+    pub(super) cqs: Vec<Held>,
+    /// A port came up: queue pairs that wait may have a way to their peers now.
+    pub(super) try_again: bool,
+}
+
+/// What a worker counts. Only the worker writes.
+#[derive(Debug, Default)]
+pub(super) struct Stats {
+    pub(super) polls: AtomicU64,
+    pub(super) sleeps: AtomicU64,
+    pub(super) back_offs: AtomicU64,
+    pub(super) kicks: AtomicU64,
+    pub(super) doorbells: AtomicU64,
+}
+
+pub(super) fn count(counter: &AtomicU64) {
+    counter.store(
+        counter.load(Ordering::Relaxed).wrapping_add(1),
+        Ordering::Relaxed,
+    );
+}
+
+/// A worker, as other threads see it.
+#[derive(Debug)]
+pub struct Worker {
+    /// Its number, and that of its doorbell queue in every VM.
+    pub index: u16,
+    pub(super) inbox: Mutex<Inbox>,
+    pub(super) inbox_filled: AtomicBool,
+    pub(super) asleep: AtomicBool,
+    pub(super) wake: EventFd,
+    pub(super) epoll: Epoll,
+    pub(super) vms: Mutex<Vec<Arc<Vm>>>,
+    /// Changes with `vms`, and when the status must be announced again.
+    pub(super) generation: AtomicU64,
+    pub(super) stopping: AtomicBool,
+    pub(super) thread: Mutex<Option<JoinHandle<()>>>,
+    pub(super) stats: Stats,
+}
+
+impl Worker {
+    /// Starts worker `index`, which sleeps after looking for work in vain for `poll_budget`, at
+    /// most.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor or a thread.
+    pub fn start(
+        index: u16,
+        reader: Reader,
+        registry: Arc<Registry>,
+        poll_budget: Duration,
+        cpu: Option<usize>,
+    ) -> std::io::Result<Arc<Self>> {
+        let (worker, mut work) = Self::without_thread(index, reader, registry, poll_budget)?;
+        let started = Arc::new(Barrier::new(2));
+        let ready = started.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("worker{index}"))
+            .spawn(move || {
+                if let Some(cpu) = cpu {
+                    pin(index, cpu);
+                }
+                ready.wait();
+                work.run();
+            })?;
+        started.wait();
+        *worker.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(worker)
+    }
+
+    /// A worker that does nothing but what its loop is told to, in the caller's thread: for
+    /// measurements and tests.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor.
+    pub fn without_thread(
+        index: u16,
+        reader: Reader,
+        registry: Arc<Registry>,
+        poll_budget: Duration,
+    ) -> std::io::Result<(Arc<Self>, Loop)> {
+        let wake = EventFd::new(EFD_NONBLOCK)?;
+        let epoll = Epoll::new()?;
+        // Edge triggered: every write wakes, and nobody needs to read.
+        let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        epoll.ctl(
+            ControlOperation::Add,
+            wake.as_raw_fd(),
+            EpollEvent::new(events, WAKE),
+        )?;
+        let timer = TimerFd::new()?;
+        epoll.ctl(
+            ControlOperation::Add,
+            timer.as_raw_fd(),
+            EpollEvent::new(events, TIMER),
+        )?;
+        let worker = Arc::new(Self {
+            index,
+            inbox: Mutex::default(),
+            inbox_filled: AtomicBool::new(false),
+            asleep: AtomicBool::new(false),
+            wake,
+            epoll,
+            vms: Mutex::default(),
+            generation: AtomicU64::new(0),
+            stopping: AtomicBool::new(false),
+            thread: Mutex::default(),
+            stats: Stats::default(),
+        });
+        let work = Loop::new(worker.clone(), reader, registry, timer, poll_budget);
+        Ok((worker, work))
+    }
+
+    /// Stops the worker and waits for its end.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        self.wake_up();
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread {
+            if thread.join().is_err() {
+                log::error!("worker {} panicked", self.index);
+            }
+        }
+    }
+
+    /// Has all parked queue pairs polled: they look for their peers again.
+    pub fn try_again(&self) {
+        self.put(|inbox| inbox.try_again = true);
+    }
+
+    /// Whether anything but doorbells wants the worker, which knows of the changes up to
+    /// `generation`.
+    #[inline(always)]
+    pub(super) fn is_wanted(&self, generation: u64) -> bool {
+        self.inbox_filled.load(Ordering::Relaxed)
+            || self.generation.load(Ordering::Relaxed) != generation
+            || self.stopping.load(Ordering::Relaxed)
+    }
+
+    fn put(&self, put: impl FnOnce(&mut Inbox)) {
+        put(&mut lock(&self.inbox));
+        self.inbox_filled.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) {
+            self.wake_up();
+        }
+    }
+
+    fn wake_up(&self) {
+        // It fails only when the counter is full: then the worker is woken anyway.
+        let _ = self.wake.write(1);
+    }
+
+    /// Serves a VM from now on.
+    pub fn add(&self, vm: &Arc<Vm>) {
+        self.vms
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(vm.clone());
+        self.announce_again();
+    }
+
+    /// Serves a VM no longer.
+    pub fn remove(&self, vm: &Arc<Vm>) {
+        self.vms
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|other| !Arc::ptr_eq(other, vm));
+        self.announce_again();
+    }
+
+    /// Makes the worker take over the list of VMs and tell the guests its status again.
+    pub fn announce_again(&self) {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.wake_up();
+    }
+
+    /// Wakes the worker whenever `fd` is written to.
+    pub fn add_kick(&self, fd: &File) {
+        let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        if let Err(error) = self.epoll.ctl(
+            ControlOperation::Add,
+            fd.as_raw_fd(),
+            EpollEvent::new(events, KICK),
+        ) {
+            log::error!(
+                "worker {}: cannot watch a doorbell queue: {error}",
+                self.index
+            );
+        }
+    }
+
+    /// No longer watches `fd`.
+    pub fn remove_kick(&self, fd: &File) {
+        let event = EpollEvent::new(EventSet::empty(), KICK);
+        if let Err(error) = self
+            .epoll
+            .ctl(ControlOperation::Delete, fd.as_raw_fd(), event)
+        {
+            log::error!(
+                "worker {}: cannot stop watching a doorbell queue: {error}",
+                self.index
+            );
+        }
+    }
+
+    /// Counters and state, for people and programs.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        json!({
+            "index": self.index,
+            "asleep": self.asleep.load(Ordering::Relaxed),
+            "polls": self.stats.polls.load(Ordering::Relaxed),
+            "sleeps": self.stats.sleeps.load(Ordering::Relaxed),
+            "back_offs": self.stats.back_offs.load(Ordering::Relaxed),
+            "kicks": self.stats.kicks.load(Ordering::Relaxed),
+            "doorbells": self.stats.doorbells.load(Ordering::Relaxed),
+        })
+    }
+}
+
+impl Schedule for Worker {
+    fn schedule(&self, qp: &Arc<Qp>) {
+        if qp.scheduled.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        self.put(|inbox| inbox.qps.push(qp.clone()));
+    }
+
+    fn hold(&self, vm: &Weak<Vm>, cq: &Arc<Cq>) {
+        if !cq.handed.swap(true, Ordering::SeqCst) {
+            self.put(|inbox| {
+                let held = Held {
+                    vm: vm.clone(),
+                    cq: Arc::downgrade(cq),
+                };
+                inbox.cqs.push(held);
+            });
+        }
+    }
+}
+
+fn pin(worker: u16, cpu: usize) {
+    let mut set = CpuSet::new();
+    if cpu < CpuSet::MAX_CPU {
+        set.set(cpu);
+    }
+    if let Err(error) = sched_setaffinity(None, &set) {
+        log::warn!("cannot pin worker {worker} to CPU {cpu}: {error}");
+    }
+}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The scheduler: which queue pair is polled when. Those whose doorbell rang are polled at once, if
+//! the run queue is empty; the others in the order of the run queue.
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use vhost_device_rdma_sync::ReadSection;
+use virtio_rdma_spec::verbs::qp_state;
+
+use super::busy_poll::BusyPoller;
+use super::doorbell::Doorbell;
+use super::handle::{count, Worker};
+use super::timers::Parked;
+use crate::engine::queue_pair::Qp;
+use crate::engine::send_queue::Polled;
+use crate::engine::tables::Tables;
+use crate::engine::{Budget, BUDGET, LONE_BUDGET};
+use crate::fabric::local::lookup_cache::LookupCache;
+use crate::fabric::local::requester;
+
+/// Work requests that are flushed in one poll.
+const FLUSH: u32 = 64;
+
+/// A queue pair that is about to be polled, with the tables of its VM.
+#[derive(Clone, Copy)]
+pub(super) struct Served<'a> {
+    pub(super) tables: &'a Tables,
+    pub(super) qp: &'a Arc<Qp>,
+}
+
+/// A scan of doorbells.
+pub(super) struct Scan<'a> {
+    pub(super) run_queue: RunQueue<'a>,
+    /// Queue pairs to poll at once, at most.
+    pub(super) most: usize,
+    /// Queue pairs that were polled at once, or are about to be.
+    pub(super) served: usize,
+    /// The queue pair to poll next, and the one after that. While others are polled and found, the
+    /// processor fetches what these two need, and what that points to.
+    pub(super) next: Option<Served<'a>>,
+    pub(super) then: Option<Served<'a>>,
+    /// What was looked up for those that were polled.
+    pub(super) cache: LookupCache<'a>,
+}
+
+impl<'a> Scan<'a> {
+    /// Takes the queue pairs whose doorbell rang.
+    #[inline(always)]
+    pub(super) fn answer(&mut self, tables: &'a Tables, doorbell: &Doorbell<'a>) {
+        doorbell.take(self.run_queue.worker, |qp| {
+            if self.served == self.most || self.run_queue.section.is_awaited() {
+                self.run_queue.again(qp);
+                return;
+            }
+            self.served += 1;
+            let Some(then) = self.then.replace(Served { tables, qp }) else {
+                return;
+            };
+            qp.prefetch();
+            self.serve(then);
+        });
+    }
+
+    /// Polls `next`. After it comes `then`.
+    #[inline(always)]
+    pub(super) fn serve(&mut self, then: Served<'a>) {
+        let Some(Served { tables, qp }) = self.next.replace(then) else {
+            return;
+        };
+        then.qp.hints.prefetch();
+        let mut no = self.run_queue.no_busy_poll();
+        let cache = &mut self.cache;
+        self.run_queue.poll(tables, qp, BUDGET, &mut no, cache);
+    }
+}
+
+/// The run queue, and what polling its queue pairs leads to.
+pub(super) struct RunQueue<'a> {
+    pub(super) section: &'a ReadSection<'a>,
+    pub(super) worker: &'a Worker,
+    pub(super) queue: &'a mut VecDeque<Arc<Qp>>,
+    pub(super) parked: &'a mut Parked,
+    /// The time of the last poll iteration, nanoseconds.
+    pub(super) time: u64,
+}
+
+impl<'a> RunQueue<'a> {
+    /// No busy polling.
+    pub(super) fn no_busy_poll(&self) -> BusyPoller<'a> {
+        BusyPoller {
+            section: self.section,
+            worker: self.worker,
+            generation: 0,
+            doorbells: &[],
+            left: 0,
+            next: None,
+        }
+    }
+
+    /// Polls the last queue pair that a scan found. If the run queue is empty, it may `busy_poll`.
+    #[inline(never)]
+    pub(super) fn last(
+        &mut self,
+        last: Served<'a>,
+        busy_poll: &mut BusyPoller<'_>,
+        cache: &mut LookupCache<'a>,
+    ) {
+        let Served { tables, qp } = last;
+        if !self.queue.is_empty() {
+            let mut no = self.no_busy_poll();
+            self.poll(tables, qp, BUDGET, &mut no, cache);
+            return;
+        }
+        self.poll(tables, qp, LONE_BUDGET, busy_poll, cache);
+        // Not at once: two queue pairs that answer each other would keep all others waiting.
+        if let Some(qp) = busy_poll.next.take() {
+            self.again(&qp);
+        }
+    }
+
+    /// Polls a queue pair of the VM of `tables`, within `budget`. Returns whether the doorbells
+    /// should be scanned now.
+    pub(super) fn poll<'b>(
+        &mut self,
+        tables: &'b Tables,
+        qp: &'b Arc<Qp>,
+        budget: Budget,
+        busy_poll: &mut BusyPoller<'_>,
+        cache: &mut LookupCache<'b>,
+    ) -> bool
+    where
+        'a: 'b,
+    {
+        count(&self.worker.stats.polls);
+        match poll(tables, qp, self.time, budget, busy_poll, cache) {
+            Polled::Idle if qp.dead.load(Ordering::SeqCst) => {
+                self.parked.cancel(qp);
+            }
+            Polled::Idle => {}
+            Polled::Again => self.again(qp),
+            Polled::Long => {
+                self.again(qp);
+                return true;
+            }
+            Polled::Park(until) => self.parked.park(qp, until),
+        }
+        false
+    }
+
+    /// Puts a queue pair at the end of the run queue, unless it is about to be polled anyway.
+    pub(super) fn again(&mut self, qp: &Arc<Qp>) {
+        if !qp.scheduled.swap(true, Ordering::SeqCst) {
+            self.queue.push_back(qp.clone());
+        }
+    }
+}
+
+/// Polls a queue pair of the VM of `tables`, by its state.
+fn poll<'a>(
+    tables: &'a Tables,
+    qp: &'a Arc<Qp>,
+    now: u64,
+    budget: Budget,
+    busy_poll: &mut BusyPoller<'_>,
+    cache: &mut LookupCache<'a>,
+) -> Polled {
+    // The start of a stopped VM schedules all its queue pairs.
+    if !tables.running || qp.dead.load(Ordering::SeqCst) {
+        return Polled::Idle;
+    }
+    if qp.cq_errored() {
+        qp.fail();
+    }
+    match qp.state() {
+        qp_state::RTS | qp_state::SQD => {
+            if qp.awaited.load(Ordering::SeqCst) {
+                qp.responder().receives_posted(qp);
+            }
+            let mut send_queue = qp.send_queue();
+            requester::poll(&mut send_queue, tables, qp, now, budget, busy_poll, cache)
+        }
+        qp_state::SQE => {
+            if qp.send_queue().flush(tables, qp, FLUSH) {
+                Polled::Again
+            } else {
+                Polled::Idle
+            }
+        }
+        qp_state::ERR => {
+            let sends = qp.send_queue().flush(tables, qp, FLUSH);
+            let receives = qp.responder().flush(tables, qp, FLUSH);
+            if sends || receives {
+                Polled::Again
+            } else {
+                Polled::Idle
+            }
+        }
+        _ => {
+            if qp.awaited.load(Ordering::SeqCst) {
+                qp.responder().receives_posted(qp);
+            }
+            Polled::Idle
+        }
+    }
+}

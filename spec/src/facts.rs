@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What is so of each opcode and of each type of queue pair (specification: "Work requests",
+//! "Queue pairs").
+//!
+//! Each fact stands here once. Device, kernel module, provider and tests ask these tables instead
+//! of listing opcodes and types themselves.
+use crate::config::feature;
+use crate::verbs::{access, qp_type, wc_flag, wc_opcode, wr_opcode};
+
+/// What a work request does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Sends a message to a receive work request.
+    Send,
+    /// Writes remote memory.
+    Write,
+    /// Reads remote memory.
+    Read,
+    /// Changes a word of remote memory and brings what it was.
+    Atomic,
+    /// Writes a word of remote memory.
+    AtomicWrite,
+    /// Makes what was written visible.
+    Flush,
+    /// Binds a memory window.
+    Bind,
+    /// Invalidates a local key.
+    Invalidate,
+    /// Registers a fast region.
+    Register,
+}
+
+impl Kind {
+    /// Whether its payload may be in the entry itself.
+    #[must_use]
+    pub const fn may_be_inline(self) -> bool {
+        matches!(self, Self::Send | Self::Write | Self::AtomicWrite)
+    }
+
+    /// Whether it is carried out at the requester, with no message to anybody.
+    #[must_use]
+    pub const fn is_local(self) -> bool {
+        matches!(self, Self::Bind | Self::Invalidate | Self::Register)
+    }
+
+    /// Whether it brings data, to which its scatter/gather list must lead.
+    #[must_use]
+    pub const fn brings(self) -> bool {
+        matches!(self, Self::Read | Self::Atomic)
+    }
+
+    /// Whether it is of exactly one word of 8 bytes.
+    #[must_use]
+    pub const fn is_word(self) -> bool {
+        matches!(self, Self::Atomic | Self::AtomicWrite)
+    }
+
+    /// Whether it names remote memory, by a remote key.
+    #[must_use]
+    pub const fn is_remote(self) -> bool {
+        matches!(
+            self,
+            Self::Write | Self::Read | Self::Atomic | Self::AtomicWrite | Self::Flush
+        )
+    }
+}
+
+/// What the field `imm` of a work request says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Imm {
+    /// Nothing.
+    None,
+    /// Immediate data.
+    Data,
+    /// A key of the responder to invalidate.
+    RemoteKey,
+    /// A key of the requester to invalidate.
+    LocalKey,
+}
+
+/// One opcode of send work requests.
+#[derive(Debug, Clone, Copy)]
+pub struct Opcode {
+    /// `wr_opcode`.
+    pub opcode: u8,
+    /// What it does.
+    pub kind: Kind,
+    /// The types of queue pairs that have it: bit n for `qp_type` n.
+    pub qp_types: u16,
+    /// The driver must have accepted one of these features, if there are any.
+    pub features: &'static [u32],
+    /// `wc_opcode` of its completion.
+    pub completes_as: u8,
+    /// `wc_opcode` of the completion at the responder, if it consumes a receive work request.
+    pub receives_as: Option<u8>,
+    /// What `imm` says.
+    pub imm: Imm,
+    /// The access to remote memory that it asks for; FLUSH says itself which.
+    pub remote_access: u32,
+}
+
+const fn types(types: &[u8]) -> u16 {
+    let mut bits = 0;
+    let mut i = 0;
+    while i < types.len() {
+        bits |= 1 << types[i];
+        i += 1;
+    }
+    bits
+}
+
+/// Those whose messages are acknowledged.
+const ACKNOWLEDGED: u16 = types(&[qp_type::RC, qp_type::XRC_INI]);
+/// Those that have a peer.
+const CONNECTED: u16 = ACKNOWLEDGED | types(&[qp_type::UC]);
+/// All that send.
+const ALL: u16 = CONNECTED | types(&[qp_type::UD, qp_type::GSI]);
+
+const INVALIDATION: &[u32] = &[feature::MW, feature::FAST_REG];
+
+/// All opcodes.
+pub const OPCODES: &[Opcode] = &[
+    Opcode {
+        receives_as: None,
+        ..opcode(wr_opcode::RDMA_WRITE, Kind::Write, wc_opcode::RDMA_WRITE)
+    },
+    Opcode {
+        receives_as: Some(wc_opcode::RECV_RDMA_WITH_IMM),
+        imm: Imm::Data,
+        ..opcode(
+            wr_opcode::RDMA_WRITE_WITH_IMM,
+            Kind::Write,
+            wc_opcode::RDMA_WRITE,
+        )
+    },
+    Opcode {
+        qp_types: ALL,
+        ..opcode(wr_opcode::SEND, Kind::Send, wc_opcode::SEND)
+    },
+    Opcode {
+        qp_types: ALL,
+        imm: Imm::Data,
+        ..opcode(wr_opcode::SEND_WITH_IMM, Kind::Send, wc_opcode::SEND)
+    },
+    opcode(wr_opcode::RDMA_READ, Kind::Read, wc_opcode::RDMA_READ),
+    opcode(
+        wr_opcode::ATOMIC_CMP_AND_SWP,
+        Kind::Atomic,
+        wc_opcode::COMP_SWAP,
+    ),
+    opcode(
+        wr_opcode::ATOMIC_FETCH_AND_ADD,
+        Kind::Atomic,
+        wc_opcode::FETCH_ADD,
+    ),
+    Opcode {
+        imm: Imm::LocalKey,
+        ..opcode(wr_opcode::LOCAL_INV, Kind::Invalidate, wc_opcode::LOCAL_INV)
+    },
+    opcode(wr_opcode::BIND_MW, Kind::Bind, wc_opcode::BIND_MW),
+    Opcode {
+        imm: Imm::RemoteKey,
+        features: INVALIDATION,
+        ..opcode(wr_opcode::SEND_WITH_INV, Kind::Send, wc_opcode::SEND)
+    },
+    Opcode {
+        features: &[feature::FAST_REG],
+        ..opcode(
+            wr_opcode::RDMA_READ_WITH_INV,
+            Kind::Read,
+            wc_opcode::RDMA_READ,
+        )
+    },
+    opcode(
+        wr_opcode::MASKED_ATOMIC_CMP_AND_SWP,
+        Kind::Atomic,
+        wc_opcode::MASKED_COMP_SWAP,
+    ),
+    opcode(
+        wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD,
+        Kind::Atomic,
+        wc_opcode::MASKED_FETCH_ADD,
+    ),
+    opcode(wr_opcode::FLUSH, Kind::Flush, wc_opcode::FLUSH),
+    opcode(
+        wr_opcode::ATOMIC_WRITE,
+        Kind::AtomicWrite,
+        wc_opcode::ATOMIC_WRITE,
+    ),
+    opcode(wr_opcode::REG_MR, Kind::Register, wc_opcode::REG_MR),
+];
+
+/// An opcode with what most of its kind have.
+const fn opcode(opcode: u8, kind: Kind, completes_as: u8) -> Opcode {
+    let (qp_types, features, remote_access): (u16, &[u32], u32) = match kind {
+        Kind::Send => (CONNECTED, &[], 0),
+        Kind::Write => (CONNECTED, &[], access::REMOTE_WRITE),
+        Kind::Read => (ACKNOWLEDGED, &[], access::REMOTE_READ),
+        Kind::Atomic => (ACKNOWLEDGED, &[feature::ATOMIC], access::REMOTE_ATOMIC),
+        Kind::AtomicWrite => (ACKNOWLEDGED, &[feature::ATOMIC], access::REMOTE_WRITE),
+        Kind::Flush => (ACKNOWLEDGED, &[feature::FLUSH], 0),
+        Kind::Bind => (CONNECTED, &[feature::MW], 0),
+        Kind::Invalidate => (CONNECTED, INVALIDATION, 0),
+        Kind::Register => (CONNECTED, &[feature::FAST_REG], 0),
+    };
+    Opcode {
+        opcode,
+        kind,
+        qp_types,
+        features,
+        completes_as,
+        receives_as: match kind {
+            Kind::Send => Some(wc_opcode::RECV),
+            _ => None,
+        },
+        imm: Imm::None,
+        remote_access,
+    }
+}
+
+/// Numbers of opcodes are below this.
+const OPCODES_END: usize = wr_opcode::REG_MR as usize + 1;
+
+/// Where in [`OPCODES`] each opcode is, plus one; zero: there is none of that number.
+const PLACES: [u8; OPCODES_END] = {
+    let mut places = [0; OPCODES_END];
+    let mut i = 0;
+    while i < OPCODES.len() {
+        places[OPCODES[i].opcode as usize] = i as u8 + 1;
+        i += 1;
+    }
+    places
+};
+
+/// As what each opcode completes.
+const COMPLETES_AS: [u8; OPCODES_END] = {
+    let mut completes_as = [wc_opcode::SEND; OPCODES_END];
+    let mut i = 0;
+    while i < OPCODES.len() {
+        completes_as[OPCODES[i].opcode as usize] = OPCODES[i].completes_as;
+        i += 1;
+    }
+    completes_as
+};
+
+/// `wc_opcode` of the completion of a send work request; that of a SEND for opcodes that there are
+/// not.
+#[inline(always)]
+#[must_use]
+pub fn completion_opcode(opcode: u8) -> u8 {
+    let completes_as = COMPLETES_AS.get(usize::from(opcode));
+    completes_as.copied().unwrap_or(wc_opcode::SEND)
+}
+
+impl Opcode {
+    /// What is so of an opcode, if it is one.
+    #[inline]
+    #[must_use]
+    pub fn of(opcode: u8) -> Option<&'static Self> {
+        let place = *PLACES.get(usize::from(opcode))?;
+        OPCODES.get(usize::from(place.checked_sub(1)?))
+    }
+
+    /// Whether queue pairs of this type have it.
+    #[inline]
+    #[must_use]
+    pub const fn is_for(&self, qp_type: u8) -> bool {
+        self.qp_types & 1u16.wrapping_shl(qp_type as u32) != 0 && qp_type < 16
+    }
+
+    /// `wc_flag` of the completion at the responder for what `imm` says.
+    #[must_use]
+    pub const fn receive_flags(&self) -> u8 {
+        match self.imm {
+            Imm::Data => wc_flag::WITH_IMM,
+            Imm::RemoteKey => wc_flag::WITH_INV,
+            Imm::None | Imm::LocalKey => 0,
+        }
+    }
+}
+
+/// What becomes of a queue pair when one of its send work requests fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failure {
+    /// All of it is in error.
+    QueuePair,
+    /// In RTS, only its send queue is: nobody is told of messages that are lost anyway.
+    SendQueue,
+}
+
+/// One type of queue pairs.
+#[derive(Debug, Clone, Copy)]
+pub struct QpType {
+    /// `qp_type`.
+    pub qp_type: u8,
+    /// It has a send queue.
+    pub sends: bool,
+    /// It has a receive queue, or takes receives from a shared one.
+    pub receives: bool,
+    /// Each message has a destination of its own; the others have a peer.
+    pub datagram: bool,
+    /// Messages are acknowledged, and repeated until they are.
+    pub acknowledged: bool,
+    /// The type of queue pairs that it sends to.
+    pub peer: u8,
+    /// What an error of its send queue does.
+    pub failure: Failure,
+    /// The feature that it needs.
+    pub feature: u32,
+}
+
+/// All types of queue pairs.
+pub const QP_TYPES: &[QpType] = &[
+    QpType {
+        datagram: true,
+        acknowledged: false,
+        failure: Failure::SendQueue,
+        feature: feature::UD,
+        ..connected(qp_type::GSI)
+    },
+    connected(qp_type::RC),
+    QpType {
+        acknowledged: false,
+        failure: Failure::SendQueue,
+        feature: feature::UC,
+        ..connected(qp_type::UC)
+    },
+    QpType {
+        datagram: true,
+        acknowledged: false,
+        failure: Failure::SendQueue,
+        feature: feature::UD,
+        ..connected(qp_type::UD)
+    },
+    QpType {
+        receives: false,
+        peer: qp_type::XRC_TGT,
+        feature: feature::XRC,
+        ..connected(qp_type::XRC_INI)
+    },
+    QpType {
+        sends: false,
+        receives: false,
+        peer: qp_type::XRC_INI,
+        feature: feature::XRC,
+        ..connected(qp_type::XRC_TGT)
+    },
+];
+
+/// A type with what RC has.
+const fn connected(qp_type: u8) -> QpType {
+    QpType {
+        qp_type,
+        sends: true,
+        receives: true,
+        datagram: false,
+        acknowledged: true,
+        peer: qp_type,
+        failure: Failure::QueuePair,
+        feature: feature::RC,
+    }
+}
+
+impl QpType {
+    /// What is so of a type, if it is one.
+    #[inline]
+    #[must_use]
+    pub fn of(qp_type: u8) -> Option<&'static Self> {
+        QP_TYPES.iter().find(|of| of.qp_type == qp_type)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_opcode_and_every_type_is_there_once() {
+        for (name, opcode) in wr_opcode::ALL {
+            let found = Opcode::of(*opcode as u8);
+            assert_eq!(found.map(|of| of.opcode), Some(*opcode as u8), "{name}");
+        }
+        assert_eq!(OPCODES.len(), wr_opcode::ALL.len());
+        for (name, qp_type) in qp_type::ALL {
+            let found = QpType::of(*qp_type as u8);
+            assert_eq!(found.map(|of| of.qp_type), Some(*qp_type as u8), "{name}");
+        }
+        assert_eq!(QP_TYPES.len(), qp_type::ALL.len());
+        assert!(Opcode::of(10).is_none() && Opcode::of(33).is_none() && Opcode::of(255).is_none());
+    }
+
+    #[test]
+    fn each_type_of_queue_pair_has_its_opcodes() {
+        let has = |opcode, qp_type| Opcode::of(opcode).is_some_and(|of| of.is_for(qp_type));
+        for opcode in 0..=255 {
+            let known = matches!(opcode, 0..=9 | 11..=15 | 32);
+            let unreliable = matches!(opcode, 0..=3 | 7..=9 | 32);
+            assert_eq!(has(opcode, qp_type::RC), known, "{opcode}");
+            assert_eq!(has(opcode, qp_type::XRC_INI), known, "{opcode}");
+            assert_eq!(has(opcode, qp_type::UC), unreliable, "{opcode}");
+            assert_eq!(has(opcode, qp_type::UD), matches!(opcode, 2 | 3));
+            assert_eq!(has(opcode, qp_type::GSI), matches!(opcode, 2 | 3));
+            assert!(!has(opcode, qp_type::XRC_TGT) && !has(opcode, 17) && !has(opcode, 18));
+        }
+    }
+
+    #[test]
+    fn a_type_that_is_sent_to_is_sent_to_by_its_peer() {
+        for of in QP_TYPES {
+            let peer = QpType::of(of.peer).unwrap();
+            assert_eq!(peer.peer, of.qp_type);
+            assert_eq!(peer.datagram, of.datagram);
+            assert_eq!(peer.acknowledged, of.acknowledged);
+        }
+    }
+}
