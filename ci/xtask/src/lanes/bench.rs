@@ -13,7 +13,7 @@ use serde_json::Value;
 use virtio_rdma_bench::{Better, Figure, Part, Target};
 
 use super::tools::Table;
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 use crate::vm::kvm;
@@ -205,15 +205,15 @@ fn bytes(size: u64) -> String {
 
 /// Gives rxe the network interface that ours is paired with, and the interface the frames with
 /// which rxe and TCP do best.
-fn set_up(ground: &mut Ground) -> Result<()> {
-    for vm in &ground.bed.vms {
+fn set_up(fixture: &mut Fixture) -> Result<()> {
+    for vm in &fixture.bed.vms {
         vm.sh("ip link set eth0 mtu 9000")?;
         vm.sh(
             "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0 && /payload/wait-active rxe0",
         )?;
         vm.sh("/payload/wait-active vrdma0")?;
     }
-    let guest = ground.vm(1)?.sh("uname -r; nproc")?;
+    let guest = fixture.vm(1)?.sh("uname -r; nproc")?;
     let mut words = guest.split_ascii_whitespace();
     let (release, cpus) = (
         words.next().unwrap_or_default(),
@@ -225,12 +225,12 @@ fn set_up(ground: &mut Ground) -> Result<()> {
         "QEMU's TCG, which translates their code, with the same CPU model (`max` without ERMS and FSRM)"
     };
     let cores = std::thread::available_parallelism()?;
-    ground.note(format!(
+    fixture.note(format!(
         "Between VMs: two guests with Debian 13 and Linux {release} run on {how}, with {cpus} CPU each; both and the device share \
          {cores} CPUs of the host. Our device, rxe and TCP take turns in the same two guests. Latency is what perftest calls \
          typical, the median of its run; each figure is the median of {ROUNDS} runs, each point of a curve one run."
     ));
-    ground.note(
+    fixture.note(
         "Rxe and TCP go over virtio-net with an MTU of 9000, connected by QEMU's own stream socket between the two processes: \
          this needs no privilege, and has no segmentation offload. Our device needs no network for its data."
             .to_owned(),
@@ -239,8 +239,8 @@ fn set_up(ground: &mut Ground) -> Result<()> {
 }
 
 /// Runs a tool of perftest between the VMs on a device of theirs.
-fn perftest(ground: &mut Ground, device: Device, tool: &str, arguments: &str) -> Result<Table> {
-    let pair = ground.pair(2, 1);
+fn perftest(fixture: &mut Fixture, device: Device, tool: &str, arguments: &str) -> Result<Table> {
+    let pair = fixture.pair(2, 1);
     let name = device.name();
     let start = |host: &str| {
         format!(
@@ -248,15 +248,15 @@ fn perftest(ground: &mut Ground, device: Device, tool: &str, arguments: &str) ->
             pair.port
         )
     };
-    let (text, _) = pair.run(&ground.bed, &start(""), &start(&pair.host()), LONG)?;
+    let (text, _) = pair.run(&fixture.bed, &start(""), &start(&pair.host()), LONG)?;
     Table::parse(&text).with_context(|| format!("no table from {tool}:\n{text}"))
 }
 
 /// The bandwidth of TCP, MiB/s.
-fn tcp(ground: &mut Ground) -> Result<f64> {
-    let pair = ground.pair(2, 1);
+fn tcp(fixture: &mut Fixture) -> Result<f64> {
+    let pair = fixture.pair(2, 1);
     let (text, _) = pair.run(
-        &ground.bed,
+        &fixture.bed,
         &format!("iperf3 -s -1 -p {}", pair.port),
         &format!("iperf3 -c {} -p {} -O 1 -t 2 -J", pair.host(), pair.port),
         LONG,
@@ -281,7 +281,7 @@ struct Values {
     tcp: Vec<f64>,
 }
 
-fn rounds(ground: &mut Ground) -> Result<()> {
+fn rounds(fixture: &mut Fixture) -> Result<()> {
     let mut values = Values {
         perftest: vec![Default::default(); MEASUREMENTS.len()],
         tcp: Vec::new(),
@@ -294,7 +294,7 @@ fn rounds(ground: &mut Ground) -> Result<()> {
                     measurement.size,
                     measurement.iterations(device)
                 );
-                let table = perftest(ground, device, &measurement.tool(), &arguments)?;
+                let table = perftest(fixture, device, &measurement.tool(), &arguments)?;
                 let value = measurement.value(&table, measurement.size)?;
                 println!(
                     "         round {round}, {}: {} {value:.3} {}",
@@ -307,13 +307,13 @@ fn rounds(ground: &mut Ground) -> Result<()> {
                 }
             }
         }
-        let value = tcp(ground)?;
+        let value = tcp(fixture)?;
         println!("         round {round}, TCP: {value:.0} MiB/s");
         values.tcp.push(value);
     }
     for figure in figures(&values) {
-        ground.sub_case(judged(&figure));
-        ground.measured(figure);
+        fixture.sub_case(judged(&figure));
+        fixture.measured(figure);
     }
     Ok(())
 }
@@ -381,7 +381,7 @@ const CURVES: &[Measurement] = &[
 ];
 
 /// Measures each device at all message sizes that perftest has.
-fn curves(ground: &mut Ground) -> Result<()> {
+fn curves(fixture: &mut Fixture) -> Result<()> {
     for curve in CURVES {
         let iterations = |device| match device {
             Device::Ours => 500,
@@ -389,7 +389,7 @@ fn curves(ground: &mut Ground) -> Result<()> {
         };
         let mut of = |device| {
             let arguments = format!("-a -n {}", iterations(device));
-            perftest(ground, device, &curve.tool(), &arguments)
+            perftest(fixture, device, &curve.tool(), &arguments)
         };
         let (ours, rxe) = (of(Device::Ours)?, of(Device::Rxe)?);
         for size in ours.sizes() {
@@ -404,7 +404,7 @@ fn curves(ground: &mut Ground) -> Result<()> {
             // Sizes are far below 2^53.
             #[allow(clippy::cast_precision_loss)]
             let figure = figure.at(size as f64);
-            ground.measured(figure.beside("rxe", &[curve.value(&rxe, size)?]));
+            fixture.measured(figure.beside("rxe", &[curve.value(&rxe, size)?]));
         }
     }
     Ok(())

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Result};
 
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, SHORT};
 
@@ -69,8 +69,8 @@ const CASES: &[Case] = &[
     },
 ];
 
-fn guests_are_complete(ground: &mut Ground) -> Result<()> {
-    let vm = ground.vm(1)?;
+fn guests_are_complete(fixture: &mut Fixture) -> Result<()> {
+    let vm = fixture.vm(1)?;
     vm.sh("set -e; for tool in ibv_devices ibv_devinfo ibv_rc_pingpong ib_write_bw ib_read_lat rping rdma strace lspci ip ss; do command -v $tool; done")?;
     vm.sh("modprobe -a rdma_rxe nvme-rdma ib_iser ib_srp ib_ipoib rpcrdma rds_rdma 9pnet_rdma && modprobe -r rdma_rxe && lsmod | grep ib_uverbs")?;
     vm.sh("python3 -c 'import pyverbs.device, pyverbs.qp'")?;
@@ -78,10 +78,10 @@ fn guests_are_complete(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn guests_are_quiet(ground: &mut Ground) -> Result<()> {
+fn guests_are_quiet(fixture: &mut Fixture) -> Result<()> {
     let shells = "pgrep -fxc 'bash -i'";
     let count = "cut -d' ' -f5 /proc/loadavg";
-    for vm in &ground.bed.vms {
+    for vm in &fixture.bed.vms {
         ensure!(
             vm.sh(shells)?.trim() == "1",
             "vm{}: not one shell on the console",
@@ -106,10 +106,10 @@ fn guests_are_quiet(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn guests_reach_each_other(ground: &mut Ground) -> Result<()> {
-    ground.vm(1)?.sh("ping -c 2 -w 20 10.10.0.2")?;
-    ground.vm(2)?.sh("ping -c 2 -w 20 10.10.0.1")?;
-    let addresses = ground.vm(2)?.sh("ip -br addr show dev eth0")?;
+fn guests_reach_each_other(fixture: &mut Fixture) -> Result<()> {
+    fixture.vm(1)?.sh("ping -c 2 -w 20 10.10.0.2")?;
+    fixture.vm(2)?.sh("ping -c 2 -w 20 10.10.0.1")?;
+    let addresses = fixture.vm(2)?.sh("ip -br addr show dev eth0")?;
     ensure!(
         addresses.contains("fe80::"),
         "no IPv6 link-local address: {addresses}"
@@ -117,8 +117,8 @@ fn guests_reach_each_other(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn commands_run_side_by_side(ground: &mut Ground) -> Result<()> {
-    let vm = ground.vm(1)?;
+fn commands_run_side_by_side(fixture: &mut Fixture) -> Result<()> {
+    let vm = fixture.vm(1)?;
     let start = Instant::now();
     let jobs = (0..8)
         .map(|n| vm.spawn(&format!("sleep 2; seq 2000; echo {n}")))
@@ -140,10 +140,10 @@ fn commands_run_side_by_side(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn no_output_is_lost(ground: &mut Ground) -> Result<()> {
+fn no_output_is_lost(fixture: &mut Fixture) -> Result<()> {
     // Many small writes, each a message of its own, from several commands at once and while the
     // vCPU is busy.
-    let vm = ground.vm(1)?;
+    let vm = fixture.vm(1)?;
     let busy = vm.spawn("while :; do :; done")?;
     let command = "for n in $(seq 4000); do echo \"row $n\"; done";
     let jobs = (0..4)
@@ -159,8 +159,8 @@ fn no_output_is_lost(ground: &mut Ground) -> Result<()> {
     busy.kill(9)
 }
 
-fn commands_end_as_they_end(ground: &mut Ground) -> Result<()> {
-    let vm = ground.vm(1)?;
+fn commands_end_as_they_end(fixture: &mut Fixture) -> Result<()> {
+    let vm = fixture.vm(1)?;
     ensure!(vm.run("exit 7", SHORT)?.status == 7);
     ensure!(vm.run("kill -9 $$", SHORT)?.status == -9);
     let output = vm.run("echo out; echo err >&2; sleep 100 &", SHORT)?;
@@ -176,8 +176,8 @@ fn commands_end_as_they_end(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn stop_and_freeze(ground: &mut Ground) -> Result<()> {
-    let vm = ground.vm_mut(2)?;
+fn stop_and_freeze(fixture: &mut Fixture) -> Result<()> {
+    let vm = fixture.vm_mut(2)?;
     vm.qmp("stop")?;
     ensure!(vm.qmp("query-status")?["status"] == "paused");
     let job = vm.spawn("echo hello")?;
@@ -194,8 +194,8 @@ fn stop_and_freeze(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn reset(ground: &mut Ground) -> Result<()> {
-    let vm = ground.vm_mut(2)?;
+fn reset(fixture: &mut Fixture) -> Result<()> {
+    let vm = fixture.vm_mut(2)?;
     let job = vm.spawn("touch /tmp/before; sleep 100")?;
     wait_for(SHORT, || {
         Ok(vm.run("test -e /tmp/before", SHORT)?.status == 0).map(|there| there.then_some(()))
@@ -207,12 +207,12 @@ fn reset(ground: &mut Ground) -> Result<()> {
         vm.run("test -e /tmp/before", SHORT)?.status != 0,
         "the guest was not reset"
     );
-    ground.vm(1)?.sh("ping -c 1 -w 20 10.10.0.2").map(drop)
+    fixture.vm(1)?.sh("ping -c 1 -w 20 10.10.0.2").map(drop)
 }
 
-fn kill_and_start_again(ground: &mut Ground) -> Result<()> {
+fn kill_and_start_again(fixture: &mut Fixture) -> Result<()> {
     for number in [1, 2] {
-        let vm = ground.vm_mut(number)?;
+        let vm = fixture.vm_mut(number)?;
         vm.kill()?;
         ensure!(vm.sh("true").is_err(), "a dead VM ran a command");
         vm.start_again()?;

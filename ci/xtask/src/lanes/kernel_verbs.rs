@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Result};
 
 use super::tools::{counts, settled};
-use super::{Case, Ground, Lane, Skip};
+use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 
@@ -91,13 +91,13 @@ impl End {
 /// Runs all tests on a device. A guest that does not live through one is started anew for the rest;
 /// `prepare` makes it ready.
 fn run(
-    ground: &mut Ground,
+    fixture: &mut Fixture,
     device: &str,
-    prepare: fn(&Ground) -> Result<()>,
-    mut tell: impl FnMut(&mut Ground, &str, &End, f64),
+    prepare: fn(&Fixture) -> Result<()>,
+    mut tell: impl FnMut(&mut Fixture, &str, &End, f64),
 ) -> Result<()> {
-    prepare(ground)?;
-    let names = ground.vm(1)?.sh("/payload/kernel-verbs")?;
+    prepare(fixture)?;
+    let names = fixture.vm(1)?.sh("/payload/kernel-verbs")?;
     ensure!(
         names.lines().count() >= TESTS,
         "there are fewer than {TESTS} tests:\n{names}"
@@ -105,43 +105,43 @@ fn run(
     let mut losses = 0;
     for name in names.lines() {
         let start = Instant::now();
-        let result = ground
+        let result = fixture
             .vm(1)?
             .run(&format!("/payload/kernel-verbs {device} {name}"), LONG);
         let end = match &result {
             Ok(output) => End::parse(&output.text),
             Err(error) => End::Fail(format!("the guest was lost: {error:#}")),
         };
-        tell(ground, name, &end, start.elapsed().as_secs_f64());
+        tell(fixture, name, &end, start.elapsed().as_secs_f64());
         if result.is_err() {
             losses += 1;
             if losses == LOSSES {
                 bail!("the guest was lost {LOSSES} times, the last time in {name}");
             }
             println!("         {name} on {device}: the guest was lost; starting it anew");
-            ground.restart()?;
-            prepare(ground)?;
-            ground.vm(1)?.sh("/payload/kernel-verbs")?;
+            fixture.restart()?;
+            prepare(fixture)?;
+            fixture.vm(1)?.sh("/payload/kernel-verbs")?;
         }
     }
     Ok(())
 }
 
-fn on_ours(ground: &mut Ground) -> Result<()> {
-    let mut before = counts(&ground.bed)?;
-    let column = format!("our device, {}", ground.kernel);
+fn on_ours(fixture: &mut Fixture) -> Result<()> {
+    let mut before = counts(&fixture.bed)?;
+    let column = format!("our device, {}", fixture.kernel);
     run(
-        ground,
+        fixture,
         "vrdma0",
         |_| Ok(()),
-        |ground, name, end, seconds| {
-            ground.cell(name, &column, &end.cell());
+        |fixture, name, end, seconds| {
+            fixture.cell(name, &column, &end.cell());
             let (outcome, reason) = match end {
                 End::Ok => (Outcome::Passed, String::new()),
                 End::Skip(reason) => (Outcome::Failed, format!("unexpected skip: {reason}")),
                 End::Fail(reason) => (Outcome::Failed, reason.clone()),
             };
-            ground.sub_case(CaseReport {
+            fixture.sub_case(CaseReport {
                 name: name.to_owned(),
                 outcome,
                 reason,
@@ -151,32 +151,32 @@ fn on_ours(ground: &mut Ground) -> Result<()> {
         },
     )?;
     // The core keeps the shared completion queues that it made as long as the device is there.
-    for (before, now) in before.iter_mut().zip(counts(&ground.bed)?) {
+    for (before, now) in before.iter_mut().zip(counts(&fixture.bed)?) {
         let (had, has) = (before.entry("cqs".to_owned()).or_default(), now.get("cqs"));
         if let Some(has) = has.filter(|has| (*had..=*had + POOLED).contains(has)) {
             *had = *has;
         }
     }
-    settled(&ground.bed, &before)
+    settled(&fixture.bed, &before)
 }
 
-fn unload(ground: &mut Ground) -> Result<()> {
-    let vm = ground.vm(1)?;
+fn unload(fixture: &mut Fixture) -> Result<()> {
+    let vm = fixture.vm(1)?;
     vm.sh("rmmod kernel_verbs_test")?;
     vm.sh("rmmod virtio_rdma").map(drop)
 }
 
-fn on_rxe(ground: &mut Ground) -> Result<()> {
-    let prepare = |ground: &Ground| {
-        let vm = ground.vm(1)?;
+fn on_rxe(fixture: &mut Fixture) -> Result<()> {
+    let prepare = |fixture: &Fixture| {
+        let vm = fixture.vm(1)?;
         vm.sh("! grep -q ^virtio_rdma /proc/modules || rmmod virtio_rdma")?;
         vm.sh("modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0")?;
         vm.sh("/payload/wait-active rxe0").map(drop)
     };
-    let column = format!("rxe, {}", ground.kernel);
+    let column = format!("rxe, {}", fixture.kernel);
     let mut outcomes = [0usize; 3];
-    let result = run(ground, "rxe0", prepare, |ground, name, end, _| {
-        ground.cell(name, &column, &end.cell());
+    let result = run(fixture, "rxe0", prepare, |fixture, name, end, _| {
+        fixture.cell(name, &column, &end.cell());
         let [passed, skipped, failed] = &mut outcomes;
         *match end {
             End::Ok => passed,
@@ -185,15 +185,15 @@ fn on_rxe(ground: &mut Ground) -> Result<()> {
         } += 1;
     });
     for (word, number) in ["pass", "skip", "fail"].iter().zip(outcomes) {
-        ground.figure(&format!("rxe_{word}"), number);
+        fixture.figure(&format!("rxe_{word}"), number);
     }
     // Its faults are not ours.
     if let Err(error) = result {
-        ground.restart()?;
+        fixture.restart()?;
         bail!(Skip(format!("{error:#}")));
     }
-    let log = ground.vm(1)?.sh("dmesg -c")?;
-    fs::write(ground.logs().join("rxe.dmesg"), log)?;
+    let log = fixture.vm(1)?.sh("dmesg -c")?;
+    fs::write(fixture.logs().join("rxe.dmesg"), log)?;
     Ok(())
 }
 

@@ -96,7 +96,7 @@ pub struct Case {
     /// Unique in its lane.
     pub name: &'static str,
     /// What it does: an error is a failure, or a skip if it is a [`Skip`].
-    pub run: fn(&mut Ground) -> Result<()>,
+    pub run: fn(&mut Fixture) -> Result<()>,
 }
 
 /// The reason for which a case cannot run here, as an error.
@@ -147,7 +147,7 @@ pub fn find(name: &str) -> Result<Lane> {
 }
 
 /// What a case works on.
-pub struct Ground<'a> {
+pub struct Fixture<'a> {
     /// The VMs and the device.
     pub bed: Bed,
     /// The guests' kernel.
@@ -164,7 +164,7 @@ pub struct Ground<'a> {
     port: u16,
 }
 
-impl Ground<'_> {
+impl Fixture<'_> {
     /// A VM by its number, from 1.
     pub fn vm(&self, number: u8) -> Result<&Vm> {
         self.bed.vm(number)
@@ -257,7 +257,7 @@ impl Ground<'_> {
     }
 
     /// What may explain a failure.
-    fn circumstances(&self) -> String {
+    fn circumstances(&mut self) -> String {
         let mut text = String::new();
         if let Some(device) = &self.bed.device {
             match device
@@ -274,13 +274,22 @@ impl Ground<'_> {
             let log = shell::tail(device.log(), 1500);
             let _ = write!(text, "\nthe end of the device's log:\n{log}");
         }
-        for vm in &self.bed.vms {
-            if let Ok(output) = vm.run("dmesg | tail -n 12", Duration::from_secs(10)) {
-                let _ = write!(
+        for vm in &mut self.bed.vms {
+            match vm.run("dmesg | tail -n 12", Duration::from_secs(10)) {
+                Ok(output) => drop(write!(
                     text,
                     "\nthe end of vm{}'s kernel log:\n{}",
                     vm.number, output.text
-                );
+                )),
+                Err(error) => {
+                    let _ = write!(text, "\nvm{} does not answer: {error:#}", vm.number);
+                    let _ = vm.thaw();
+                    if vm.qmp("inject-nmi").is_ok() {
+                        std::thread::sleep(Duration::from_secs(3));
+                    }
+                    let _ = write!(text, "\nthe end of its console:\n{}", vm.console());
+                    continue;
+                }
             }
             if self.plan.stack.is_some() {
                 if let Ok(output) = vm.run("/payload/stuck 3", Duration::from_secs(20)) {
@@ -409,7 +418,7 @@ fn run_on(
             return Ok(());
         }
     };
-    let mut ground = Ground {
+    let mut fixture = Fixture {
         bed,
         kernel,
         quick: choice.quick,
@@ -421,31 +430,31 @@ fn run_on(
         measured: Measurements::default(),
         port: 18600,
     };
-    ground.figure(
+    fixture.figure(
         "boot_seconds",
         (start.elapsed().as_secs_f64() * 10.0).round() / 10.0,
     );
-    record(lane_report, kernel, "boot", start, ground.aftermath());
+    record(lane_report, kernel, "boot", start, fixture.aftermath());
     for case in cases {
         let start = Instant::now();
-        let result = (case.run)(&mut ground).and_then(|()| ground.aftermath());
+        let result = (case.run)(&mut fixture).and_then(|()| fixture.aftermath());
         let failed = result
             .as_ref()
             .is_err_and(|error| error.downcast_ref::<Skip>().is_none());
         let result = result.map_err(|error| {
             if failed {
-                error.context(ground.circumstances())
+                error.context(fixture.circumstances())
             } else {
                 error
             }
         });
         record(lane_report, kernel, case.name, start, result);
-        for case in std::mem::take(&mut ground.sub_cases) {
+        for case in std::mem::take(&mut fixture.sub_cases) {
             tell(&case);
             lane_report.cases.push(case);
         }
         if failed {
-            if let Err(error) = ground.mend() {
+            if let Err(error) = fixture.mend() {
                 record(
                     lane_report,
                     kernel,
@@ -459,16 +468,16 @@ fn run_on(
     }
     lane_report
         .figures
-        .extend(std::mem::take(&mut ground.figures));
-    lane_report.table = std::mem::take(&mut ground.table);
+        .extend(std::mem::take(&mut fixture.figures));
+    lane_report.table = std::mem::take(&mut fixture.table);
     lane_report
         .measured
         .notes
-        .append(&mut ground.measured.notes);
+        .append(&mut fixture.measured.notes);
     lane_report
         .measured
         .figures
-        .append(&mut ground.measured.figures);
+        .append(&mut fixture.measured.figures);
     Ok(())
 }
 

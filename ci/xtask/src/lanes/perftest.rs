@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Result};
 
 use super::tools::{Ready, Table};
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 
@@ -38,7 +38,7 @@ macro_rules! cases {
     ($($operation:literal $transport:literal,)*) => {
         &[$(Case {
             name: concat!($operation, " ", $transport),
-            run: |ground| all_variants(ground, $operation, $transport),
+            run: |fixture| all_variants(fixture, $operation, $transport),
         },)*]
     };
 }
@@ -166,7 +166,7 @@ impl Combination {
 }
 
 fn all_variants(
-    ground: &mut Ground,
+    fixture: &mut Fixture,
     operation: &'static str,
     transport: &'static str,
 ) -> Result<()> {
@@ -178,34 +178,34 @@ fn all_variants(
                 kind,
                 variant,
             };
-            one(ground, combination)?;
+            one(fixture, combination)?;
         }
     }
     Ok(())
 }
 
 /// Runs a combination, and puts it into the report.
-fn one(ground: &mut Ground, combination: Combination) -> Result<()> {
+fn one(fixture: &mut Fixture, combination: Combination) -> Result<()> {
     let start = Instant::now();
     let exists = combination.exists();
     let result = if exists {
-        measure(ground, combination)
+        measure(fixture, combination)
     } else {
-        refusal(ground, combination)
+        refusal(fixture, combination)
     };
-    let result = result.and_then(|cell| ground.aftermath().map(|()| cell));
+    let result = result.and_then(|cell| fixture.aftermath().map(|()| cell));
     let (outcome, cell, reason) = match result {
         Ok(cell) if exists => (Outcome::Passed, cell, String::new()),
         Ok(cell) => (Outcome::Skipped, format!("not there: {cell}"), cell),
         Err(error) => {
-            let reason = format!("{error:#}{}", ground.circumstances());
+            let reason = format!("{error:#}{}", fixture.circumstances());
             (Outcome::Failed, "FAILED".to_owned(), reason)
         }
     };
     let (row, column) = (combination.row(), combination.variant.column());
     println!("         {row}, {column}: {cell}");
-    ground.cell(&row, column, &cell);
-    ground.sub_case(CaseReport {
+    fixture.cell(&row, column, &cell);
+    fixture.sub_case(CaseReport {
         name: format!("{row}, {column}"),
         outcome,
         reason,
@@ -213,20 +213,20 @@ fn one(ground: &mut Ground, combination: Combination) -> Result<()> {
         tabulated: true,
     });
     if outcome == Outcome::Failed {
-        ground.mend()?;
+        fixture.mend()?;
     }
     Ok(())
 }
 
 /// Runs a combination between the VMs; its figure.
-fn measure(ground: &mut Ground, combination: Combination) -> Result<String> {
-    let pair = ground.pair(2, 1);
+fn measure(fixture: &mut Fixture, combination: Combination) -> Result<String> {
+    let pair = fixture.pair(2, 1);
     let (tool, arguments) = (combination.tool(), combination.arguments());
     let (text, table) = if combination.variant == Variant::RdmaCm {
         let start = |host: &str| format!("{tool} -F -p {} {arguments} {host}", pair.port);
         let (text, _) = pair.run_when(
             Ready::Cm(pair.port),
-            &ground.bed,
+            &fixture.bed,
             &start(""),
             &start(&pair.host()),
             LONG,
@@ -234,7 +234,7 @@ fn measure(ground: &mut Ground, combination: Combination) -> Result<String> {
         let table = Table::parse(&text)?;
         (text, table)
     } else {
-        pair.perftest(&ground.bed, &tool, &arguments, LONG)?
+        pair.perftest(&fixture.bed, &tool, &arguments, LONG)?
     };
     let sizes = table.sizes();
     if combination.all_sizes() {
@@ -269,9 +269,9 @@ fn measure(ground: &mut Ground, combination: Combination) -> Result<String> {
 }
 
 /// Asks perftest for a combination that it does not have; what it answers.
-fn refusal(ground: &Ground, combination: Combination) -> Result<String> {
+fn refusal(fixture: &Fixture, combination: Combination) -> Result<String> {
     let command = format!("{} {}", combination.tool(), combination.arguments());
-    let output = ground.vm(1)?.run(&command, REFUSAL)?;
+    let output = fixture.vm(1)?.run(&command, REFUSAL)?;
     ensure!(
         output.status != 0,
         "`{command}` was expected to refuse, and did not:\n{}",

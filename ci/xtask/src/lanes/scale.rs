@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{ensure, Context, Result};
 
 use super::tools::{counts, device_memory, settled};
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 
 /// Queue pairs and as many completion queues.
@@ -33,15 +33,15 @@ pub fn lane() -> Lane {
     }
 }
 
-fn queue_pairs(ground: &mut Ground) -> Result<()> {
-    let before = counts(&ground.bed)?;
-    let resident = device_memory(&ground.bed)?;
-    ground.vm(1)?.sh("rm -f /tmp/counted")?;
-    let job = ground
+fn queue_pairs(fixture: &mut Fixture) -> Result<()> {
+    let before = counts(&fixture.bed)?;
+    let resident = device_memory(&fixture.bed)?;
+    fixture.vm(1)?.sh("rm -f /tmp/counted")?;
+    let job = fixture
         .vm(1)?
         .spawn(&format!("/payload/rdma.py scale {COUNT}"))?;
     job.wait_text(PATIENCE, |text| text.contains("all there"))?;
-    let during = counts(&ground.bed)?;
+    let during = counts(&fixture.bed)?;
     for kind in ["qps", "cqs"] {
         let count = |counts: &[super::tools::Counts]| {
             counts
@@ -56,9 +56,9 @@ fn queue_pairs(ground: &mut Ground) -> Result<()> {
         );
     }
     // Each pair: a queue pair and its completion queue.
-    let each = (device_memory(&ground.bed)?.saturating_sub(resident)) / COUNT;
-    ground.figure("device_bytes_per_qp_and_cq", each);
-    ground.vm(1)?.sh("touch /tmp/counted")?;
+    let each = (device_memory(&fixture.bed)?.saturating_sub(resident)) / COUNT;
+    fixture.figure("device_bytes_per_qp_and_cq", each);
+    fixture.vm(1)?.sh("touch /tmp/counted")?;
     let output = job.wait(PATIENCE)?;
     ensure!(
         output.status == 0 && output.text.contains("all gone"),
@@ -77,13 +77,13 @@ fn queue_pairs(ground: &mut Ground) -> Result<()> {
             .with_context(|| format!("no {kind} {name} in:\n{}", output.text))
         };
         let (first, last) = (number("first")?, number("last")?);
-        ground.figure(&format!("{kind}_create_first_us"), first);
-        ground.figure(&format!("{kind}_create_last_us"), last);
-        ground.figure(&format!("guest_bytes_per_{kind}"), number("bytes")?);
+        fixture.figure(&format!("{kind}_create_first_us"), first);
+        fixture.figure(&format!("{kind}_create_last_us"), last);
+        fixture.figure(&format!("guest_bytes_per_{kind}"), number("bytes")?);
         ensure!(
             last <= 2 * first,
             "creating the last {kind}s took {last} us each, and the first {first} us"
         );
     }
-    settled(&ground.bed, &before)
+    settled(&fixture.bed, &before)
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{ensure, Context, Result};
 
 use super::tools::{counts, device_of, progress, settled, wait_progress, Table};
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, Bed, SHORT};
 
@@ -77,27 +77,27 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "ib_send_bw -a",
-        run: |ground| bandwidth(ground, "ib_send_bw"),
+        run: |fixture| bandwidth(fixture, "ib_send_bw"),
     },
     Case {
         name: "ib_write_bw -a",
-        run: |ground| bandwidth(ground, "ib_write_bw"),
+        run: |fixture| bandwidth(fixture, "ib_write_bw"),
     },
     Case {
         name: "ib_read_bw -a",
-        run: |ground| bandwidth(ground, "ib_read_bw"),
+        run: |fixture| bandwidth(fixture, "ib_read_bw"),
     },
     Case {
         name: "ib_send_lat -a",
-        run: |ground| latency(ground, "ib_send_lat"),
+        run: |fixture| latency(fixture, "ib_send_lat"),
     },
     Case {
         name: "ib_write_lat -a",
-        run: |ground| latency(ground, "ib_write_lat"),
+        run: |fixture| latency(fixture, "ib_write_lat"),
     },
     Case {
         name: "ib_read_lat -a",
-        run: |ground| latency(ground, "ib_read_lat"),
+        run: |fixture| latency(fixture, "ib_read_lat"),
     },
     Case {
         name: "perftest within one VM",
@@ -129,19 +129,19 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "guest reset under traffic",
-        run: |ground| lose_guest(ground, true),
+        run: |fixture| lose_guest(fixture, true),
     },
     Case {
         name: "guest killed under traffic",
-        run: |ground| lose_guest(ground, false),
+        run: |fixture| lose_guest(fixture, false),
     },
 ];
 
-fn counters(ground: &mut Ground) -> Result<()> {
+fn counters(fixture: &mut Fixture) -> Result<()> {
     const ITERATIONS: u64 = 1000;
     const SIZE: u64 = 4096;
-    let read = |ground: &Ground| -> Result<Vec<u64>> {
-        let text = ground.vm(1)?.sh(
+    let read = |fixture: &Fixture| -> Result<Vec<u64>> {
+        let text = fixture.vm(1)?.sh(
             "cd /sys/class/infiniband/*/ports/1; cat counters/port_{xmit,rcv}_{packets,data} hw_counters/tx_messages; \
              rdma statistic show | tr -s ' \\n' '\\n\\n' | grep -A1 tx_messages | tail -n 1",
         )?;
@@ -151,10 +151,12 @@ fn counters(ground: &mut Ground) -> Result<()> {
             .collect::<Result<_, _>>();
         numbers.with_context(|| format!("not counters:\n{text}"))
     };
-    let before = read(ground)?;
+    let before = read(fixture)?;
     let arguments = format!("-n {ITERATIONS} -s {SIZE}");
-    ground.pair(1, 2).pingpong(&ground.bed, &arguments, SHORT)?;
-    let after = read(ground)?;
+    fixture
+        .pair(1, 2)
+        .pingpong(&fixture.bed, &arguments, SHORT)?;
+    let after = read(fixture)?;
     // Data are counted in words of four bytes.
     let least = [
         ITERATIONS,
@@ -177,8 +179,8 @@ fn counters(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn tools_show_the_device(ground: &mut Ground) -> Result<()> {
-    for vm in &ground.bed.vms {
+fn tools_show_the_device(fixture: &mut Fixture) -> Result<()> {
+    for vm in &fixture.bed.vms {
         let n = vm.number;
         let devices = vm.sh("ibv_devices")?;
         ensure!(
@@ -240,25 +242,27 @@ fn tools_show_the_device(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn pingpong(ground: &mut Ground) -> Result<()> {
+fn pingpong(fixture: &mut Fixture) -> Result<()> {
     for (server, client) in [(1, 2), (2, 1)] {
-        ground
+        fixture
             .pair(server, client)
-            .pingpong(&ground.bed, "", SHORT)?;
+            .pingpong(&fixture.bed, "", SHORT)?;
     }
     Ok(())
 }
 
-fn pingpong_events(ground: &mut Ground) -> Result<()> {
-    ground.pair(2, 1).pingpong(&ground.bed, "-e", LONG)?;
-    ground
+fn pingpong_events(fixture: &mut Fixture) -> Result<()> {
+    fixture.pair(2, 1).pingpong(&fixture.bed, "-e", LONG)?;
+    fixture
         .pair(1, 1)
-        .pingpong(&ground.bed, "-e", LONG)
+        .pingpong(&fixture.bed, "-e", LONG)
         .map(drop)
 }
 
-fn pingpong_long(ground: &mut Ground) -> Result<()> {
-    let text = ground.pair(2, 1).pingpong(&ground.bed, "-n 10000", LONG)?;
+fn pingpong_long(fixture: &mut Fixture) -> Result<()> {
+    let text = fixture
+        .pair(2, 1)
+        .pingpong(&fixture.bed, "-n 10000", LONG)?;
     let figure = text.lines().find_map(|line| {
         line.strip_suffix(" usec/iter")?
             .rsplit(' ')
@@ -266,27 +270,27 @@ fn pingpong_long(ground: &mut Ground) -> Result<()> {
             .parse::<f64>()
             .ok()
     });
-    ground.figure("rc_pingpong_us_per_iteration", figure);
-    ground
+    fixture.figure("rc_pingpong_us_per_iteration", figure);
+    fixture
         .pair(2, 1)
-        .pingpong(&ground.bed, "-e -n 10000", LONG)
+        .pingpong(&fixture.bed, "-e -n 10000", LONG)
         .map(drop)
 }
 
-fn pingpong_sizes(ground: &mut Ground) -> Result<()> {
+fn pingpong_sizes(fixture: &mut Fixture) -> Result<()> {
     for size in [
         1, 4, 63, 64, 65, 256, 1024, 4096, 4097, 16384, 65536, 262_144, 1_048_576,
     ] {
-        let pair = ground.pair(2, 1);
-        pair.pingpong(&ground.bed, &format!("-n 100 -s {size}"), SHORT)?;
+        let pair = fixture.pair(2, 1);
+        pair.pingpong(&fixture.bed, &format!("-n 100 -s {size}"), SHORT)?;
     }
     Ok(())
 }
 
-fn pingpong_at_once(ground: &mut Ground) -> Result<()> {
+fn pingpong_at_once(fixture: &mut Fixture) -> Result<()> {
     let pairs =
-        [(2, 1), (1, 2), (2, 1), (1, 1)].map(|(server, client)| ground.pair(server, client));
-    let bed = &ground.bed;
+        [(2, 1), (1, 2), (2, 1), (1, 1)].map(|(server, client)| fixture.pair(server, client));
+    let bed = &fixture.bed;
     std::thread::scope(|scope| {
         let runs = pairs.map(|pair| scope.spawn(move || pair.pingpong(bed, "-n 1000", LONG)));
         runs.into_iter().try_for_each(|run| {
@@ -297,36 +301,41 @@ fn pingpong_at_once(ground: &mut Ground) -> Result<()> {
     })
 }
 
-fn pingpong_loopback(ground: &mut Ground) -> Result<()> {
-    ground.pair(1, 1).pingpong(&ground.bed, "", LONG)?;
-    ground
+fn pingpong_loopback(fixture: &mut Fixture) -> Result<()> {
+    fixture.pair(1, 1).pingpong(&fixture.bed, "", LONG)?;
+    fixture
         .pair(2, 2)
-        .pingpong(&ground.bed, "-s 1048576 -n 100", LONG)
+        .pingpong(&fixture.bed, "-s 1048576 -n 100", LONG)
         .map(drop)
 }
 
-fn verified(ground: &mut Ground) -> Result<()> {
-    ground
+fn verified(fixture: &mut Fixture) -> Result<()> {
+    fixture
         .pair(2, 1)
-        .verified(&ground.bed, "verify", "", LONG)?;
-    ground
+        .verified(&fixture.bed, "verify", "", LONG)?;
+    fixture
         .pair(1, 2)
-        .verified(&ground.bed, "flow", "1000", LONG)
+        .verified(&fixture.bed, "flow", "1000", LONG)
         .map(drop)
 }
 
-fn verified_loopback(ground: &mut Ground) -> Result<()> {
-    ground
+fn verified_loopback(fixture: &mut Fixture) -> Result<()> {
+    fixture
         .pair(1, 1)
-        .verified(&ground.bed, "verify", "", LONG)
+        .verified(&fixture.bed, "verify", "", LONG)
         .map(drop)
 }
 
 /// Runs a tool of perftest with `-a` between (server, client); its table must have all message
 /// sizes.
-fn all_sizes_of(ground: &mut Ground, ends: (u8, u8), tool: &str, arguments: &str) -> Result<Table> {
-    let pair = ground.pair(ends.0, ends.1);
-    let (text, table) = pair.perftest(&ground.bed, tool, arguments, LONG)?;
+fn all_sizes_of(
+    fixture: &mut Fixture,
+    ends: (u8, u8),
+    tool: &str,
+    arguments: &str,
+) -> Result<Table> {
+    let pair = fixture.pair(ends.0, ends.1);
+    let (text, table) = pair.perftest(&fixture.bed, tool, arguments, LONG)?;
     let missing: Vec<u64> = (1..=23)
         .map(|shift| 1 << shift)
         .filter(|size| !table.sizes().contains(size))
@@ -338,35 +347,35 @@ fn all_sizes_of(ground: &mut Ground, ends: (u8, u8), tool: &str, arguments: &str
     Ok(table)
 }
 
-fn bandwidth(ground: &mut Ground, tool: &str) -> Result<()> {
-    let table = all_sizes_of(ground, (2, 1), tool, "-a -n 200")?;
+fn bandwidth(fixture: &mut Fixture, tool: &str) -> Result<()> {
+    let table = all_sizes_of(fixture, (2, 1), tool, "-a -n 200")?;
     for size in [64, 65536, 1 << 20] {
-        ground.figure(&format!("{tool}_{size}_mib_per_s"), table.bandwidth(size)?);
+        fixture.figure(&format!("{tool}_{size}_mib_per_s"), table.bandwidth(size)?);
     }
     Ok(())
 }
 
-fn latency(ground: &mut Ground, tool: &str) -> Result<()> {
-    let table = all_sizes_of(ground, (2, 1), tool, "-a -n 100")?;
+fn latency(fixture: &mut Fixture, tool: &str) -> Result<()> {
+    let table = all_sizes_of(fixture, (2, 1), tool, "-a -n 100")?;
     for size in [2, 64, 65536] {
         // The two differ by much where vCPUs and workers share CPUs: most messages meet no
         // preemption.
-        ground.figure(&format!("{tool}_{size}_us_typical"), table.latency(size)?);
-        ground.figure(&format!("{tool}_{size}_us_average"), table.average(size)?);
+        fixture.figure(&format!("{tool}_{size}_us_typical"), table.latency(size)?);
+        fixture.figure(&format!("{tool}_{size}_us_average"), table.average(size)?);
     }
     Ok(())
 }
 
-fn perftest_loopback(ground: &mut Ground) -> Result<()> {
+fn perftest_loopback(fixture: &mut Fixture) -> Result<()> {
     for tool in ["ib_send_bw", "ib_write_bw", "ib_read_bw"] {
-        all_sizes_of(ground, (1, 1), tool, "-a -n 50")?;
+        all_sizes_of(fixture, (1, 1), tool, "-a -n 50")?;
     }
     // Two processes that spin on one vCPU pass each message on when the scheduler takes the CPU
     // away: few and short.
     for tool in ["ib_send_lat", "ib_write_lat", "ib_read_lat"] {
-        ground
+        fixture
             .pair(1, 1)
-            .perftest(&ground.bed, tool, "-s 4096 -n 50", LONG)?;
+            .perftest(&fixture.bed, tool, "-s 4096 -n 50", LONG)?;
     }
     Ok(())
 }
@@ -405,29 +414,29 @@ fn system_calls(summary: &str) -> Result<u64> {
 }
 
 // D-DB-006, G-DB-001.
-fn polling_is_free(ground: &mut Ground) -> Result<()> {
+fn polling_is_free(fixture: &mut Fixture) -> Result<()> {
     // The same run with few and with many messages: the difference is what messages cost.
     let (few, more) = (2000_u64, 42_000);
     let mut calls = [0; 2];
     let (mut kicks, mut sleeps) = (0, 0);
     for (n, messages) in [few, more].into_iter().enumerate() {
-        let pair = ground.pair(2, 1);
+        let pair = fixture.pair(2, 1);
         let arguments = format!("-s 64 -n {messages}");
         let server = pair.perftest_command("ib_write_bw", &arguments, false);
         let client = pair.perftest_command("ib_write_bw", &arguments, true);
         let client = format!("strace -f -c -o /tmp/calls {client}");
-        let before = ["kicks", "sleeps"].map(|name| worker_sum(&ground.bed, name));
-        pair.run(&ground.bed, &server, &client, LONG)?;
+        let before = ["kicks", "sleeps"].map(|name| worker_sum(&fixture.bed, name));
+        pair.run(&fixture.bed, &server, &client, LONG)?;
         let [kicks_before, sleeps_before] = before;
-        kicks = worker_sum(&ground.bed, "kicks")?.saturating_sub(kicks_before?);
-        sleeps = worker_sum(&ground.bed, "sleeps")?.saturating_sub(sleeps_before?);
-        calls[n] = system_calls(&ground.vm(1)?.sh("cat /tmp/calls")?)?;
+        kicks = worker_sum(&fixture.bed, "kicks")?.saturating_sub(kicks_before?);
+        sleeps = worker_sum(&fixture.bed, "sleeps")?.saturating_sub(sleeps_before?);
+        calls[n] = system_calls(&fixture.vm(1)?.sh("cat /tmp/calls")?)?;
     }
     let calls_each = calls[1].saturating_sub(calls[0]);
     let messages = more - few;
-    ground.figure("system_calls_in_40000_writes", calls_each);
-    ground.figure("kicks_in_42000_writes", kicks);
-    ground.figure("worker_sleeps_in_42000_writes", sleeps);
+    fixture.figure("system_calls_in_40000_writes", calls_each);
+    fixture.figure("kicks_in_42000_writes", kicks);
+    fixture.figure("worker_sleeps_in_42000_writes", sleeps);
     ensure!(
         calls_each < messages / 1000,
         "{messages} writes cost {calls_each} system calls"
@@ -435,7 +444,7 @@ fn polling_is_free(ground: &mut Ground) -> Result<()> {
     // How often a worker sleeps is a matter of how busy the host is. A kick is due only when it
     // does: one that slept before the first count may be woken after it, hence one more for each
     // worker.
-    let status = ground
+    let status = fixture
         .bed
         .device
         .as_ref()
@@ -453,20 +462,20 @@ fn polling_is_free(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn frozen(ground: &mut Ground) -> Result<()> {
-    let pair = ground.pair(2, 1);
-    ground.vm(1)?.sh("rm -f /tmp/frozen /tmp/thawed")?;
-    let target = pair.serve(&ground.bed, &pair.target())?;
-    let job = ground.vm(1)?.spawn(&pair.rdma("onesided", ""))?;
+fn frozen(fixture: &mut Fixture) -> Result<()> {
+    let pair = fixture.pair(2, 1);
+    fixture.vm(1)?.sh("rm -f /tmp/frozen /tmp/thawed")?;
+    let target = pair.serve(&fixture.bed, &pair.target())?;
+    let job = fixture.vm(1)?.spawn(&pair.rdma("onesided", ""))?;
     job.wait_text(LONG, |text| text.contains("ready"))?;
-    ground.vm(2)?.freeze()?;
-    let result = ground
+    fixture.vm(2)?.freeze()?;
+    let result = fixture
         .vm(1)?
         .sh("touch /tmp/frozen")
         .and_then(|_| job.wait_text(SHORT, |text| text.contains("done while frozen")));
-    ground.vm(2)?.thaw()?;
+    fixture.vm(2)?.thaw()?;
     result?;
-    ground.vm(1)?.sh("touch /tmp/thawed")?;
+    fixture.vm(1)?.sh("touch /tmp/thawed")?;
     let output = job.wait(LONG)?;
     ensure!(
         output.status == 0 && output.text.contains("verified"),
@@ -483,25 +492,25 @@ fn frozen(ground: &mut Ground) -> Result<()> {
 }
 
 // D-STOP-003.
-fn stopped(ground: &mut Ground) -> Result<()> {
+fn stopped(fixture: &mut Fixture) -> Result<()> {
     let messages = 3000;
-    let pair = ground.pair(2, 1);
-    let target = pair.serve(&ground.bed, &pair.target())?;
-    let job = ground
+    let pair = fixture.pair(2, 1);
+    let target = pair.serve(&fixture.bed, &pair.target())?;
+    let job = fixture
         .vm(1)?
         .spawn(&pair.rdma("flow", &messages.to_string()))?;
     wait_progress(&job, 300, LONG)?;
-    ground.vm_mut(2)?.qmp("stop")?;
+    fixture.vm_mut(2)?.qmp("stop")?;
     let waits = (|| {
         let stopped = wait_for(SHORT, || {
-            Ok((device_of(&ground.bed, 2)?["running"] == false).then_some(()))
+            Ok((device_of(&fixture.bed, 2)?["running"] == false).then_some(()))
         })?;
         stopped.context("the device does not see that vm2 was stopped")?;
         // What was complete before is still on its way through the application.
         sleep(Duration::from_secs(2));
         let before = progress(&job);
         // Meanwhile the other VM is served.
-        ground.pair(1, 1).pingpong(&ground.bed, "-n 200", LONG)?;
+        fixture.pair(1, 1).pingpong(&fixture.bed, "-n 200", LONG)?;
         let after = progress(&job);
         ensure!(
             before == after && after < messages,
@@ -514,13 +523,13 @@ fn stopped(ground: &mut Ground) -> Result<()> {
         );
         Ok(())
     })();
-    ground.vm_mut(2)?.qmp("cont")?;
+    fixture.vm_mut(2)?.qmp("cont")?;
     waits?;
     wait_progress(&job, messages / 3, LONG)?;
     // The sender stops too, and nothing is lost either.
-    ground.vm_mut(1)?.qmp("stop")?;
+    fixture.vm_mut(1)?.qmp("stop")?;
     sleep(Duration::from_secs(2));
-    ground.vm_mut(1)?.qmp("cont")?;
+    fixture.vm_mut(1)?.qmp("cont")?;
     let output = job.wait(LONG)?;
     ensure!(
         output.status == 0 && output.text.contains("verified"),
@@ -536,12 +545,12 @@ fn stopped(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn many(ground: &mut Ground) -> Result<()> {
-    let before = counts(&ground.bed)?;
-    ground.vm(1)?.sh("rm -f /tmp/counted")?;
-    let job = ground.vm(1)?.spawn("/payload/rdma.py many 1000")?;
+fn many(fixture: &mut Fixture) -> Result<()> {
+    let before = counts(&fixture.bed)?;
+    fixture.vm(1)?.sh("rm -f /tmp/counted")?;
+    let job = fixture.vm(1)?.spawn("/payload/rdma.py many 1000")?;
     job.wait_text(LONG, |text| text.contains("all there"))?;
-    let during = counts(&ground.bed)?;
+    let during = counts(&fixture.bed)?;
     for kind in ["qps", "cqs"] {
         let (had, has) = (
             before[0].get(kind).copied().unwrap_or(0),
@@ -552,7 +561,7 @@ fn many(ground: &mut Ground) -> Result<()> {
             "the device counts {has} {kind}, and there were {had} before 1,000 more"
         );
     }
-    ground.vm(1)?.sh("touch /tmp/counted")?;
+    fixture.vm(1)?.sh("touch /tmp/counted")?;
     let output = job.wait(LONG)?;
     ensure!(
         output.status == 0 && output.text.contains("all gone"),
@@ -560,15 +569,15 @@ fn many(ground: &mut Ground) -> Result<()> {
         output.status,
         output.text
     );
-    settled(&ground.bed, &before)
+    settled(&fixture.bed, &before)
 }
 
-fn kill_applications(ground: &mut Ground) -> Result<()> {
-    let before = counts(&ground.bed)?;
+fn kill_applications(fixture: &mut Fixture) -> Result<()> {
+    let before = counts(&fixture.bed)?;
     for victim in ["the sender", "the receiver"] {
-        let pair = ground.pair(2, 1);
-        let target = pair.serve(&ground.bed, &pair.target())?;
-        let job = ground.vm(1)?.spawn(&pair.rdma("flow", "0"))?;
+        let pair = fixture.pair(2, 1);
+        let target = pair.serve(&fixture.bed, &pair.target())?;
+        let job = fixture.vm(1)?.spawn(&pair.rdma("flow", "0"))?;
         wait_progress(&job, 300, LONG)?;
         if victim == "the sender" {
             job.kill(9)?;
@@ -585,40 +594,43 @@ fn kill_applications(ground: &mut Ground) -> Result<()> {
                 output.text
             );
         }
-        settled(&ground.bed, &before).with_context(|| format!("after {victim} was killed"))?;
-        ground.pair(2, 1).pingpong(&ground.bed, "", SHORT)?;
+        settled(&fixture.bed, &before).with_context(|| format!("after {victim} was killed"))?;
+        fixture.pair(2, 1).pingpong(&fixture.bed, "", SHORT)?;
     }
     Ok(())
 }
 
-fn reload(ground: &mut Ground) -> Result<()> {
-    let before = counts(&ground.bed)?;
+fn reload(fixture: &mut Fixture) -> Result<()> {
+    let before = counts(&fixture.bed)?;
     let command = "for n in $(seq 20); do rmmod virtio_rdma && insmod /payload/virtio_rdma.ko && /payload/wait-active || exit 1; done";
-    let output = ground.vm(2)?.run(command, LONG)?;
+    let output = fixture.vm(2)?.run(command, LONG)?;
     ensure!(
         output.status == 0,
         "ended with {}:\n{}",
         output.status,
         output.text
     );
-    settled(&ground.bed, &before)?;
-    ground.pair(2, 1).pingpong(&ground.bed, "", SHORT).map(drop)
+    settled(&fixture.bed, &before)?;
+    fixture
+        .pair(2, 1)
+        .pingpong(&fixture.bed, "", SHORT)
+        .map(drop)
 }
 
 /// vm2 goes away under traffic: vm1 is served on, and vm2 is taken back.
 // D-RST-001, D-RST-004.
-fn lose_guest(ground: &mut Ground, reset: bool) -> Result<()> {
-    let before = counts(&ground.bed)?;
-    let pairs = [ground.pair(2, 1), ground.pair(1, 1)];
+fn lose_guest(fixture: &mut Fixture, reset: bool) -> Result<()> {
+    let before = counts(&fixture.bed)?;
+    let pairs = [fixture.pair(2, 1), fixture.pair(1, 1)];
     let _targets = pairs
         .iter()
-        .map(|pair| pair.serve(&ground.bed, &pair.target()))
+        .map(|pair| pair.serve(&fixture.bed, &pair.target()))
         .collect::<Result<Vec<_>>>()?;
-    let to_vm2 = ground.vm(1)?.spawn(&pairs[0].rdma("flow", "0"))?;
-    let within_vm1 = ground.vm(1)?.spawn(&pairs[1].rdma("writes", "0"))?;
+    let to_vm2 = fixture.vm(1)?.spawn(&pairs[0].rdma("flow", "0"))?;
+    let within_vm1 = fixture.vm(1)?.spawn(&pairs[1].rdma("writes", "0"))?;
     wait_progress(&to_vm2, 100, LONG)?;
     wait_progress(&within_vm1, 50, LONG)?;
-    let vm2 = ground.vm_mut(2)?;
+    let vm2 = fixture.vm_mut(2)?;
     if reset {
         vm2.reset()?;
     } else {
@@ -632,7 +644,7 @@ fn lose_guest(ground: &mut Ground, reset: bool) -> Result<()> {
         "the sender did not see vm2 go:\n{}",
         output.text
     );
-    let vm2 = ground.vm_mut(2)?;
+    let vm2 = fixture.vm_mut(2)?;
     if reset {
         vm2.wait_up()?;
     } else {
@@ -642,11 +654,11 @@ fn lose_guest(ground: &mut Ground, reset: bool) -> Result<()> {
     wait_progress(&within_vm1, done + 50, LONG)
         .context("vm1 was not served on when vm2 came back")?;
     drop((within_vm1, _targets));
-    settled(&ground.bed, &before)?;
-    ground.pair(2, 1).pingpong(&ground.bed, "", SHORT)?;
-    ground
+    settled(&fixture.bed, &before)?;
+    fixture.pair(2, 1).pingpong(&fixture.bed, "", SHORT)?;
+    fixture
         .pair(1, 2)
-        .verified(&ground.bed, "flow", "500", LONG)
+        .verified(&fixture.bed, "flow", "500", LONG)
         .map(drop)
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{bail, ensure, Context, Result};
 
 use super::tools::{counts, device_of, settled, Ready};
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::SHORT;
 
@@ -46,7 +46,7 @@ macro_rules! ours {
     ($name:literal, $test:expr) => {
         Case {
             name: $name,
-            run: |ground| on_ours(ground, $test),
+            run: |fixture| on_ours(fixture, $test),
         }
     };
 }
@@ -56,42 +56,46 @@ macro_rules! rxe {
     ($name:literal, $test:expr) => {
         Case {
             name: concat!("beside, rxe: ", $name),
-            run: |ground| on_rxe(ground, $name, $test),
+            run: |fixture| on_rxe(fixture, $name, $test),
         }
     };
 }
 
 const CASES: &[Case] = &[
     ours!("UCX as it comes", ucx_as_it_comes),
-    ours!("UCX, rc", |ground, card| ucx(ground, card, "rc")),
-    ours!("UCX, ud", |ground, card| ucx(ground, card, "ud")),
-    ours!("UCT, rc_verbs", |ground, card| uct(ground, card, &UCT_RC)),
-    ours!("UCT, ud_verbs", |ground, card| uct(ground, card, &UCT_UD)),
-    ours!("libfabric, msg", |ground, card| fabric(ground, card, "msg")),
-    ours!("libfabric, dgram", |ground, card| fabric(
-        ground, card, "dgram"
+    ours!("UCX, rc", |fixture, card| ucx(fixture, card, "rc")),
+    ours!("UCX, ud", |fixture, card| ucx(fixture, card, "ud")),
+    ours!("UCT, rc_verbs", |fixture, card| uct(fixture, card, &UCT_RC)),
+    ours!("UCT, ud_verbs", |fixture, card| uct(fixture, card, &UCT_UD)),
+    ours!("libfabric, msg", |fixture, card| fabric(
+        fixture, card, "msg"
     )),
-    ours!("libfabric, rdm", |ground, card| fabric(ground, card, "rdm")),
-    ours!("Open MPI, rc: data", |ground, card| mpi_data(
-        ground, card, "rc"
+    ours!("libfabric, dgram", |fixture, card| fabric(
+        fixture, card, "dgram"
     )),
-    ours!("Open MPI, ud: data", |ground, card| mpi_data(
-        ground, card, "ud"
+    ours!("libfabric, rdm", |fixture, card| fabric(
+        fixture, card, "rdm"
     )),
-    ours!("Open MPI, rc: speed", |ground, card| mpi_speed(
-        ground, card, "rc"
+    ours!("Open MPI, rc: data", |fixture, card| mpi_data(
+        fixture, card, "rc"
     )),
-    ours!("Open MPI, ud: speed", |ground, card| mpi_speed(
-        ground, card, "ud"
+    ours!("Open MPI, ud: data", |fixture, card| mpi_data(
+        fixture, card, "ud"
+    )),
+    ours!("Open MPI, rc: speed", |fixture, card| mpi_speed(
+        fixture, card, "rc"
+    )),
+    ours!("Open MPI, ud: speed", |fixture, card| mpi_speed(
+        fixture, card, "ud"
     )),
     ours!("Open MPI, rc: latency beside ucx_perftest", mpi_beside_ucx),
     ours!("qperf", qperf),
     ours!("rdma_client", rdma_client),
-    ours!("rdma_xclient, RC", |ground, card| rdma_xclient(
-        ground, card, "r"
+    ours!("rdma_xclient, RC", |fixture, card| rdma_xclient(
+        fixture, card, "r"
     )),
-    ours!("rdma_xclient, XRC", |ground, card| rdma_xclient(
-        ground, card, "x"
+    ours!("rdma_xclient, XRC", |fixture, card| rdma_xclient(
+        fixture, card, "x"
     )),
     ours!("rcopy", rcopy),
     ours!("riostream", riostream),
@@ -103,23 +107,27 @@ const CASES: &[Case] = &[
         name: "ibstat and ibstatus",
         run: ibstat,
     },
-    rxe!("UCX, rc", |ground, card| ucx(ground, card, "rc")),
-    rxe!("UCX, ud", |ground, card| ucx(ground, card, "ud")),
-    rxe!("UCT, rc_verbs", |ground, card| uct(ground, card, &UCT_RC)),
-    rxe!("libfabric, msg", |ground, card| fabric(ground, card, "msg")),
-    rxe!("libfabric, dgram", |ground, card| fabric(
-        ground, card, "dgram"
+    rxe!("UCX, rc", |fixture, card| ucx(fixture, card, "rc")),
+    rxe!("UCX, ud", |fixture, card| ucx(fixture, card, "ud")),
+    rxe!("UCT, rc_verbs", |fixture, card| uct(fixture, card, &UCT_RC)),
+    rxe!("libfabric, msg", |fixture, card| fabric(
+        fixture, card, "msg"
     )),
-    rxe!("libfabric, rdm", |ground, card| fabric(ground, card, "rdm")),
-    rxe!("Open MPI, rc: data", |ground, card| mpi_data(
-        ground, card, "rc"
+    rxe!("libfabric, dgram", |fixture, card| fabric(
+        fixture, card, "dgram"
     )),
-    rxe!("Open MPI, rc: speed", |ground, card| mpi_speed(
-        ground, card, "rc"
+    rxe!("libfabric, rdm", |fixture, card| fabric(
+        fixture, card, "rdm"
+    )),
+    rxe!("Open MPI, rc: data", |fixture, card| mpi_data(
+        fixture, card, "rc"
+    )),
+    rxe!("Open MPI, rc: speed", |fixture, card| mpi_speed(
+        fixture, card, "rc"
     )),
     rxe!("qperf", qperf),
-    rxe!("rdma_xclient, XRC", |ground, card| rdma_xclient(
-        ground, card, "x"
+    rxe!("rdma_xclient, XRC", |fixture, card| rdma_xclient(
+        fixture, card, "x"
     )),
     rxe!("riostream", riostream),
 ];
@@ -157,10 +165,10 @@ impl Card {
     }
 
     /// Makes it the guests' only one: rdma_cm takes the first that has the address.
-    fn set_up(self, ground: &Ground) -> Result<()> {
+    fn set_up(self, fixture: &Fixture) -> Result<()> {
         for number in [SERVER, CLIENT] {
             let command = format!("/payload/rdma-device {}", self.name());
-            ground.vm(number)?.sh(&command)?;
+            fixture.vm(number)?.sh(&command)?;
         }
         Ok(())
     }
@@ -175,25 +183,25 @@ impl Card {
 }
 
 /// What a case does on a device.
-type Test = fn(&mut Ground, Card) -> Result<()>;
+type Test = fn(&mut Fixture, Card) -> Result<()>;
 
 /// Runs a test on our device, which has to carry it, and to have nothing left of it.
-fn on_ours(ground: &mut Ground, test: Test) -> Result<()> {
-    Card::Ours.set_up(ground)?;
-    let before = counts(&ground.bed)?;
-    let messages = messages(ground)?;
-    test(ground, Card::Ours)?;
-    settled(&ground.bed, &before)?;
+fn on_ours(fixture: &mut Fixture, test: Test) -> Result<()> {
+    Card::Ours.set_up(fixture)?;
+    let before = counts(&fixture.bed)?;
+    let messages = messages(fixture)?;
+    test(fixture, Card::Ours)?;
+    settled(&fixture.bed, &before)?;
     ensure!(
-        self::messages(ground)? > messages,
+        self::messages(fixture)? > messages,
         "not a message went over the device"
     );
     Ok(())
 }
 
 /// How many messages vm1 has sent and received over our device.
-fn messages(ground: &Ground) -> Result<u64> {
-    let counters = device_of(&ground.bed, CLIENT)?["counters"].take();
+fn messages(fixture: &Fixture) -> Result<u64> {
+    let counters = device_of(&fixture.bed, CLIENT)?["counters"].take();
     ["tx_messages", "rx_messages"]
         .iter()
         .map(|name| {
@@ -205,24 +213,24 @@ fn messages(ground: &Ground) -> Result<u64> {
 }
 
 /// Runs a test on rxe. What fails there is told in the table, and is no failure of ours.
-fn on_rxe(ground: &mut Ground, name: &str, test: Test) -> Result<()> {
+fn on_rxe(fixture: &mut Fixture, name: &str, test: Test) -> Result<()> {
     let result = Card::Rxe
-        .set_up(ground)
-        .and_then(|()| test(ground, Card::Rxe));
+        .set_up(fixture)
+        .and_then(|()| test(fixture, Card::Rxe));
     if let Err(error) = result {
         let text = format!("{error:#}");
-        let row = format!("{}, {name}", ground.kernel);
-        ground.cell(&row, Card::Rxe.title(), "failed");
+        let row = format!("{}, {name}", fixture.kernel);
+        fixture.cell(&row, Card::Rxe.title(), "failed");
         println!(
             "          rxe failed: {}",
             text.chars().take(400).collect::<String>()
         );
     }
     // Whatever it leaves behind, and the kernel says of it, is not the next case's.
-    ground.restart()
+    fixture.restart()
 }
 
-impl Ground<'_> {
+impl Fixture<'_> {
     /// Writes what a test measured into the table and the figures.
     fn result(&mut self, card: Card, what: &str, value: f64, unit: &str, more: &str) {
         let row = format!("{}, {what}, {unit}", self.kernel);
@@ -279,8 +287,8 @@ struct UcxResult {
 
 impl Perftest<'_> {
     /// Runs it; the results are in the order of the tests.
-    fn run(&self, ground: &mut Ground, card: Card) -> Result<Vec<UcxResult>> {
-        let pair = ground.pair(SERVER, CLIENT);
+    fn run(&self, fixture: &mut Fixture, card: Card) -> Result<Vec<UcxResult>> {
+        let pair = fixture.pair(SERVER, CLIENT);
         let lines = self.tests.iter().enumerate().map(|(n, test)| {
             let (times, warm_up) = (card.times(test.times), card.times(test.times) / 20);
             format!(
@@ -292,7 +300,7 @@ impl Perftest<'_> {
         let (file, lines) = ("/tmp/ucx-tests", lines.collect::<String>());
         for number in [SERVER, CLIENT] {
             let command = format!("cat >{file} <<'END'\n{lines}END\n");
-            ground.vm(number)?.sh(&command)?;
+            fixture.vm(number)?.sh(&command)?;
         }
         let start = |host: &str| {
             format!(
@@ -300,22 +308,22 @@ impl Perftest<'_> {
                 self.environment, pair.port, self.options
             )
         };
-        let (text, _) = pair.run(&ground.bed, &start(""), &start(&pair.host()), LONG)?;
+        let (text, _) = pair.run(&fixture.bed, &start(""), &start(&pair.host()), LONG)?;
         let results = (0..self.tests.len()).map(|n| ucx_result(&text, n));
         results.collect()
     }
 
     /// Runs it and writes the results into the report.
-    fn report(&self, ground: &mut Ground, card: Card, title: &str) -> Result<()> {
-        let results = self.run(ground, card)?;
+    fn report(&self, fixture: &mut Fixture, card: Card, title: &str) -> Result<()> {
+        let results = self.run(fixture, card)?;
         for (test, result) in self.tests.iter().zip(results) {
             let name = test.name.split(' ').next().unwrap_or_default();
             let what = format!("{title}, {name} {} B", test.size);
             if test.is_bandwidth() {
-                ground.result(card, &what, result.bandwidth, "MB/s", "");
+                fixture.result(card, &what, result.bandwidth, "MB/s", "");
             } else {
                 let more = format!(" (average {})", rounded(result.average));
-                ground.result(card, &what, result.median, "µs", &more);
+                fixture.result(card, &what, result.median, "µs", &more);
             }
         }
         Ok(())
@@ -361,24 +369,24 @@ const UCP: &[UcxTest] = &[
 ];
 
 /// UCX with transports of its choice.
-fn ucx_as_it_comes(ground: &mut Ground, card: Card) -> Result<()> {
+fn ucx_as_it_comes(fixture: &mut Fixture, card: Card) -> Result<()> {
     let tests = &[test("tag_lat", 8, 4000), test("tag_bw", 1 << 20, 100)];
     Perftest {
         environment: "",
         options: String::new(),
         tests,
     }
-    .report(ground, card, "UCX as it comes")
+    .report(fixture, card, "UCX as it comes")
 }
 
 /// UCX with the transports of a name.
-fn ucx(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
+fn ucx(fixture: &mut Fixture, card: Card, transports: &str) -> Result<()> {
     Perftest {
         environment: &format!("UCX_TLS={transports}"),
         options: String::new(),
         tests: UCP,
     }
-    .report(ground, card, &format!("UCX {transports}"))
+    .report(fixture, card, &format!("UCX {transports}"))
 }
 
 /// The tests of UCX's lower layer on a transport.
@@ -410,23 +418,23 @@ const UCT_UD: Uct = Uct {
     ],
 };
 
-fn uct(ground: &mut Ground, card: Card, tests: &Uct) -> Result<()> {
+fn uct(fixture: &mut Fixture, card: Card, tests: &Uct) -> Result<()> {
     let Uct { transport, tests } = tests;
     Perftest {
         environment: "",
         options: format!("-d {}:1 -x {transport}", card.name()),
         tests,
     }
-    .report(ground, card, &format!("UCT {transport}"))
+    .report(fixture, card, &format!("UCT {transport}"))
 }
 
 /// `fi_pingpong` with a kind of endpoint, which verifies the data.
-fn fabric(ground: &mut Ground, card: Card, endpoint: &str) -> Result<()> {
+fn fabric(fixture: &mut Fixture, card: Card, endpoint: &str) -> Result<()> {
     let provider = match endpoint {
         "rdm" => "verbs;ofi_rxm",
         _ => "verbs",
     };
-    let pair = ground.pair(SERVER, CLIENT);
+    let pair = fixture.pair(SERVER, CLIENT);
     let times = card.times(200);
     let start = |port: &str, host: &str| {
         format!(
@@ -435,7 +443,7 @@ fn fabric(ground: &mut Ground, card: Card, endpoint: &str) -> Result<()> {
         )
     };
     let (server, client) = (start("-B", ""), start("-P", &pair.host()));
-    let (text, _) = pair.run(&ground.bed, &server, &client, LONG)?;
+    let (text, _) = pair.run(&fixture.bed, &server, &client, LONG)?;
     for (size, column, unit) in [("64", 6, "µs"), ("1m", 5, "MB/s")] {
         // Datagrams end at 4 KiB.
         if endpoint == "dgram" && size == "1m" {
@@ -443,7 +451,7 @@ fn fabric(ground: &mut Ground, card: Card, endpoint: &str) -> Result<()> {
         }
         let value = fabric_cell(&text, size, column)?;
         let what = format!("libfabric {endpoint}, {size} verified");
-        ground.result(card, &what, value, unit, "");
+        fixture.result(card, &what, value, unit, "");
     }
     Ok(())
 }
@@ -463,15 +471,15 @@ fn fabric_cell(text: &str, size: &str, column: usize) -> Result<f64> {
 }
 
 /// Makes the guests hosts of Open MPI.
-fn mpi_hosts(ground: &Ground) -> Result<()> {
-    let said = ground.vm(CLIENT)?.sh("/payload/mpi-hosts first")?;
+fn mpi_hosts(fixture: &Fixture) -> Result<()> {
+    let said = fixture.vm(CLIENT)?.sh("/payload/mpi-hosts first")?;
     let key = said.lines().last().context("no key")?;
     let command = format!("/payload/mpi-hosts second '{key}'");
-    ground.vm(SERVER)?.sh(&command).map(drop)
+    fixture.vm(SERVER)?.sh(&command).map(drop)
 }
 
 /// Runs tests of `mpi-check` with so many processes in each guest.
-fn mpi(ground: &Ground, transports: &str, each: u8, tests: &[String]) -> Result<String> {
+fn mpi(fixture: &Fixture, transports: &str, each: u8, tests: &[String]) -> Result<String> {
     // It does not bind processes: guests with one CPU have nothing to bind several to.
     let command = format!(
         "cd /tmp && export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 && \
@@ -480,7 +488,7 @@ fn mpi(ground: &Ground, transports: &str, each: u8, tests: &[String]) -> Result<
         2 * each,
         tests.join(" ")
     );
-    let output = ground.vm(CLIENT)?.run(&command, LONG)?;
+    let output = fixture.vm(CLIENT)?.run(&command, LONG)?;
     let verified = output
         .text
         .lines()
@@ -505,7 +513,7 @@ fn mpi_value(text: &str, test: &str, name: &str) -> Result<f64> {
 
 /// A ring, all to all, and one-sided operations, all verified, with one and with two processes in
 /// each guest.
-fn mpi_data(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
+fn mpi_data(fixture: &mut Fixture, card: Card, transports: &str) -> Result<()> {
     const ALONE: &[(&str, u32)] = &[
         ("ring 8", 200),
         ("ring 65536", 40),
@@ -515,25 +523,25 @@ fn mpi_data(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
     ];
     // Processes that share a CPU wait for each other's turn.
     const SHARED: &[(&str, u32)] = &[("ring 1024", 20), ("alltoall 16384", 6)];
-    mpi_hosts(ground)?;
+    mpi_hosts(fixture)?;
     for (each, tests) in [(1, ALONE), (2, SHARED)] {
         let tests: Vec<String> = tests
             .iter()
             .map(|(test, rounds)| format!("{test} {rounds}"))
             .collect();
-        mpi(ground, transports, each, &tests)?;
+        mpi(fixture, transports, each, &tests)?;
     }
     let row = format!(
         "{}, Open MPI {transports}: ring, all to all, put",
-        ground.kernel
+        fixture.kernel
     );
-    ground.cell(&row, card.title(), "verified");
+    fixture.cell(&row, card.title(), "verified");
     Ok(())
 }
 
 /// Latency and bandwidth, as everybody measures them.
-fn mpi_speed(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
-    mpi_hosts(ground)?;
+fn mpi_speed(fixture: &mut Fixture, card: Card, transports: &str) -> Result<()> {
+    mpi_hosts(fixture)?;
     let tests = [
         ("latency 8", 10_000),
         ("bandwidth 8", 400),
@@ -542,16 +550,16 @@ fn mpi_speed(ground: &mut Ground, card: Card, transports: &str) -> Result<()> {
     ];
     // A round of bandwidth is a window of messages.
     let words = tests.map(|(test, rounds)| format!("{test} {}", card.times(rounds).min(rounds)));
-    let text = mpi(ground, transports, 1, &words)?;
+    let text = mpi(fixture, transports, 1, &words)?;
     for (test, _) in tests {
         let what = format!("Open MPI {transports}, {test} B");
         if test.starts_with("latency") {
             let average = mpi_value(&text, test, "average")?;
             let more = format!(" (average {})", rounded(average));
-            ground.result(card, &what, mpi_value(&text, test, "median")?, "µs", &more);
+            fixture.result(card, &what, mpi_value(&text, test, "median")?, "µs", &more);
         } else {
             let value = mpi_value(&text, test, "bandwidth")?;
-            ground.result(card, &what, value, "MiB/s", "");
+            fixture.result(card, &what, value, "MiB/s", "");
         }
     }
     Ok(())
@@ -565,9 +573,9 @@ const MPI_BESIDE_UCX: f64 = 3.0;
 /// Both programs and the device wait by polling, three threads on what may be two CPUs: now and
 /// then one of them waits for its turn, for milliseconds. A few of those make an average, and say
 /// how busy the host is; the median is what a message takes.
-fn mpi_beside_ucx(ground: &mut Ground, card: Card) -> Result<()> {
-    mpi_hosts(ground)?;
-    let rounds = if ground.quick { 3 } else { 5 };
+fn mpi_beside_ucx(fixture: &mut Fixture, card: Card) -> Result<()> {
+    mpi_hosts(fixture)?;
+    let rounds = if fixture.quick { 3 } else { 5 };
     let mut values: [Vec<f64>; 4] = Default::default();
     for number in 1..=rounds {
         let perftest = Perftest {
@@ -575,9 +583,9 @@ fn mpi_beside_ucx(ground: &mut Ground, card: Card) -> Result<()> {
             options: String::new(),
             tests: &[test("tag_lat", 8, 10_000)],
         };
-        let results = perftest.run(ground, card)?;
+        let results = perftest.run(fixture, card)?;
         let ucx = results.first().context("no result")?;
-        let text = mpi(ground, "rc", 1, &["latency 8 10000".to_owned()])?;
+        let text = mpi(fixture, "rc", 1, &["latency 8 10000".to_owned()])?;
         let round = [
             mpi_value(&text, "latency 8", "median")?,
             ucx.median,
@@ -595,7 +603,7 @@ fn mpi_beside_ucx(ground: &mut Ground, card: Card) -> Result<()> {
     }
     let [mpi, ucx, mpi_average, ucx_average] = values.map(median);
     let more = format!(" (average {})", rounded(mpi_average));
-    ground.result(
+    fixture.result(
         card,
         "Open MPI rc in turn with ucx_perftest, 8 B",
         mpi,
@@ -603,15 +611,15 @@ fn mpi_beside_ucx(ground: &mut Ground, card: Card) -> Result<()> {
         &more,
     );
     let more = format!(" (average {})", rounded(ucx_average));
-    ground.result(
+    fixture.result(
         card,
         "ucx_perftest rc in turn with Open MPI, 8 B",
         ucx,
         "µs",
         &more,
     );
-    ground.figure("open_mpi_over_ucx_perftest", rounded(mpi / ucx));
-    ground.figure(
+    fixture.figure("open_mpi_over_ucx_perftest", rounded(mpi / ucx));
+    fixture.figure(
         "open_mpi_over_ucx_perftest_average",
         rounded(mpi_average / ucx_average),
     );
@@ -631,16 +639,16 @@ fn median(mut values: Vec<f64>) -> f64 {
 ///
 /// Now and then one of its connections is rejected, on rxe as on our device, and it ends: it gets
 /// another attempt, which the report tells.
-fn qperf(ground: &mut Ground, card: Card) -> Result<()> {
+fn qperf(fixture: &mut Fixture, card: Card) -> Result<()> {
     const ATTEMPTS: u32 = 3;
     // The last test ends the server.
     let tests = "rc_lat rc_bw rc_rdma_read_lat rc_rdma_read_bw rc_rdma_write_lat rc_rdma_write_bw ver_rc_compare_swap ver_rc_fetch_add quit";
     let mut attempt = 1;
     let text = loop {
-        let pair = ground.pair(SERVER, CLIENT);
+        let pair = fixture.pair(SERVER, CLIENT);
         let (host, port) = (pair.host(), pair.port);
         let client = format!("qperf -lp {port} -cm 1 -t 1 {host} {tests}");
-        match pair.run(&ground.bed, &format!("qperf -lp {port}"), &client, LONG) {
+        match pair.run(&fixture.bed, &format!("qperf -lp {port}"), &client, LONG) {
             Ok((text, _)) => break text,
             Err(error) if attempt < ATTEMPTS && format!("{error:#}").contains("Event rejected") => {
                 println!("         attempt {attempt}: rejected");
@@ -649,11 +657,11 @@ fn qperf(ground: &mut Ground, card: Card) -> Result<()> {
             Err(error) => return Err(error),
         }
     };
-    ground.figure(&format!("qperf_attempts_{}", card.word()), attempt);
+    fixture.figure(&format!("qperf_attempts_{}", card.word()), attempt);
     for name in tests.split(' ').filter(|name| *name != "quit") {
         let value = qperf_value(&text, name)?;
-        let row = format!("{}, qperf {name}", ground.kernel);
-        ground.cell(&row, card.title(), value);
+        let row = format!("{}, qperf {name}", fixture.kernel);
+        fixture.cell(&row, card.title(), value);
     }
     Ok(())
 }
@@ -668,43 +676,43 @@ fn qperf_value<'a>(text: &'a str, test: &str) -> Result<&'a str> {
     Ok(value.trim())
 }
 
-fn rdma_client(ground: &mut Ground, _: Card) -> Result<()> {
-    let pair = ground.pair(SERVER, CLIENT);
+fn rdma_client(fixture: &mut Fixture, _: Card) -> Result<()> {
+    let pair = fixture.pair(SERVER, CLIENT);
     let (host, port) = (pair.host(), pair.port);
     let (server, client) = (
         format!("rdma_server -p {port}"),
         format!("rdma_client -s {host} -p {port}"),
     );
-    pair.run_when(Ready::Cm(port), &ground.bed, &server, &client, SHORT)
+    pair.run_when(Ready::Cm(port), &fixture.bed, &server, &client, SHORT)
         .map(drop)
 }
 
-fn rdma_xclient(ground: &mut Ground, card: Card, kind: &str) -> Result<()> {
-    let pair = ground.pair(SERVER, CLIENT);
+fn rdma_xclient(fixture: &mut Fixture, card: Card, kind: &str) -> Result<()> {
+    let pair = fixture.pair(SERVER, CLIENT);
     let (host, port) = (pair.host(), pair.port);
     let server = format!("rdma_xserver -p {port} -c {kind}");
     let client = format!("rdma_xclient -s {host} -p {port} -c {kind}");
-    pair.run_when(Ready::Cm(port), &ground.bed, &server, &client, SHORT)?;
-    let row = format!("{}, rdma_xclient -c {kind}", ground.kernel);
-    ground.cell(&row, card.title(), "passed");
+    pair.run_when(Ready::Cm(port), &fixture.bed, &server, &client, SHORT)?;
+    let row = format!("{}, rdma_xclient -c {kind}", fixture.kernel);
+    fixture.cell(&row, card.title(), "passed");
     Ok(())
 }
 
 /// Copies a file, whose checksum has to be the same there.
-fn rcopy(ground: &mut Ground, _: Card) -> Result<()> {
+fn rcopy(fixture: &mut Fixture, _: Card) -> Result<()> {
     const MAKE: &str = "head -c 10000019 /dev/urandom >/tmp/sent";
-    let pair = ground.pair(SERVER, CLIENT);
+    let pair = fixture.pair(SERVER, CLIENT);
     let port = pair.port;
-    ground.vm(CLIENT)?.sh(MAKE)?;
+    fixture.vm(CLIENT)?.sh(MAKE)?;
     // It serves for ever: it ends with the job.
-    let server = ground.vm(SERVER)?.spawn(&format!("rcopy -p {port}"))?;
-    ground
+    let server = fixture.vm(SERVER)?.spawn(&format!("rcopy -p {port}"))?;
+    fixture
         .vm(SERVER)?
         .sh(&format!("/payload/cm-listening {port}"))?;
     let copy = format!("rcopy /tmp/sent {}:/tmp/received -p {port}", pair.host());
-    ground.vm(CLIENT)?.sh(&copy)?;
+    fixture.vm(CLIENT)?.sh(&copy)?;
     let sum = |number: u8, file: &str| {
-        ground
+        fixture
             .vm(number)?
             .sh(&format!("sha256sum <{file} && rm {file}"))
     };
@@ -714,26 +722,26 @@ fn rcopy(ground: &mut Ground, _: Card) -> Result<()> {
     server.wait(SHORT).map(drop)
 }
 
-fn riostream(ground: &mut Ground, card: Card) -> Result<()> {
-    let pair = ground.pair(SERVER, CLIENT);
+fn riostream(fixture: &mut Fixture, card: Card) -> Result<()> {
+    let pair = fixture.pair(SERVER, CLIENT);
     let (host, port) = (pair.host(), pair.port);
     let start = |side: &str| format!("riostream {side} {host} -p {port} -S 65536 -I 20 -C 10 -T v");
     pair.run_when(
         Ready::Cm(port),
-        &ground.bed,
+        &fixture.bed,
         &start("-b"),
         &start("-s"),
         SHORT,
     )?;
-    let row = format!("{}, riostream", ground.kernel);
-    ground.cell(&row, card.title(), "verified");
+    let row = format!("{}, riostream", fixture.kernel);
+    fixture.cell(&row, card.title(), "verified");
     Ok(())
 }
 
 /// Sees the port go and come back with the network interface.
-fn asyncwatch(ground: &mut Ground) -> Result<()> {
-    Card::Ours.set_up(ground)?;
-    let vm = ground.vm(CLIENT)?;
+fn asyncwatch(fixture: &mut Fixture) -> Result<()> {
+    Card::Ours.set_up(fixture)?;
+    let vm = fixture.vm(CLIENT)?;
     let watch = vm.spawn("stdbuf -oL ibv_asyncwatch")?;
     watch.wait_text(SHORT, |text| text.contains("async event FD"))?;
     vm.sh("ip link set eth0 down")?;
@@ -747,9 +755,9 @@ fn asyncwatch(ground: &mut Ground) -> Result<()> {
     watch.wait(SHORT).map(drop)
 }
 
-fn ibstat(ground: &mut Ground) -> Result<()> {
-    Card::Ours.set_up(ground)?;
-    for vm in &ground.bed.vms {
+fn ibstat(fixture: &mut Fixture) -> Result<()> {
+    Card::Ours.set_up(fixture)?;
+    for vm in &fixture.bed.vms {
         let text = vm.sh("ibstat && ibstatus")?;
         for wanted in [
             &format!("CA '{}'", Card::Ours.name()),

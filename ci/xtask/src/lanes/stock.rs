@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{ensure, Result};
 
 use super::tools::Ready;
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 
 /// How long one run of a tool may take on a busy machine without KVM.
@@ -38,37 +38,37 @@ pub fn lane() -> Lane {
 const CASES: &[Case] = &[
     Case {
         name: "ibv_rc_pingpong",
-        run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c", "-c -e", "-c -s 65536"]),
+        run: |fixture| pingpong(fixture, "ibv_rc_pingpong", &["-c", "-c -e", "-c -s 65536"]),
     },
     Case {
         name: "ibv_rc_pingpong with the extended post-send interface",
-        run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c -N"]),
+        run: |fixture| pingpong(fixture, "ibv_rc_pingpong", &["-c -N"]),
     },
     // Not with events as well: the tool then takes an event whose completion it has polled already
     // for an error.
     Case {
         name: "ibv_rc_pingpong with completion time stamps",
-        run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c -t"]),
+        run: |fixture| pingpong(fixture, "ibv_rc_pingpong", &["-c -t"]),
     },
     Case {
         name: "ibv_rc_pingpong with device memory",
-        run: |ground| pingpong(ground, "ibv_rc_pingpong", &["-c -j"]),
+        run: |fixture| pingpong(fixture, "ibv_rc_pingpong", &["-c -j"]),
     },
     Case {
         name: "ibv_uc_pingpong",
-        run: |ground| pingpong(ground, "ibv_uc_pingpong", &["-c", "-c -e", "-c -s 65536"]),
+        run: |fixture| pingpong(fixture, "ibv_uc_pingpong", &["-c", "-c -e", "-c -s 65536"]),
     },
     Case {
         name: "ibv_ud_pingpong",
-        run: |ground| pingpong(ground, "ibv_ud_pingpong", &["-c -s 1024", "-c -s 1024 -e"]),
+        run: |fixture| pingpong(fixture, "ibv_ud_pingpong", &["-c -s 1024", "-c -s 1024 -e"]),
     },
     Case {
         name: "ibv_srq_pingpong",
-        run: |ground| pingpong(ground, "ibv_srq_pingpong", &["-c", "-c -e", "-c -q 64"]),
+        run: |fixture| pingpong(fixture, "ibv_srq_pingpong", &["-c", "-c -e", "-c -q 64"]),
     },
     Case {
         name: "ibv_xsrq_pingpong",
-        run: |ground| pingpong(ground, "ibv_xsrq_pingpong", &["", "-e"]),
+        run: |fixture| pingpong(fixture, "ibv_xsrq_pingpong", &["", "-e"]),
     },
     Case {
         name: "rping",
@@ -101,20 +101,20 @@ const CASES: &[Case] = &[
 ];
 
 /// Runs a ping-pong of libibverbs with each of the options.
-fn pingpong(ground: &mut Ground, tool: &str, options: &[&str]) -> Result<()> {
+fn pingpong(fixture: &mut Fixture, tool: &str, options: &[&str]) -> Result<()> {
     for option in options {
-        let pair = ground.pair(2, 1);
+        let pair = fixture.pair(2, 1);
         let start = format!("{tool} -g $(/payload/gid) -p {} {option}", pair.port);
         let client = format!("{start} {}", pair.host());
-        pair.run(&ground.bed, &start, &client, LONG)?;
+        pair.run(&fixture.bed, &start, &client, LONG)?;
     }
     Ok(())
 }
 
-fn rping(ground: &mut Ground) -> Result<()> {
+fn rping(fixture: &mut Fixture) -> Result<()> {
     for (server, client) in [(2, 1), (1, 2), (1, 1)] {
         for size in [64, 4096, 65000] {
-            let pair = ground.pair(server, client);
+            let pair = fixture.pair(server, client);
             let start = |side: &str| {
                 format!(
                     "rping {side} -a {} -p {} -C 20 -V -S {size}",
@@ -124,7 +124,7 @@ fn rping(ground: &mut Ground) -> Result<()> {
             };
             pair.run_when(
                 Ready::Cm(pair.port),
-                &ground.bed,
+                &fixture.bed,
                 &start("-s"),
                 &start("-c"),
                 LONG,
@@ -134,14 +134,14 @@ fn rping(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn ucmatose(ground: &mut Ground) -> Result<()> {
+fn ucmatose(fixture: &mut Fixture) -> Result<()> {
     for options in ["-c 1 -C 10 -S 100", "-c 16 -C 4 -S 4096"] {
-        let pair = ground.pair(2, 1);
+        let pair = fixture.pair(2, 1);
         let (host, port) = (pair.host(), pair.port);
         let start = |side: &str| format!("ucmatose {side} {host} -p {port} {options}");
         let (client, server) = pair.run_when(
             Ready::Cm(port),
-            &ground.bed,
+            &fixture.bed,
             &start("-b"),
             &start("-s"),
             LONG,
@@ -152,13 +152,13 @@ fn ucmatose(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn udaddy(ground: &mut Ground) -> Result<()> {
+fn udaddy(fixture: &mut Fixture) -> Result<()> {
     for options in ["-c 1 -C 10 -S 100", "-c 8 -C 4 -S 1024"] {
-        let pair = ground.pair(2, 1);
+        let pair = fixture.pair(2, 1);
         let start = |side: &str| format!("udaddy {side} {} {options}", pair.host());
         let (client, server) = pair.run_when(
             Ready::Cm(FIXED_PORT),
-            &ground.bed,
+            &fixture.bed,
             &start("-b"),
             &start("-s"),
             LONG,
@@ -169,9 +169,9 @@ fn udaddy(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn mckey(ground: &mut Ground) -> Result<()> {
+fn mckey(fixture: &mut Fixture) -> Result<()> {
     for (receiver, sender) in [(2, 1), (1, 2), (1, 1)] {
-        let pair = ground.pair(receiver, sender);
+        let pair = fixture.pair(receiver, sender);
         // The receiver says in time that it has joined only if its lines are not held back.
         let start = |number: u8, side: &str| {
             format!(
@@ -180,7 +180,7 @@ fn mckey(ground: &mut Ground) -> Result<()> {
         };
         let (client, server) = pair.run_when(
             Ready::Says("joined dgid"),
-            &ground.bed,
+            &fixture.bed,
             &start(receiver, ""),
             &start(sender, "-s"),
             LONG,
@@ -195,7 +195,7 @@ fn mckey(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn rstream(ground: &mut Ground) -> Result<()> {
+fn rstream(fixture: &mut Fixture) -> Result<()> {
     for options in [
         "-S 64 -I 500 -C 1",
         "-S 65536 -I 20 -C 10",
@@ -204,12 +204,12 @@ fn rstream(ground: &mut Ground) -> Result<()> {
         // Not asynchronously (-T a): the tool then takes the end of the connection behind the last
         // message for an error.
         for test in ["-T v", "-T v -T b"] {
-            let pair = ground.pair(2, 1);
+            let pair = fixture.pair(2, 1);
             let (host, port) = (pair.host(), pair.port);
             let start = |side: &str| format!("rstream {side} {host} -p {port} {options} {test}");
             let (text, _) = pair.run_when(
                 Ready::Cm(port),
-                &ground.bed,
+                &fixture.bed,
                 &start("-b"),
                 &start("-s"),
                 LONG,
@@ -223,22 +223,22 @@ fn rstream(ground: &mut Ground) -> Result<()> {
     Ok(())
 }
 
-fn cmtime(ground: &mut Ground) -> Result<()> {
-    let pair = ground.pair(2, 1);
+fn cmtime(fixture: &mut Fixture) -> Result<()> {
+    let pair = fixture.pair(2, 1);
     let (host, port) = (pair.host(), pair.port);
     let start = |side: &str| format!("cmtime {side} {host} -p {port} -c 50");
     // It listens with rdma_cm first, and then on the same port of TCP, where the two ends agree on
     // what comes next.
-    pair.run(&ground.bed, &start("-b"), &start("-s"), LONG)
+    pair.run(&fixture.bed, &start("-b"), &start("-s"), LONG)
         .map(drop)
 }
 
-fn send_bw(ground: &mut Ground) -> Result<()> {
-    let pair = ground.pair(2, 1);
+fn send_bw(fixture: &mut Fixture) -> Result<()> {
+    let pair = fixture.pair(2, 1);
     let start = |host: &str| format!("ib_send_bw -F -R -a -n 100 -p {} {host}", pair.port);
     let (text, _) = pair.run_when(
         Ready::Cm(pair.port),
-        &ground.bed,
+        &fixture.bed,
         &start(""),
         &start(&pair.host()),
         LONG,

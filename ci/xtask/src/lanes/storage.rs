@@ -10,7 +10,7 @@ use anyhow::{bail, ensure, Context, Result};
 use serde_json::Value;
 
 use super::tools::{counts, settled, Counts};
-use super::Ground;
+use super::Fixture;
 use crate::vm::{wait_for, Job, SHORT};
 
 /// The VM that uses the storage.
@@ -126,18 +126,23 @@ pub struct Storage {
 
 impl Storage {
     /// Serves and connects. Whatever a case before this one left behind goes first.
-    pub fn set_up(ground: &mut Ground, protocol: Protocol, way: Way, place: Place) -> Result<Self> {
-        if clean(ground).is_err() {
-            ground.restart()?;
+    pub fn set_up(
+        fixture: &mut Fixture,
+        protocol: Protocol,
+        way: Way,
+        place: Place,
+    ) -> Result<Self> {
+        if clean(fixture).is_err() {
+            fixture.restart()?;
         }
         for number in [SERVER, CLIENT] {
             let device = way.device();
-            ground
+            fixture
                 .vm(number)?
                 .sh(&format!("/payload/rdma-device {device}"))?;
         }
         if place == Place::Disk && protocol == Protocol::Nfs {
-            ground.vm(SERVER)?.sh("/payload/storage-server format")?;
+            fixture.vm(SERVER)?.sh("/payload/storage-server format")?;
         }
         let mut storage = Storage {
             protocol,
@@ -145,11 +150,11 @@ impl Storage {
             place,
             path: "/mnt".to_owned(),
             // With rxe, there is no driver for ours in the guests.
-            before: counts(&ground.bed)?,
+            before: counts(&fixture.bed)?,
         };
-        storage.serve(ground)?;
+        storage.serve(fixture)?;
         let (word, transport) = (protocol.word(), way.transport());
-        let said = ground.vm(CLIENT)?.sh(&format!(
+        let said = fixture.vm(CLIENT)?.sh(&format!(
             "/payload/storage-client {word} {} {transport}",
             address(SERVER)
         ))?;
@@ -162,7 +167,7 @@ impl Storage {
     }
 
     /// Starts the server.
-    fn serve(&self, ground: &Ground) -> Result<()> {
+    fn serve(&self, fixture: &Fixture) -> Result<()> {
         let place = self.place.word();
         let command = match self.protocol {
             Protocol::Nvme => {
@@ -171,7 +176,7 @@ impl Storage {
             }
             Protocol::Nfs => format!("nfs {place}"),
         };
-        let server = ground.vm(SERVER)?;
+        let server = fixture.vm(SERVER)?;
         server
             .sh(&format!("/payload/storage-server {command}"))
             .map(drop)
@@ -179,12 +184,12 @@ impl Storage {
 
     /// What fio works on. On NFS that is a file, which the server makes: reads are to find
     /// something there.
-    pub fn fio_file(&self, ground: &Ground) -> Result<String> {
+    pub fn fio_file(&self, fixture: &Fixture) -> Result<String> {
         match self.protocol {
             Protocol::Nvme => Ok(self.path.clone()),
             Protocol::Nfs => {
                 let size = Fio::SIZE * Fio::JOBS;
-                ground.vm(SERVER)?.sh(&format!(
+                fixture.vm(SERVER)?.sh(&format!(
                     "dd if=/dev/zero of=/export/data/fio bs=1M count={size} status=none && sync /export/data/fio"
                 ))?;
                 Ok(format!("{}/fio", self.path))
@@ -193,34 +198,34 @@ impl Storage {
     }
 
     /// Kills the server's VM, and brings both back.
-    pub fn kill_server(&self, ground: &mut Ground) -> Result<()> {
-        let server = ground.vm_mut(SERVER)?;
+    pub fn kill_server(&self, fixture: &mut Fixture) -> Result<()> {
+        let server = fixture.vm_mut(SERVER)?;
         server.kill()?;
         server.start_again()?;
         server.sh(&format!("/payload/rdma-device {}", self.way.device()))?;
-        self.serve(ground)
+        self.serve(fixture)
     }
 
     /// Disconnects, ends the server, and sees that the device has nothing left of it.
-    pub fn tear_down(self, ground: &mut Ground) -> Result<()> {
-        clean(ground)?;
+    pub fn tear_down(self, fixture: &mut Fixture) -> Result<()> {
+        clean(fixture)?;
         if self.way == Way::Ours {
             // As long as it knows the device, the kernel keeps the completion queues that its
             // consumers shared.
             for number in [SERVER, CLIENT] {
-                ground
+                fixture
                     .vm(number)?
                     .sh("rmmod virtio_rdma && /payload/rdma-device vrdma0")?;
             }
         }
-        settled(&ground.bed, &self.before)
+        settled(&fixture.bed, &self.before)
     }
 }
 
 /// Ends clients and servers.
-pub fn clean(ground: &Ground) -> Result<()> {
-    ground.vm(CLIENT)?.sh("/payload/storage-client stop")?;
-    ground
+pub fn clean(fixture: &Fixture) -> Result<()> {
+    fixture.vm(CLIENT)?.sh("/payload/storage-client stop")?;
+    fixture
         .vm(SERVER)?
         .sh("/payload/storage-server stop")
         .map(drop)
@@ -294,16 +299,16 @@ impl Fio {
     }
 
     /// Starts it.
-    pub fn start(&self, ground: &Ground) -> Result<Job> {
-        ground.vm(CLIENT)?.spawn(&self.command())
+    pub fn start(&self, fixture: &Fixture) -> Result<Job> {
+        fixture.vm(CLIENT)?.spawn(&self.command())
     }
 
     /// Waits for its end and reads what it measured; an error if it found any.
-    pub fn finish(&self, ground: &Ground, job: &Job) -> Result<Rates> {
+    pub fn finish(&self, fixture: &Fixture, job: &Job) -> Result<Rates> {
         // Large blocks on a slow way are many seconds of work that has begun when the time is over,
         // and verifying takes as long again.
         let output = job.wait(Duration::from_secs(self.seconds * 2 + 300))?;
-        let vm = ground.vm(CLIENT)?;
+        let vm = fixture.vm(CLIENT)?;
         let text = vm.sh(&format!("cat {}", self.result())).unwrap_or_default();
         ensure!(
             output.status == 0,
@@ -316,9 +321,9 @@ impl Fio {
     }
 
     /// Runs it to its end.
-    pub fn run(&self, ground: &Ground) -> Result<Rates> {
-        let job = self.start(ground)?;
-        self.finish(ground, &job)
+    pub fn run(&self, fixture: &Fixture) -> Result<Rates> {
+        let job = self.start(fixture)?;
+        self.finish(fixture, &job)
     }
 }
 
@@ -382,16 +387,16 @@ impl Rates {
 }
 
 /// How much the fio of that name has read and written so far.
-pub fn moved(ground: &Ground, name: &str) -> Result<u64> {
+pub fn moved(fixture: &Fixture, name: &str) -> Result<u64> {
     let command = format!("/payload/storage-client moved {name}");
-    let text = ground.vm(CLIENT)?.sh(&command)?;
+    let text = fixture.vm(CLIENT)?.sh(&command)?;
     text.trim()
         .parse()
         .with_context(|| format!("not a number: {text}"))
 }
 
 /// Waits until a fio has moved some MiB beyond so many bytes.
-pub fn wait_moved(ground: &Ground, fio: &Fio, job: &Job, from: u64) -> Result<()> {
+pub fn wait_moved(fixture: &Fixture, fio: &Fio, job: &Job, from: u64) -> Result<()> {
     let there = wait_for(PATIENCE, || {
         if !job.running() {
             let ended = job.wait(SHORT)?;
@@ -401,7 +406,7 @@ pub fn wait_moved(ground: &Ground, fio: &Fio, job: &Job, from: u64) -> Result<()
                 ended.text
             );
         }
-        Ok((moved(ground, fio.name)? >= from + (4 << 20)).then_some(()))
+        Ok((moved(fixture, fio.name)? >= from + (4 << 20)).then_some(()))
     })?;
     there.with_context(|| format!("no traffic for {PATIENCE:?}, with {from} bytes moved"))
 }

@@ -15,7 +15,7 @@ use anyhow::{bail, ensure, Result};
 use serde::Deserialize;
 
 use super::tools::{counts, settled};
-use super::{Case, Ground, Lane, Skip};
+use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 
@@ -130,7 +130,7 @@ pub fn lane_56() -> Lane {
             let cases = [
                 Case {
                     name: "the tests on our device",
-                    run: |ground| on_ours(ground, &VERSION_56),
+                    run: |fixture| on_ours(fixture, &VERSION_56),
                 },
                 Case {
                     name: "the driver unloads after them",
@@ -159,7 +159,7 @@ pub fn lane_65() -> Lane {
             let cases = [
                 Case {
                     name: "the tests on our device",
-                    run: |ground| on_ours(ground, &VERSION_65),
+                    run: |fixture| on_ours(fixture, &VERSION_65),
                 },
                 Case {
                     name: "the driver unloads after them",
@@ -222,17 +222,17 @@ impl Transcript {
 /// Runs all tests on a device. A guest that does not live through one is started anew for the rest;
 /// `prepare` makes it ready.
 fn run(
-    ground: &mut Ground,
+    fixture: &mut Fixture,
     device: &str,
-    prepare: fn(&Ground) -> Result<()>,
+    prepare: fn(&Fixture) -> Result<()>,
 ) -> Result<Vec<TestResult>> {
     let mut results: Vec<TestResult> = Vec::new();
     for _ in 0..LOSSES {
-        prepare(ground)?;
+        prepare(fixture)?;
         // Some tests want huge pages, and skip if there are none.
-        ground.vm(1)?.sh("echo 16 >/proc/sys/vm/nr_hugepages")?;
+        fixture.vm(1)?.sh("echo 16 >/proc/sys/vm/nr_hugepages")?;
         let command = format!("/payload/suite.py {device} {}", results.len());
-        let job = ground.vm(1)?.spawn(&command)?;
+        let job = fixture.vm(1)?.spawn(&command)?;
         let end = job.wait(LONG);
         let transcript = Transcript::parse(&job.text());
         drop(job);
@@ -254,7 +254,7 @@ fn run(
                 test,
                 outcome: "crash".to_owned(),
                 reason: format!("the guest was lost: {why}"),
-                text: ground.circumstances(),
+                text: fixture.circumstances(),
                 seconds: 0.0,
             });
         }
@@ -265,7 +265,7 @@ fn run(
             "         {} tests on {device} have run, then: {why}; starting the VM anew",
             results.len()
         );
-        ground.restart()?;
+        fixture.restart()?;
     }
     bail!(
         "the guest was lost {LOSSES} times; {} tests have run",
@@ -274,47 +274,47 @@ fn run(
 }
 
 /// Counts outcomes into figures, and returns how many tests passed.
-fn count(ground: &mut Ground, device: &str, results: &[TestResult]) -> usize {
+fn count(fixture: &mut Fixture, device: &str, results: &[TestResult]) -> usize {
     let mut counts: BTreeMap<&str, usize> =
         ["ok", "skip", "fail", "error"].map(|word| (word, 0)).into();
     for result in results {
         *counts.entry(&result.outcome).or_default() += 1;
     }
     let seconds: f64 = results.iter().map(|result| result.seconds).sum();
-    ground.figure(&format!("{device}_tests"), results.len());
+    fixture.figure(&format!("{device}_tests"), results.len());
     for (outcome, number) in &counts {
-        ground.figure(&format!("{device}_{outcome}"), *number);
+        fixture.figure(&format!("{device}_{outcome}"), *number);
     }
-    ground.figure(&format!("{device}_seconds"), seconds.round());
+    fixture.figure(&format!("{device}_seconds"), seconds.round());
     counts.get("ok").copied().unwrap_or(0)
 }
 
 /// Puts results into the lane's table.
-fn tabulate(ground: &mut Ground, device: &str, results: &[TestResult]) {
+fn tabulate(fixture: &mut Fixture, device: &str, results: &[TestResult]) {
     for result in results {
         let reason: String = result.reason.chars().take(160).collect();
-        ground.cell(&result.test, device, &result.outcome);
-        ground.cell(&result.test, &format!("{device}: reason"), &reason);
+        fixture.cell(&result.test, device, &result.outcome);
+        fixture.cell(&result.test, &format!("{device}: reason"), &reason);
     }
 }
 
-fn on_ours(ground: &mut Ground, wanted: &Wanted) -> Result<()> {
-    let before = counts(&ground.bed)?;
-    let results = run(ground, "vrdma0", |_| Ok(()))?;
-    tabulate(ground, "ours", &results);
-    let passing = count(ground, "ours", &results);
+fn on_ours(fixture: &mut Fixture, wanted: &Wanted) -> Result<()> {
+    let before = counts(&fixture.bed)?;
+    let results = run(fixture, "vrdma0", |_| Ok(()))?;
+    tabulate(fixture, "ours", &results);
+    let passing = count(fixture, "ours", &results);
     for group in wanted.skippable {
         let skipped = results
             .iter()
             .filter(|result| result.outcome == "skip" && (group.is)(&result.test))
             .count();
-        ground.figure(&format!("ours_skip: {}", group.group), skipped);
+        fixture.figure(&format!("ours_skip: {}", group.group), skipped);
     }
     for result in &results {
         let case = judged(result, wanted);
-        ground.sub_case(case);
+        fixture.sub_case(case);
     }
-    settled(&ground.bed, &before)?;
+    settled(&fixture.bed, &before)?;
     ensure!(
         passing >= wanted.passing,
         "{passing} tests pass; at least {} have to",
@@ -353,13 +353,13 @@ fn judged(result: &TestResult, wanted: &Wanted) -> CaseReport {
     }
 }
 
-fn unload(ground: &mut Ground) -> Result<()> {
-    ground.vm(1)?.sh("rmmod virtio_rdma").map(drop)
+fn unload(fixture: &mut Fixture) -> Result<()> {
+    fixture.vm(1)?.sh("rmmod virtio_rdma").map(drop)
 }
 
-fn on_rxe(ground: &mut Ground) -> Result<()> {
-    let results = run(ground, "rxe0", |ground| {
-        let vm = ground.vm(1)?;
+fn on_rxe(fixture: &mut Fixture) -> Result<()> {
+    let results = run(fixture, "rxe0", |fixture| {
+        let vm = fixture.vm(1)?;
         vm.sh("! grep -q ^virtio_rdma /proc/modules || rmmod virtio_rdma")?;
         vm.sh(
             "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0 && /payload/wait-active",
@@ -368,8 +368,8 @@ fn on_rxe(ground: &mut Ground) -> Result<()> {
     });
     // Its faults are not ours.
     let results = results.map_err(|error| Skip(format!("{error:#}")))?;
-    tabulate(ground, "rxe", &results);
-    count(ground, "rxe", &results);
+    tabulate(fixture, "rxe", &results);
+    count(fixture, "rxe", &results);
     let mut traces = String::new();
     for result in results.iter().filter(|result| !result.text.is_empty()) {
         let _ = writeln!(
@@ -378,9 +378,9 @@ fn on_rxe(ground: &mut Ground) -> Result<()> {
             result.test, result.outcome, result.text
         );
     }
-    fs::write(ground.logs().join("rxe-tracebacks.txt"), traces)?;
-    let log = ground.vm(1)?.sh("dmesg -c")?;
-    fs::write(ground.logs().join("rxe.dmesg"), log)?;
+    fs::write(fixture.logs().join("rxe-tracebacks.txt"), traces)?;
+    let log = fixture.vm(1)?.sh("dmesg -c")?;
+    fs::write(fixture.logs().join("rxe.dmesg"), log)?;
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{bail, ensure, Context, Result};
 use serde_json::Value;
 
-use super::Ground;
+use super::Fixture;
 use crate::vm::{mac, wait_for, Bed, Job, Output, SHORT};
 
 /// A server in one VM and a client in another, or in the same.
@@ -33,7 +33,7 @@ pub enum Ready {
     Says(&'static str),
 }
 
-impl Ground<'_> {
+impl Fixture<'_> {
     /// A pair on a port of its own.
     pub fn pair(&mut self, server: u8, client: u8) -> Pair {
         Pair {

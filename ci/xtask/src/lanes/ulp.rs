@@ -14,7 +14,7 @@ use super::storage::{
     address, moved, wait_moved, Fio, Place, Protocol, Storage, Way, CLIENT, SERVER,
 };
 use super::tools::device_memory;
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::SHORT;
 
@@ -45,7 +45,7 @@ macro_rules! case {
     ($name:literal, $what:expr, $protocol:ident over $way:ident) => {
         Case {
             name: $name,
-            run: |ground| $what(ground, Protocol::$protocol, Way::$way),
+            run: |fixture| $what(fixture, Protocol::$protocol, Way::$way),
         }
     };
 }
@@ -76,80 +76,80 @@ fn rounded(value: f64) -> f64 {
     (value * 100.0).round() / 100.0
 }
 
-fn small(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
-    fio(ground, protocol, way, 4 << 10)
+fn small(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
+    fio(fixture, protocol, way, 4 << 10)
 }
 
-fn large(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
-    fio(ground, protocol, way, 1 << 20)
+fn large(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
+    fio(fixture, protocol, way, 1 << 20)
 }
 
 /// Five minutes of fio on our device; what is there to compare with is measured for one.
-fn fio(ground: &mut Ground, protocol: Protocol, way: Way, block: u32) -> Result<()> {
-    let storage = Storage::set_up(ground, protocol, way, Place::Memory)?;
-    let seconds = match (ground.quick, way) {
+fn fio(fixture: &mut Fixture, protocol: Protocol, way: Way, block: u32) -> Result<()> {
+    let storage = Storage::set_up(fixture, protocol, way, Place::Memory)?;
+    let seconds = match (fixture.quick, way) {
         (false, Way::Ours) => 300,
         (false, _) => 60,
         (true, _) => 15,
     };
-    let fio = Fio::new(storage.fio_file(ground)?, block, seconds);
-    let rates = fio.run(ground)?;
+    let fio = Fio::new(storage.fio_file(fixture)?, block, seconds);
+    let rates = fio.run(fixture)?;
     let [reads, writes] = rates.total;
     ensure!(reads > 0 && writes > 0, "fio did nothing: {rates:?}");
     let what = if block < 1 << 20 { "4 KiB" } else { "1 MiB" };
     let row = format!(
         "{}, {}, random reads + writes of {what}",
-        ground.kernel,
+        fixture.kernel,
         protocol.title()
     );
     let cell = format!("{}, {} s", rates.cell(), fio.seconds);
-    ground.cell(&row, way.title(), &cell);
+    fixture.cell(&row, way.title(), &cell);
     let name = format!("{}_{}_{block}", protocol.word(), way.word());
     for (direction, at) in [("read", 0), ("write", 1)] {
         let of = |values: [f64; 2]| rounded(values.get(at).copied().unwrap_or_default());
-        ground.figure(&format!("{name}_{direction}_iops"), of(rates.iops));
-        ground.figure(
+        fixture.figure(&format!("{name}_{direction}_iops"), of(rates.iops));
+        fixture.figure(
             &format!("{name}_{direction}_mib_per_s"),
             of(rates.mib_per_s),
         );
     }
-    storage.tear_down(ground)
+    storage.tear_down(fixture)
 }
 
 /// Kills the server in the middle of fio's traffic.
-fn killed(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
-    let memory = device_memory(&ground.bed)?;
-    let storage = Storage::set_up(ground, protocol, way, Place::Disk)?;
+fn killed(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
+    let memory = device_memory(&fixture.bed)?;
+    let storage = Storage::set_up(fixture, protocol, way, Place::Disk)?;
     // The server is away for half a minute, on a busy machine for one and a half.
-    let seconds = if ground.quick { 180 } else { 300 };
-    let fio = Fio::new(storage.fio_file(ground)?, 4 << 10, seconds);
-    let job = fio.start(ground)?;
-    wait_moved(ground, &fio, &job, 0)?;
+    let seconds = if fixture.quick { 180 } else { 300 };
+    let fio = Fio::new(storage.fio_file(fixture)?, 4 << 10, seconds);
+    let job = fio.start(fixture)?;
+    wait_moved(fixture, &fio, &job, 0)?;
     let start = Instant::now();
-    storage.kill_server(ground)?;
+    storage.kill_server(fixture)?;
     let up = start.elapsed();
-    let moved = moved(ground, fio.name)?;
-    wait_moved(ground, &fio, &job, moved)?;
+    let moved = moved(fixture, fio.name)?;
+    wait_moved(fixture, &fio, &job, moved)?;
     let name = format!("{}_{}_killed", protocol.word(), way.word());
-    ground.figure(
+    fixture.figure(
         &format!("{name}_server_away_seconds"),
         rounded(up.as_secs_f64()),
     );
-    ground.figure(
+    fixture.figure(
         &format!("{name}_traffic_after_seconds"),
         rounded(start.elapsed().as_secs_f64()),
     );
-    let rates = fio.finish(ground, &job)?;
+    let rates = fio.finish(fixture, &job)?;
     let [reads, writes] = rates.total;
     println!("         {reads} reads and {writes} writes, with the server killed among them");
-    storage.tear_down(ground)?;
-    no_leak(ground, &name, memory)
+    storage.tear_down(fixture)?;
+    no_leak(fixture, &name, memory)
 }
 
 /// The device keeps no memory of a VM that was killed.
-fn no_leak(ground: &mut Ground, name: &str, before: u64) -> Result<()> {
-    let after = device_memory(&ground.bed)?;
-    ground.figure(
+fn no_leak(fixture: &mut Fixture, name: &str, before: u64) -> Result<()> {
+    let after = device_memory(&fixture.bed)?;
+    fixture.figure(
         &format!("{name}_device_memory_kib"),
         [before >> 10, after >> 10].to_vec(),
     );
@@ -164,18 +164,18 @@ fn no_leak(ground: &mut Ground, name: &str, before: u64) -> Result<()> {
 const LEAK: u64 = 4 << 20;
 
 /// fio finds a byte that another one changed: or its silence would prove nothing.
-fn changed(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
-    let storage = Storage::set_up(ground, protocol, way, Place::Memory)?;
+fn changed(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
+    let storage = Storage::set_up(fixture, protocol, way, Place::Memory)?;
     let path = &storage.path;
     let command = |what: &str| {
         format!("fio --name=changed --filename={path} --bs=4k --size=8m --direct=1 --verify=crc32c --eta=never {what}")
     };
-    let client = ground.vm(CLIENT)?;
+    let client = fixture.vm(CLIENT)?;
     client.sh(&command("--rw=write --do_verify=0"))?;
     let verify = command("--rw=read --verify_only");
     client.sh(&verify)?;
     // In the middle of a block, far from its header.
-    ground.vm(SERVER)?.sh(
+    fixture.vm(SERVER)?.sh(
         "dd if=/dev/ram0 of=/tmp/block bs=4096 skip=1000 count=1 iflag=direct status=none && \
          printf x | dd of=/tmp/block bs=1 seek=3000 conv=notrunc status=none && \
          dd if=/tmp/block of=/dev/ram0 bs=4096 seek=1000 count=1 oflag=direct status=none",
@@ -186,31 +186,31 @@ fn changed(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
         "fio did not find the changed byte:\n{}",
         output.text
     );
-    storage.tear_down(ground)
+    storage.tear_down(fixture)
 }
 
 /// Makes the tree on the client.
-fn make_tree(ground: &Ground) -> Result<u32> {
-    let files = if ground.quick { 500 } else { 4000 };
-    ground.vm(CLIENT)?.sh(&format!(
+fn make_tree(fixture: &Fixture) -> Result<u32> {
+    let files = if fixture.quick { 500 } else { 4000 };
+    fixture.vm(CLIENT)?.sh(&format!(
         "rm -rf /tmp/tree /tmp/tree.sums && /payload/tree.py /tmp/tree {files}"
     ))?;
     Ok(files)
 }
 
 /// Compares the copy with what was copied: on the server, and from there again on the client.
-fn check_tree(ground: &Ground, storage: &Storage) -> Result<()> {
+fn check_tree(fixture: &Fixture, storage: &Storage) -> Result<()> {
     let compare = "rm -rf /tmp/tree && umount /mnt";
-    ground.vm(CLIENT)?.sh(compare)?;
+    fixture.vm(CLIENT)?.sh(compare)?;
     // Nothing of what the client has read or written is in its memory any more.
     let (word, transport) = (storage.protocol.word(), storage.way.transport());
-    ground.vm(CLIENT)?.sh(&format!(
+    fixture.vm(CLIENT)?.sh(&format!(
         "/payload/storage-client {word} {} {transport}",
         address(SERVER)
     ))?;
     let check = |number: u8, directory: &str, sums: &str| -> Result<()> {
         let command = format!("cd {directory} && sha256sum --quiet --strict -c {sums}");
-        let output = ground.vm(number)?.run(&command, TREE)?;
+        let output = fixture.vm(number)?.run(&command, TREE)?;
         ensure!(
             output.status == 0,
             "vm{number}: files differ:\n{}",
@@ -218,16 +218,16 @@ fn check_tree(ground: &Ground, storage: &Storage) -> Result<()> {
         );
         Ok(())
     };
-    ground.vm(CLIENT)?.sh("cp /tmp/tree.sums /mnt/sums")?;
+    fixture.vm(CLIENT)?.sh("cp /tmp/tree.sums /mnt/sums")?;
     check(CLIENT, "/mnt/tree", "/tmp/tree.sums")?;
     check(SERVER, "/export/data/tree", "../sums")
 }
 
-fn tree(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
-    let storage = Storage::set_up(ground, protocol, way, Place::Memory)?;
-    let files = make_tree(ground)?;
+fn tree(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
+    let storage = Storage::set_up(fixture, protocol, way, Place::Memory)?;
+    let files = make_tree(fixture)?;
     let start = Instant::now();
-    let output = ground.vm(CLIENT)?.run("cp -a /tmp/tree /mnt/tree", TREE)?;
+    let output = fixture.vm(CLIENT)?.run("cp -a /tmp/tree /mnt/tree", TREE)?;
     ensure!(
         output.status == 0,
         "cp ended with {}:\n{}",
@@ -235,29 +235,29 @@ fn tree(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
         output.text
     );
     let seconds = start.elapsed().as_secs_f64();
-    check_tree(ground, &storage)?;
+    check_tree(fixture, &storage)?;
     let row = format!(
         "{}, {}, a copy of {files} files",
-        ground.kernel,
+        fixture.kernel,
         protocol.title()
     );
-    ground.cell(&row, way.title(), &format!("{seconds:.1} s"));
-    ground.figure(
+    fixture.cell(&row, way.title(), &format!("{seconds:.1} s"));
+    fixture.figure(
         &format!("{}_{}_tree_seconds", protocol.word(), way.word()),
         rounded(seconds),
     );
-    storage.tear_down(ground)
+    storage.tear_down(fixture)
 }
 
 /// Kills the server in the middle of a copy of many files.
-fn tree_killed(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> {
-    let memory = device_memory(&ground.bed)?;
-    let storage = Storage::set_up(ground, protocol, way, Place::Disk)?;
-    let files = make_tree(ground)?;
-    let job = ground.vm(CLIENT)?.spawn("cp -av /tmp/tree /mnt/tree")?;
+fn tree_killed(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
+    let memory = device_memory(&fixture.bed)?;
+    let storage = Storage::set_up(fixture, protocol, way, Place::Disk)?;
+    let files = make_tree(fixture)?;
+    let job = fixture.vm(CLIENT)?.spawn("cp -av /tmp/tree /mnt/tree")?;
     let part = usize::try_from(files / 4)?;
     job.wait_text(TREE, |text| text.lines().count() >= part)?;
-    storage.kill_server(ground)?;
+    storage.kill_server(fixture)?;
     ensure!(job.running(), "cp ended too early:\n{}", job.text());
     let output = job.wait(TREE)?;
     ensure!(
@@ -266,8 +266,8 @@ fn tree_killed(ground: &mut Ground, protocol: Protocol, way: Way) -> Result<()> 
         output.status,
         output.text
     );
-    check_tree(ground, &storage)?;
-    storage.tear_down(ground)?;
+    check_tree(fixture, &storage)?;
+    storage.tear_down(fixture)?;
     let name = format!("{}_{}_tree_killed", protocol.word(), way.word());
-    no_leak(ground, &name, memory)
+    no_leak(fixture, &name, memory)
 }

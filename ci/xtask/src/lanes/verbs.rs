@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{bail, Result};
 
 use super::tools::{counts, settled, Pair};
-use super::{Case, Ground, Lane, Skip};
+use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 
 /// Longer than any of the tests takes before it ends itself.
@@ -36,11 +36,11 @@ pub fn lane() -> Lane {
 macro_rules! tests {
     ([$($alone:literal)*] [$($two:literal)*]) => {
         const ALONE: &[Case] = &[
-            $(Case { name: $alone, run: |ground| alone(ground, $alone) },)*
-            $(Case { name: $two, run: |ground| alone(ground, $two) },)*
+            $(Case { name: $alone, run: |fixture| alone(fixture, $alone) },)*
+            $(Case { name: $two, run: |fixture| alone(fixture, $two) },)*
         ];
         const APART: &[Case] = &[
-            $(Case { name: concat!($two, " between two VMs"), run: |ground| apart(ground, $two) },)*
+            $(Case { name: concat!($two, " between two VMs"), run: |fixture| apart(fixture, $two) },)*
         ];
     };
 }
@@ -256,22 +256,22 @@ tests! {
 }
 
 /// Runs a test in one VM.
-fn alone(ground: &mut Ground, test: &str) -> Result<()> {
-    let before = counts(&ground.bed)?;
-    let output = ground
+fn alone(fixture: &mut Fixture, test: &str) -> Result<()> {
+    let before = counts(&fixture.bed)?;
+    let output = fixture
         .vm(1)?
         .run(&format!("/payload/verbs-test {test}"), LONG)?;
     judge(test, output.status, &output.text)?;
-    settled(&ground.bed, &before)
+    settled(&fixture.bed, &before)
 }
 
 /// Runs a test between two VMs.
-fn apart(ground: &mut Ground, test: &str) -> Result<()> {
-    let before = counts(&ground.bed)?;
+fn apart(fixture: &mut Fixture, test: &str) -> Result<()> {
+    let before = counts(&fixture.bed)?;
     let pair = Pair {
         server: 2,
         client: 1,
-        port: ground.port(),
+        port: fixture.port(),
     };
     let server = format!("/payload/verbs-test --server {}", pair.port);
     let client = format!(
@@ -279,9 +279,9 @@ fn apart(ground: &mut Ground, test: &str) -> Result<()> {
         pair.host(),
         pair.port
     );
-    let (text, _) = pair.run(&ground.bed, &server, &client, LONG)?;
+    let (text, _) = pair.run(&fixture.bed, &server, &client, LONG)?;
     judge(test, 0, &text)?;
-    settled(&ground.bed, &before)
+    settled(&fixture.bed, &before)
 }
 
 /// What the line of a test says.

@@ -467,7 +467,9 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     let quiet = if plan.interactive { "" } else { " quiet" };
     add("-kernel", plan.kernel.vmlinuz.display().to_string());
     add("-initrd", plan.kernel.initrd.display().to_string());
-    let kernel_words = "panic=1 no_timer_check tsc=reliable mitigations=off audit=0";
+    // An NMI is for a guest that hangs: it says where, and ends.
+    let kernel_words =
+        "panic=1 unknown_nmi_panic no_timer_check tsc=reliable mitigations=off audit=0";
     add(
         "-append",
         format!("console=ttyS0{quiet} {kernel_words} vr.number={number}"),

@@ -7,7 +7,7 @@ use anyhow::{ensure, Result};
 use super::traffic::{self, Kernel, Kind, Traffic};
 use super::{comes_back, nothing_left, nothing_stuck, wait_active_in};
 use crate::lanes::storage::{clean, CLIENT};
-use crate::lanes::{Case, Ground};
+use crate::lanes::{Case, Fixture};
 use crate::vm::SHORT;
 
 pub const CASES: &[Case] = &[
@@ -34,83 +34,83 @@ pub const CASES: &[Case] = &[
 ];
 
 /// All kinds of applications from vm1 to vm2.
-fn applications(ground: &mut Ground) -> Result<Vec<Traffic>> {
+fn applications(fixture: &mut Fixture) -> Result<Vec<Traffic>> {
     [Kind::Rping, Kind::Ucmatose, Kind::Perftest, Kind::Flow]
         .into_iter()
-        .map(|kind| Traffic::start(ground, kind, 2, 1))
+        .map(|kind| Traffic::start(fixture, kind, 2, 1))
         .collect()
 }
 
-fn stop(ground: &Ground, running: Vec<Traffic>) -> Result<()> {
+fn stop(fixture: &Fixture, running: Vec<Traffic>) -> Result<()> {
     running
         .into_iter()
-        .try_for_each(|traffic| traffic.stop(ground))
+        .try_for_each(|traffic| traffic.stop(fixture))
 }
 
-fn unbind(ground: &mut Ground) -> Result<()> {
-    for number in if ground.quick { 2..=2 } else { 1..=2 } {
-        let running = applications(ground)?;
-        ground.vm(number)?.sh(
+fn unbind(fixture: &mut Fixture) -> Result<()> {
+    for number in if fixture.quick { 2..=2 } else { 1..=2 } {
+        let running = applications(fixture)?;
+        fixture.vm(number)?.sh(
             "cd /sys/bus/virtio/drivers/virtio_rdma && device=$(basename $(echo virtio*)) && \
              echo $device >unbind && ! ls /sys/class/infiniband | grep . && echo $device >bind",
         )?;
-        stop(ground, running)?;
-        comes_back(ground, "unbind")?;
+        stop(fixture, running)?;
+        comes_back(fixture, "unbind")?;
     }
-    nothing_left(ground)
+    nothing_left(fixture)
 }
 
 /// Users in the kernel are told, and let go: that is what removing the driver of an RDMA card is.
-fn reload(ground: &mut Ground) -> Result<()> {
-    let storage = Kernel::start(ground, true, true)?;
+fn reload(fixture: &mut Fixture) -> Result<()> {
+    let storage = Kernel::start(fixture, true, true)?;
     // The server's: the client's users wait for it, and find it again.
-    let output = ground
+    let output = fixture
         .vm(2)?
         .run("rmmod virtio_rdma && insmod /payload/virtio_rdma.ko", SHORT)?;
     ensure!(output.status == 0, "vm2: {}", output.text);
-    comes_back(ground, "reload_under_storage")?;
-    storage.wait_moving(ground)?;
-    storage.finish(ground)?;
-    nothing_stuck(ground)?;
+    comes_back(fixture, "reload_under_storage")?;
+    storage.wait_moving(fixture)?;
+    storage.finish(fixture)?;
+    nothing_stuck(fixture)?;
     // The client's: an NVMe host gives up its controllers on a card that is taken away.
-    let storage = Kernel::start(ground, true, false)?;
-    let output = ground
+    let storage = Kernel::start(fixture, true, false)?;
+    let output = fixture
         .vm(CLIENT)?
         .run("rmmod virtio_rdma && insmod /payload/virtio_rdma.ko", SHORT)?;
     ensure!(output.status == 0, "vm1: {}", output.text);
     drop(storage);
-    comes_back(ground, "reload_under_storage")?;
-    clean(ground)?;
-    nothing_stuck(ground)
+    comes_back(fixture, "reload_under_storage")?;
+    clean(fixture)?;
+    nothing_stuck(fixture)
 }
 
-fn unplug(ground: &mut Ground) -> Result<()> {
-    for _ in 0..if ground.quick { 1 } else { 3 } {
-        let running = applications(ground)?;
-        ground.vm_mut(2)?.unplug()?;
-        ground.vm(2)?.sh("! ls /sys/class/infiniband | grep .")?;
-        stop(ground, running)?;
-        ground.vm_mut(2)?.plug()?;
-        comes_back(ground, "unplug")?;
+fn unplug(fixture: &mut Fixture) -> Result<()> {
+    for _ in 0..if fixture.quick { 1 } else { 3 } {
+        let running = applications(fixture)?;
+        fixture.vm_mut(2)?.unplug()?;
+        fixture.vm(2)?.sh("! ls /sys/class/infiniband | grep .")?;
+        stop(fixture, running)?;
+        fixture.vm_mut(2)?.plug()?;
+        comes_back(fixture, "unplug")?;
     }
-    nothing_left(ground)
+    nothing_left(fixture)
 }
 
-fn unplug_under_kernel(ground: &mut Ground) -> Result<()> {
-    let storage = Kernel::start(ground, true, true)?;
-    ground.vm_mut(2)?.unplug()?;
-    ground.vm_mut(2)?.plug()?;
-    comes_back(ground, "unplug_under_storage")?;
-    storage.wait_moving(ground)?;
-    storage.finish(ground)?;
-    nothing_stuck(ground)
+fn unplug_under_kernel(fixture: &mut Fixture) -> Result<()> {
+    let storage = Kernel::start(fixture, true, true)?;
+    fixture.vm_mut(2)?.unplug()?;
+    fixture.vm_mut(2)?.plug()?;
+    comes_back(fixture, "unplug_under_storage")?;
+    storage.wait_moving(fixture)?;
+    storage.finish(fixture)?;
+    nothing_stuck(fixture)
 }
 
-fn reset_unplugged(ground: &mut Ground) -> Result<()> {
-    ground.vm_mut(2)?.unplug()?;
-    ground.vm_mut(2)?.reset()?;
-    ground.vm_mut(2)?.wait_up()?;
-    ground.vm_mut(2)?.plug()?;
-    wait_active_in(ground, 2)?;
-    traffic::rping(ground, 2, 1)
+fn reset_unplugged(fixture: &mut Fixture) -> Result<()> {
+    fixture.vm_mut(2)?.unplug()?;
+    fixture.vm_mut(2)?.reset()?;
+    fixture.vm_mut(2)?.wait_up()?;
+    fixture.vm_mut(2)?.plug()?;
+    wait_active_in(fixture, 2)?;
+    traffic::rping(fixture, 2, 1)
 }

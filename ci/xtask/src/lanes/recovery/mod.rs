@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Context, Result};
 
 use super::tools::device_of;
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, SHORT};
 
@@ -58,8 +58,8 @@ fn rounded(seconds: f64) -> f64 {
 }
 
 /// Waits until no guest has an active port: each has seen that its device is gone.
-pub fn wait_noticed(ground: &Ground) -> Result<()> {
-    for vm in &ground.bed.vms {
+pub fn wait_noticed(fixture: &Fixture) -> Result<()> {
+    for vm in &fixture.bed.vms {
         let noticed = wait_for(NOTICES, || {
             let output = vm.run(
                 "grep -q ACTIVE /sys/class/infiniband/*/ports/1/state",
@@ -73,9 +73,9 @@ pub fn wait_noticed(ground: &Ground) -> Result<()> {
 }
 
 /// Waits until a VM has its card again.
-pub fn wait_active_in(ground: &Ground, number: u8) -> Result<()> {
+pub fn wait_active_in(fixture: &Fixture, number: u8) -> Result<()> {
     let command = format!("/payload/wait-active '*' {}", COMES_BACK.as_secs());
-    let output = ground.vm(number)?.run(&command, COMES_BACK + SHORT)?;
+    let output = fixture.vm(number)?.run(&command, COMES_BACK + SHORT)?;
     ensure!(
         output.status == 0,
         "vm{number} has no card after {COMES_BACK:?}: {}",
@@ -86,38 +86,38 @@ pub fn wait_active_in(ground: &Ground, number: u8) -> Result<()> {
 
 /// What has to be true when the device is there: every guest gets its card by itself, and the first
 /// connection is good.
-fn comes_back(ground: &mut Ground, case: &str) -> Result<()> {
+fn comes_back(fixture: &mut Fixture, case: &str) -> Result<()> {
     let start = Instant::now();
     for number in [1, 2] {
-        wait_active_in(ground, number)?;
+        wait_active_in(fixture, number)?;
     }
     let active = start.elapsed();
-    traffic::rping(ground, 2, 1)?;
+    traffic::rping(fixture, 2, 1)?;
     let first = start.elapsed();
-    traffic::rping(ground, 1, 2)?;
-    ground.figure(
+    traffic::rping(fixture, 1, 2)?;
+    fixture.figure(
         &format!("{case}_port_active_seconds"),
         rounded(active.as_secs_f64()),
     );
-    ground.figure(
+    fixture.figure(
         &format!("{case}_first_rping_seconds"),
         rounded(first.as_secs_f64()),
     );
-    nothing_stuck(ground)
+    nothing_stuck(fixture)
 }
 
 /// No task of a guest hangs in its kernel.
-pub fn nothing_stuck(ground: &Ground) -> Result<()> {
-    not_stuck(ground, "/payload/stuck 10")
+pub fn nothing_stuck(fixture: &Fixture) -> Result<()> {
+    not_stuck(fixture, "/payload/stuck 10")
 }
 
 /// No process of a guest hangs in its kernel, whatever the kernel itself waits for.
-pub fn no_process_stuck(ground: &Ground) -> Result<()> {
-    not_stuck(ground, "/payload/stuck 10 processes")
+pub fn no_process_stuck(fixture: &Fixture) -> Result<()> {
+    not_stuck(fixture, "/payload/stuck 10 processes")
 }
 
-fn not_stuck(ground: &Ground, command: &str) -> Result<()> {
-    for vm in &ground.bed.vms {
+fn not_stuck(fixture: &Fixture, command: &str) -> Result<()> {
+    for vm in &fixture.bed.vms {
         let output = vm.run(command, SHORT)?;
         ensure!(
             output.status == 0,
@@ -131,15 +131,15 @@ fn not_stuck(ground: &Ground, command: &str) -> Result<()> {
 
 /// The device has nothing of applications any more: each VM has as many queue pairs as an idle
 /// driver.
-fn nothing_left(ground: &Ground) -> Result<()> {
-    for vm in &ground.bed.vms {
+fn nothing_left(fixture: &Fixture) -> Result<()> {
+    for vm in &fixture.bed.vms {
         let idle = wait_for(SHORT, || {
-            let counts = &device_of(&ground.bed, vm.number)?["counts"];
+            let counts = &device_of(&fixture.bed, vm.number)?["counts"];
             // The one for management datagrams.
             Ok((counts["qps"].as_u64() == Some(1)).then_some(()))
         })?;
         if idle.is_none() {
-            let counts = &device_of(&ground.bed, vm.number)?["counts"];
+            let counts = &device_of(&fixture.bed, vm.number)?["counts"];
             anyhow::bail!("vm{} has objects left over: {counts}", vm.number);
         }
     }

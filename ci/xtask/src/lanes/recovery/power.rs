@@ -7,7 +7,7 @@ use anyhow::{anyhow, ensure, Context, Result};
 
 use super::traffic::{self, Kernel, Kind, Traffic};
 use super::{comes_back, nothing_left, nothing_stuck, wait_active_in};
-use crate::lanes::{Case, Ground};
+use crate::lanes::{Case, Fixture};
 use crate::vm::{wait_for, Vm, SHORT};
 
 pub const CASES: &[Case] = &[
@@ -15,19 +15,19 @@ pub const CASES: &[Case] = &[
     // more.
     Case {
         name: "guest: suspended to idle under applications",
-        run: |ground| sleeps(ground, Depth::Idle, false),
+        run: |fixture| sleeps(fixture, Depth::Idle, false),
     },
     Case {
         name: "guest: suspended to RAM under applications",
-        run: |ground| sleeps(ground, Depth::Ram, false),
+        run: |fixture| sleeps(fixture, Depth::Ram, false),
     },
     Case {
         name: "guest: suspended to RAM under NVMe over Fabrics and NFS",
-        run: |ground| sleeps(ground, Depth::Ram, true),
+        run: |fixture| sleeps(fixture, Depth::Ram, true),
     },
     Case {
         name: "guest: suspended to disk under applications",
-        run: |ground| sleeps(ground, Depth::Disk, false),
+        run: |fixture| sleeps(fixture, Depth::Disk, false),
     },
     Case {
         name: "guest: reset under traffic, and the first rping after it",
@@ -56,19 +56,19 @@ const SLEEPS: Duration = Duration::from_secs(60);
 
 /// The guest sleeps and wakes, and the card is there.
 // G-RST-008.
-fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
-    own_payload(ground.vm(2)?)?;
+fn sleeps(fixture: &mut Fixture, depth: Depth, storage: bool) -> Result<()> {
+    own_payload(fixture.vm(2)?)?;
     let storage = if storage {
-        Some(Kernel::start(ground, true, true)?)
+        Some(Kernel::start(fixture, true, true)?)
     } else {
         None
     };
     let mut running = Vec::new();
     for kind in [Kind::Rping, Kind::Perftest, Kind::Flow] {
-        running.push(Traffic::start(ground, kind, 2, 1)?);
-        running.push(Traffic::start(ground, kind, 1, 2)?);
+        running.push(Traffic::start(fixture, kind, 2, 1)?);
+        running.push(Traffic::start(fixture, kind, 1, 2)?);
     }
-    let vm = ground.vm_mut(2)?;
+    let vm = fixture.vm_mut(2)?;
     let command = match depth {
         Depth::Ram => "echo deep >/sys/power/mem_sleep && echo mem >/sys/power/state",
         // The button wakes it, which has a driver.
@@ -90,15 +90,15 @@ fn sleeps(ground: &mut Ground, depth: Depth, storage: bool) -> Result<()> {
     })?;
     vm.sh("dmesg -n 4")?;
     for traffic in running {
-        traffic.stop(ground)?;
+        traffic.stop(fixture)?;
     }
     let name = format!("{depth:?}").to_lowercase();
-    comes_back(ground, &format!("suspend_{name}"))?;
+    comes_back(fixture, &format!("suspend_{name}"))?;
     if let Some(storage) = storage {
-        storage.wait_moving(ground)?;
-        storage.finish(ground)?;
+        storage.wait_moving(fixture)?;
+        storage.finish(fixture)?;
     }
-    nothing_left(ground)
+    nothing_left(fixture)
 }
 
 fn sleep_and_wake(vm: &mut Vm, depth: Depth, command: &str) -> Result<()> {
@@ -163,52 +163,52 @@ fn own_payload(vm: &Vm) -> Result<()> {
 }
 
 /// Both sides of a guest that goes away.
-fn traffic_of_both(ground: &mut Ground) -> Result<Vec<Traffic>> {
+fn traffic_of_both(fixture: &mut Fixture) -> Result<Vec<Traffic>> {
     let mut running = Vec::new();
     for kind in [Kind::Rping, Kind::Flow] {
-        running.push(Traffic::start(ground, kind, 2, 1)?);
-        running.push(Traffic::start(ground, kind, 1, 2)?);
+        running.push(Traffic::start(fixture, kind, 2, 1)?);
+        running.push(Traffic::start(fixture, kind, 1, 2)?);
     }
     Ok(running)
 }
 
-fn end(ground: &mut Ground, running: Vec<Traffic>) -> Result<()> {
+fn end(fixture: &mut Fixture, running: Vec<Traffic>) -> Result<()> {
     for traffic in running {
-        traffic.stop(ground)?;
+        traffic.stop(fixture)?;
     }
-    wait_active_in(ground, 2)?;
-    traffic::rping(ground, 2, 1)?;
-    traffic::rping(ground, 1, 2)?;
-    nothing_stuck(ground)?;
-    nothing_left(ground)
+    wait_active_in(fixture, 2)?;
+    traffic::rping(fixture, 2, 1)?;
+    traffic::rping(fixture, 1, 2)?;
+    nothing_stuck(fixture)?;
+    nothing_left(fixture)
 }
 
-fn reset(ground: &mut Ground) -> Result<()> {
-    for _ in 0..if ground.quick { 1 } else { 5 } {
-        let running = traffic_of_both(ground)?;
-        ground.vm_mut(2)?.reset()?;
-        ground.vm_mut(2)?.wait_up()?;
-        end(ground, running)?;
+fn reset(fixture: &mut Fixture) -> Result<()> {
+    for _ in 0..if fixture.quick { 1 } else { 5 } {
+        let running = traffic_of_both(fixture)?;
+        fixture.vm_mut(2)?.reset()?;
+        fixture.vm_mut(2)?.wait_up()?;
+        end(fixture, running)?;
     }
     Ok(())
 }
 
-fn kexec(ground: &mut Ground) -> Result<()> {
-    ground.vm(2)?.sh(
+fn kexec(fixture: &mut Fixture) -> Result<()> {
+    fixture.vm(2)?.sh(
         "kexec -l /payload/vmlinuz --initrd=/payload/initrd.img --command-line=\"$(cat /proc/cmdline)\"",
     )?;
-    let running = traffic_of_both(ground)?;
-    let job = ground.vm(2)?.spawn("exec kexec -e")?;
-    ground.vm_mut(2)?.wait_up()?;
+    let running = traffic_of_both(fixture)?;
+    let job = fixture.vm(2)?.spawn("exec kexec -e")?;
+    fixture.vm_mut(2)?.wait_up()?;
     drop(job);
-    end(ground, running)
+    end(fixture, running)
 }
 
-fn power_off(ground: &mut Ground) -> Result<()> {
-    let running = traffic_of_both(ground)?;
-    let job = ground.vm(2)?.spawn("exec busybox poweroff -f")?;
-    ground.vm_mut(2)?.wait_end(SHORT)?;
+fn power_off(fixture: &mut Fixture) -> Result<()> {
+    let running = traffic_of_both(fixture)?;
+    let job = fixture.vm(2)?.spawn("exec busybox poweroff -f")?;
+    fixture.vm_mut(2)?.wait_end(SHORT)?;
     drop(job);
-    ground.vm_mut(2)?.start_again()?;
-    end(ground, running)
+    fixture.vm_mut(2)?.start_again()?;
+    end(fixture, running)
 }

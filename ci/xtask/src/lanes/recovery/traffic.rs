@@ -8,7 +8,7 @@ use anyhow::{bail, ensure, Context, Result};
 use super::{rounded, ENDS};
 use crate::lanes::storage::{address, clean, moved, Fio, CLIENT, SERVER};
 use crate::lanes::tools::{wait_progress, Pair, Ready};
-use crate::lanes::Ground;
+use crate::lanes::Fixture;
 use crate::vm::{wait_for, Job, SHORT};
 
 /// How long traffic may take to begin, on a busy machine without KVM.
@@ -44,13 +44,13 @@ pub struct Traffic {
 
 impl Traffic {
     /// Starts it, and waits until it moves data.
-    pub fn start(ground: &mut Ground, kind: Kind, server: u8, client: u8) -> Result<Self> {
-        let pair = ground.pair(server, client);
-        Self::start_to(ground, kind, pair, &pair.host())
+    pub fn start(fixture: &mut Fixture, kind: Kind, server: u8, client: u8) -> Result<Self> {
+        let pair = fixture.pair(server, client);
+        Self::start_to(fixture, kind, pair, &pair.host())
     }
 
     /// As [`Self::start`], with another address of the server.
-    pub fn start_to(ground: &Ground, kind: Kind, pair: Pair, host: &str) -> Result<Self> {
+    pub fn start_to(fixture: &Fixture, kind: Kind, pair: Pair, host: &str) -> Result<Self> {
         let port = pair.port;
         let (ready, serve, call) = match kind {
             Kind::Rping => (
@@ -87,19 +87,19 @@ impl Traffic {
             }
             Kind::Flow => (Ready::Tcp(port), pair.target(), pair.rdma("flow", "0")),
         };
-        let server = pair.serve_when(ready, &ground.bed, &serve)?;
-        let client = ground.vm(pair.client)?.spawn(&call)?;
+        let server = pair.serve_when(ready, &fixture.bed, &serve)?;
+        let client = fixture.vm(pair.client)?.spawn(&call)?;
         let traffic = Traffic {
             kind,
             pair,
             server,
             client,
         };
-        traffic.wait_moving(ground)?;
+        traffic.wait_moving(fixture)?;
         Ok(traffic)
     }
 
-    fn wait_moving(&self, ground: &Ground) -> Result<()> {
+    fn wait_moving(&self, fixture: &Fixture) -> Result<()> {
         let application = match self.kind {
             Kind::Flow => return wait_progress(&self.client, 100, BEGINS),
             Kind::Rping => "rping",
@@ -107,7 +107,7 @@ impl Traffic {
             Kind::Perftest => "ib_write_bw",
         };
         let command = format!("/payload/connected {application} 5");
-        let vm = ground.vm(self.pair.client)?;
+        let vm = fixture.vm(self.pair.client)?;
         let moving = wait_for(BEGINS, || {
             self.check()?;
             Ok((vm.run(&command, SHORT)?.status == 0).then_some(()))
@@ -117,7 +117,7 @@ impl Traffic {
                 "{:?} does not connect: {}\n{}",
                 self.kind,
                 self.texts(),
-                self.connections(ground)
+                self.connections(fixture)
             )
         })?;
         // From being connected to being in full swing.
@@ -150,12 +150,12 @@ impl Traffic {
     }
 
     /// What the kernels of both sides know of connections, and what ucmatose writes to a file.
-    fn connections(&self, ground: &Ground) -> String {
+    fn connections(&self, fixture: &Fixture) -> String {
         let tell = "rdma resource show cm_id; rdma resource show qp; ps ax -o pid,stat,etime,wchan:32,args \
                     | grep [u]cmatose; cat /tmp/ucmatose";
         [("client", self.pair.client), ("server", self.pair.server)]
             .map(|(side, number)| {
-                let told = ground.vm(number).and_then(|vm| vm.run(tell, SHORT));
+                let told = fixture.vm(number).and_then(|vm| vm.run(tell, SHORT));
                 let told = told.map_or_else(|e| format!("{e:#}"), |output| output.text);
                 format!("the {side} has:\n{told}")
             })
@@ -164,11 +164,11 @@ impl Traffic {
 
     /// The device was lost under it: both sides end by themselves, and the client with an error.
     /// Returns after how many seconds.
-    pub fn lost(self, ground: &Ground) -> Result<f64> {
+    pub fn lost(self, fixture: &Fixture) -> Result<f64> {
         let start = Instant::now();
         if self.kind == Kind::Ucmatose {
             // It waits for events of its connections for ever, whatever becomes of them.
-            self.stop(ground)?;
+            self.stop(fixture)?;
             return Ok(start.elapsed().as_secs_f64());
         }
         for (side, job) in [("client", &self.client), ("server", &self.server)] {
@@ -187,11 +187,11 @@ impl Traffic {
     }
 
     /// Ends it, whether it runs or not: what is killed has to go.
-    pub fn stop(self, ground: &Ground) -> Result<()> {
+    pub fn stop(self, fixture: &Fixture) -> Result<()> {
         if self.kind == Kind::Ucmatose {
             for number in [self.pair.server, self.pair.client] {
                 // A VM that is gone has taken its side along.
-                let _ = ground
+                let _ = fixture
                     .vm(number)?
                     .run(&format!("touch /tmp/stop-{}", self.pair.port), SHORT);
             }
@@ -216,18 +216,18 @@ impl Traffic {
 }
 
 /// One verified run of rping, which has to be good at the first attempt.
-pub fn rping(ground: &mut Ground, server: u8, client: u8) -> Result<()> {
-    let pair = ground.pair(server, client);
-    rping_to(ground, pair, &pair.host())
+pub fn rping(fixture: &mut Fixture, server: u8, client: u8) -> Result<()> {
+    let pair = fixture.pair(server, client);
+    rping_to(fixture, pair, &pair.host())
 }
 
 /// As [`rping`], with another address of the server.
-pub fn rping_to(ground: &Ground, pair: Pair, host: &str) -> Result<()> {
+pub fn rping_to(fixture: &Fixture, pair: Pair, host: &str) -> Result<()> {
     let port = pair.port;
     let start = |side: &str| format!("rping {side} -a {host} -p {port} -C 10 -V -S 4096");
     pair.run_when(
         Ready::Cm(port),
-        &ground.bed,
+        &fixture.bed,
         &start("-s"),
         &start("-c"),
         SHORT,
@@ -244,10 +244,10 @@ pub struct Kernel {
 
 impl Kernel {
     /// Serves, connects, and starts the traffic.
-    pub fn start(ground: &mut Ground, nvme: bool, nfs: bool) -> Result<Self> {
-        clean(ground)?;
+    pub fn start(fixture: &mut Fixture, nvme: bool, nfs: bool) -> Result<Self> {
+        clean(fixture)?;
         for number in [SERVER, CLIENT] {
-            ground
+            fixture
                 .vm(number)?
                 .sh("rm -f /tmp/no-more-fio; /payload/rdma-device vrdma0")?;
         }
@@ -256,10 +256,10 @@ impl Kernel {
         if nvme {
             // Bound to no device: the kernel's target gives up a port that was bound to one which
             // was taken out.
-            ground
+            fixture
                 .vm(SERVER)?
                 .sh("/payload/storage-server nvme memory 0.0.0.0 rdma")?;
-            let said = ground
+            let said = fixture
                 .vm(CLIENT)?
                 .sh(&format!("/payload/storage-client nvme {host} rdma"))?;
             let device = said.lines().last().unwrap_or_default();
@@ -267,13 +267,13 @@ impl Kernel {
             fios.push(("nvme", device.to_owned()));
         }
         if nfs {
-            ground
+            fixture
                 .vm(SERVER)?
                 .sh("/payload/storage-server nfs memory")?;
-            ground
+            fixture
                 .vm(CLIENT)?
                 .sh(&format!("/payload/storage-client nfs {host} rdma"))?;
-            ground.vm(SERVER)?.sh(
+            fixture.vm(SERVER)?.sh(
                 "dd if=/dev/zero of=/export/data/fio bs=1M count=32 status=none && sync /export/data/fio",
             )?;
             fios.push(("nfs", "/mnt/fio".to_owned()));
@@ -292,32 +292,32 @@ impl Kernel {
                 "until [ -e /tmp/no-more-fio ]; do {} || exit; done",
                 fio.command()
             );
-            let job = ground.vm(CLIENT)?.spawn(&command)?;
+            let job = fixture.vm(CLIENT)?.spawn(&command)?;
             runs.push((fio, job));
         }
         let kernel = Kernel { runs };
-        kernel.wait_moving(ground)?;
+        kernel.wait_moving(fixture)?;
         Ok(kernel)
     }
 
     /// Waits until all move data; returns after how many seconds.
-    pub fn wait_moving(&self, ground: &Ground) -> Result<f64> {
-        self.wait_moving_of(ground, &["nvme", "nfs"])
+    pub fn wait_moving(&self, fixture: &Fixture) -> Result<f64> {
+        self.wait_moving_of(fixture, &["nvme", "nfs"])
     }
 
     /// As [`Self::wait_moving`], for some of them.
-    pub fn wait_moving_of(&self, ground: &Ground, names: &[&str]) -> Result<f64> {
+    pub fn wait_moving_of(&self, fixture: &Fixture, names: &[&str]) -> Result<f64> {
         let start = Instant::now();
         let runs = self.runs.iter();
         let runs = runs.filter(|(fio, _)| names.contains(&fio.name));
         let before: Vec<_> = runs
-            .map(|run| Ok((run, moved(ground, run.0.name)?)))
+            .map(|run| Ok((run, moved(fixture, run.0.name)?)))
             .collect::<Result<_>>()?;
         for ((fio, job), before) in before {
             let moving = wait_for(STORAGE_GOES_ON, || {
                 if !job.running() {
                     let output = job.wait(SHORT)?;
-                    let report = ground
+                    let report = fixture
                         .vm(CLIENT)?
                         .run(&format!("head -c 3000 {}", fio.result()), SHORT)?;
                     bail!(
@@ -329,7 +329,7 @@ impl Kernel {
                     );
                 }
                 // The next round starts from zero.
-                let now = moved(ground, fio.name)?;
+                let now = moved(fixture, fio.name)?;
                 Ok((now.abs_diff(before) > 256 << 10).then_some(()))
             })?;
             moving
@@ -339,11 +339,11 @@ impl Kernel {
     }
 
     /// Lets the last round come to its end, verified, and takes everything down.
-    pub fn finish(self, ground: &Ground) -> Result<()> {
-        ground.vm(CLIENT)?.sh("touch /tmp/no-more-fio")?;
+    pub fn finish(self, fixture: &Fixture) -> Result<()> {
+        fixture.vm(CLIENT)?.sh("touch /tmp/no-more-fio")?;
         for (fio, job) in &self.runs {
-            fio.finish(ground, job)?;
+            fio.finish(fixture, job)?;
         }
-        clean(ground)
+        clean(fixture)
     }
 }

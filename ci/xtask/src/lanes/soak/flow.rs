@@ -9,7 +9,7 @@ use anyhow::{bail, Context, Result};
 use super::bare::{limits, Seen as BareSeen, Traffic};
 use super::Random;
 use crate::lanes::tools::{Pair, Ready};
-use crate::lanes::Ground;
+use crate::lanes::Fixture;
 use crate::vm::{wait_for, Job};
 
 /// How many applications run at a time.
@@ -77,8 +77,8 @@ pub struct Flows {
 
 impl Flows {
     /// Starts it.
-    pub fn start(ground: &mut Ground, seed: u64) -> Result<Self> {
-        let device = ground.bed.device.as_ref().context("there is no device")?;
+    pub fn start(fixture: &mut Fixture, seed: u64) -> Result<Self> {
+        let device = fixture.bed.device.as_ref().context("there is no device")?;
         let sockets = [3, 4].map(|number| device.socket(number).map(ToOwned::to_owned));
         let [a, b] = sockets;
         let mut flows = Flows {
@@ -87,15 +87,15 @@ impl Flows {
             bare: Traffic::start([a?, b?], seed),
             seen: Seen::default(),
         };
-        flows.tend(ground)?;
+        flows.tend(fixture)?;
         Ok(flows)
     }
 
     /// Judges what has ended, and starts something else in its place.
-    pub fn tend(&mut self, ground: &mut Ground) -> Result<()> {
+    pub fn tend(&mut self, fixture: &mut Fixture) -> Result<()> {
         self.judge()?;
         while self.runs.len() < PLACES {
-            let run = start(ground, &mut self.random)?;
+            let run = start(fixture, &mut self.random)?;
             self.runs.push(run);
         }
         Ok(())
@@ -153,9 +153,9 @@ impl Flows {
 
     /// Ends what was disturbed and runs all the same (what waits for a peer that is gone waits for
     /// ever), and starts something else.
-    pub fn replace_disturbed(&mut self, ground: &mut Ground) -> Result<()> {
+    pub fn replace_disturbed(&mut self, fixture: &mut Fixture) -> Result<()> {
         self.end_disturbed()?;
-        self.tend(ground)
+        self.tend(fixture)
     }
 
     /// Ends what was disturbed.
@@ -208,8 +208,8 @@ impl Flows {
     }
 
     /// Lets a guest create objects until it is refused any more, beside all others.
-    pub fn limits(&self, ground: &Ground) -> Result<[usize; 3]> {
-        let device = ground.bed.device.as_ref().context("there is no device")?;
+    pub fn limits(&self, fixture: &Fixture) -> Result<[usize; 3]> {
+        let device = fixture.bed.device.as_ref().context("there is no device")?;
         limits(device.socket(5)?)
     }
 
@@ -241,9 +241,9 @@ fn end(run: &Run) -> Result<()> {
 }
 
 /// Starts a random application between random VMs.
-fn start(ground: &mut Ground, random: &mut Random) -> Result<Run> {
+fn start(fixture: &mut Fixture, random: &mut Random) -> Result<Run> {
     let (server, client) = random.of(&[(2, 1), (1, 2), (1, 1), (2, 2)], (2, 1));
-    let pair = ground.pair(server, client);
+    let pair = fixture.pair(server, client);
     let (host, port) = (pair.host(), pair.port);
     let largest = random_size(random);
     let size = 1 + random.below(largest);
@@ -276,8 +276,8 @@ fn start(ground: &mut Ground, random: &mut Random) -> Result<Run> {
             )
         }
     };
-    let server = pair.serve_when(ready, &ground.bed, &serve)?;
-    let job = ground.vm(client)?.spawn(&call)?;
+    let server = pair.serve_when(ready, &fixture.bed, &serve)?;
+    let job = fixture.vm(client)?.spawn(&call)?;
     Ok(Run {
         what: call,
         pair,

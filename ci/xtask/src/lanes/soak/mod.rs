@@ -18,7 +18,7 @@ use rustix::process::Signal;
 
 use super::recovery::{nothing_stuck, rping, wait_active_in, wait_noticed};
 use super::tools::{counts, resident_memory, settled};
-use super::{Case, Ground, Lane};
+use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, SHORT};
 use flow::{Flows, Seen};
@@ -67,11 +67,11 @@ pub fn lane() -> Lane {
 const CASES: &[Case] = &[
     Case {
         name: "events that the device process lives through",
-        run: |ground| phase(ground, &Event::OTHERS, 1),
+        run: |fixture| phase(fixture, &Event::OTHERS, 1),
     },
     Case {
         name: "events, and the device process killed and stopped",
-        run: |ground| phase(ground, &Event::ALL, 2),
+        run: |fixture| phase(fixture, &Event::ALL, 2),
     },
     Case {
         name: "everything stopped",
@@ -190,12 +190,12 @@ impl Draw {
 
 /// Events of these kinds for half of the time, the first of them one of each, by which the device
 /// grows as large as it will.
-fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
-    let soak = ground.soak.context("no time and no seed")?;
+fn phase(fixture: &mut Fixture, events: &[Event], number: u64) -> Result<()> {
+    let soak = fixture.soak.context("no time and no seed")?;
     let mut random = Random::new(soak.seed.wrapping_add(number));
     println!("         seed {}", soak.seed);
     let end = Instant::now() + soak.time / 2;
-    let before = counts(&ground.bed)?;
+    let before = counts(&fixture.bed)?;
     let mut happened = BTreeMap::new();
     let mut seen = Seen::default();
     let mut memory = Vec::new();
@@ -206,17 +206,17 @@ fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
     let mut round: Vec<Draw> = warm.collect();
     let (mut result, mut left) = (Ok(()), Ok(()));
     while !round.is_empty() && result.is_ok() && left.is_ok() {
-        let mut flows = Flows::start(ground, random.next())?;
+        let mut flows = Flows::start(fixture, random.next())?;
         for draw in round {
-            result = event(ground, &mut flows, draw, &mut happened);
+            result = event(fixture, &mut flows, draw, &mut happened);
             if result.is_err() || Instant::now() >= end {
                 break;
             }
         }
         seen.add(flows.stop()?);
-        left = settled(&ground.bed, &before);
+        left = settled(&fixture.bed, &before);
         sleep(QUIET);
-        memory.push(resident_memory(&ground.bed)?);
+        memory.push(resident_memory(&fixture.bed)?);
         round = if Instant::now() < end {
             (0..ROUND)
                 .map(|_| Draw::next(&mut random, events))
@@ -238,11 +238,11 @@ fn phase(ground: &mut Ground, events: &[Event], number: u64) -> Result<()> {
         ("memory_second_third_kib", second >> 10),
         ("memory_last_third_kib", last >> 10),
     ] {
-        ground.figure(&format!("phase_{number}_{what}"), value);
+        fixture.figure(&format!("phase_{number}_{what}"), value);
     }
-    ground.figure("seed", soak.seed);
+    fixture.figure("seed", soak.seed);
     for (event, times) in &happened {
-        ground.cell(
+        fixture.cell(
             &format!("{event:?}"),
             &format!("phase {number}"),
             &times.to_string(),
@@ -292,74 +292,74 @@ fn later_thirds(values: &[u64]) -> (u64, u64) {
 
 /// One event among the traffic, and what has to be true after it.
 fn event(
-    ground: &mut Ground,
+    fixture: &mut Fixture,
     flows: &mut Flows,
     draw: Draw,
     happened: &mut BTreeMap<Event, u64>,
 ) -> Result<()> {
     let end = Instant::now() + draw.before;
     while Instant::now() < end {
-        flows.tend(ground)?;
+        flows.tend(fixture)?;
         sleep(Duration::from_millis(100));
     }
     *happened.entry(draw.event).or_default() += 1;
     let what = format!("{:?}, vm{}, away {:?}", draw.event, draw.vm, draw.away);
     println!("         {what}");
-    disturb(ground, flows, draw)
-        .and_then(|()| whole(ground, flows))
-        .and_then(|()| ground.aftermath())
+    disturb(fixture, flows, draw)
+        .and_then(|()| whole(fixture, flows))
+        .and_then(|()| fixture.aftermath())
         .with_context(|| format!("event {what}"))
 }
 
-fn disturb(ground: &mut Ground, flows: &mut Flows, draw: Draw) -> Result<()> {
+fn disturb(fixture: &mut Fixture, flows: &mut Flows, draw: Draw) -> Result<()> {
     let number = draw.vm;
     match draw.event {
         Event::ApplicationKilled => flows.kill_one(draw.which)?,
         Event::VmReset => {
             flows.disturb(Some(number));
-            ground.vm_mut(number)?.reset()?;
-            ground.vm_mut(number)?.wait_up()?;
+            fixture.vm_mut(number)?.reset()?;
+            fixture.vm_mut(number)?.wait_up()?;
         }
         Event::InterfaceDownAndUp => {
             flows.disturb(Some(number));
             let seconds = draw.away.as_secs_f64();
-            ground.vm(number)?.sh(&format!(
+            fixture.vm(number)?.sh(&format!(
                 "ip link set eth0 down && sleep {seconds} && ip link set eth0 up"
             ))?;
         }
         Event::CablePulled => {
             flows.disturb(Some(number));
-            ground.vm_mut(number)?.set_link(false)?;
+            fixture.vm_mut(number)?.set_link(false)?;
             sleep(draw.away);
-            ground.vm_mut(number)?.set_link(true)?;
+            fixture.vm_mut(number)?.set_link(true)?;
         }
         Event::CardUnplugged => {
             flows.disturb(Some(number));
-            ground.vm_mut(number)?.unplug()?;
+            fixture.vm_mut(number)?.unplug()?;
             sleep(draw.away);
-            ground.vm_mut(number)?.plug()?;
+            fixture.vm_mut(number)?.plug()?;
         }
         Event::DriverReloaded => {
             flows.disturb(Some(number));
             // As long as applications use the driver, it cannot be removed.
             flows.end_disturbed()?;
-            ground
+            fixture
                 .vm(number)?
                 .sh("rmmod virtio_rdma && insmod /payload/virtio_rdma.ko")?;
         }
         Event::QemuFrozen => {
-            ground.vm(number)?.freeze()?;
+            fixture.vm(number)?.freeze()?;
             sleep(draw.away);
-            ground.vm(number)?.thaw()?;
+            fixture.vm(number)?.thaw()?;
         }
         Event::VmStopped => {
-            ground.vm_mut(number)?.qmp("stop")?;
+            fixture.vm_mut(number)?.qmp("stop")?;
             sleep(draw.away);
-            ground.vm_mut(number)?.qmp("cont")?;
+            fixture.vm_mut(number)?.qmp("cont")?;
         }
         Event::BareGuestsKilled => flows.kill_bare(),
         Event::LimitsReached => {
-            let reached = flows.limits(ground)?;
+            let reached = flows.limits(fixture)?;
             ensure!(
                 reached.iter().all(|count| *count > 100),
                 "limits are reached too early: {reached:?}"
@@ -372,11 +372,11 @@ fn disturb(ground: &mut Ground, flows: &mut Flows, draw: Draw) -> Result<()> {
                 Signal::TERM
             };
             flows.device_goes();
-            let device = ground.bed.device.as_mut().context("there is no device")?;
+            let device = fixture.bed.device.as_mut().context("there is no device")?;
             device.end(signal)?;
-            wait_noticed(ground)?;
+            wait_noticed(fixture)?;
             sleep(draw.away);
-            let device = ground.bed.device.as_mut().context("there is no device")?;
+            let device = fixture.bed.device.as_mut().context("there is no device")?;
             device.start_again()?;
             flows.device_is_back();
         }
@@ -385,24 +385,24 @@ fn disturb(ground: &mut Ground, flows: &mut Flows, draw: Draw) -> Result<()> {
 }
 
 /// Every guest has its card and reaches the others, and nothing hangs.
-fn whole(ground: &mut Ground, flows: &mut Flows) -> Result<()> {
+fn whole(fixture: &mut Fixture, flows: &mut Flows) -> Result<()> {
     for number in [1, 2] {
-        wait_active_in(ground, number)?;
+        wait_active_in(fixture, number)?;
     }
-    flows.replace_disturbed(ground)?;
-    rping(ground, 2, 1)?;
-    rping(ground, 1, 2)?;
+    flows.replace_disturbed(fixture)?;
+    rping(fixture, 2, 1)?;
+    rping(fixture, 1, 2)?;
     flows.wait_moving()?;
-    nothing_stuck(ground)
+    nothing_stuck(fixture)
 }
 
 /// Without drivers and guests the device has nothing at all.
-fn everything_stopped(ground: &mut Ground) -> Result<()> {
+fn everything_stopped(fixture: &mut Fixture) -> Result<()> {
     for number in [1, 2] {
-        ground.vm(number)?.sh("rmmod virtio_rdma")?;
+        fixture.vm(number)?.sh("rmmod virtio_rdma")?;
     }
     let status = || {
-        let device = ground.bed.device.as_ref().context("there is no device")?;
+        let device = fixture.bed.device.as_ref().context("there is no device")?;
         let status = device.status()?;
         let devices = status["devices"].as_array().context("no devices")?.clone();
         let left: Vec<String> = devices
@@ -416,7 +416,7 @@ fn everything_stopped(ground: &mut Ground) -> Result<()> {
     };
     let empty = wait_for(SHORT, || Ok(status()?.is_empty().then_some(())))?;
     let left = status()?;
-    ground.figure("left_at_the_end", left.len());
+    fixture.figure("left_at_the_end", left.len());
     if empty.is_none() {
         bail!("objects are left when everything is stopped: {left:?}");
     }
