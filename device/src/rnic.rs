@@ -33,7 +33,7 @@ pub struct RnicSettings {
     pub mac: [u8; 6],
     /// VMs of the same network reach each other.
     pub network: String,
-    /// Completion-event queues, 1 to [`MAX_COMPLETION_QUEUES`].
+    /// Completion-event queues, 1 to [`crate::limits::MAX_COMPLETION_QUEUES`].
     pub completion_queues: u16,
     /// Limits.
     pub limits: Limits,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The transport: requester and responder as state machines that do no I/O and read no clock.
+//! The engine: what a work request means, whichever fabric carries its message.
 //!
-//! The [`requester`] takes entries from a send queue and makes messages of them; a fabric carries
-//! them; the [`responder`] checks and places them and answers; the requester completes. Time is a
-//! parameter.
+//! A [`send_queue`] reads and judges entries, and completes, fails or flushes them; a fabric
+//! carries the messages; the [`responder`] checks and places them and answers. All of it does no
+//! I/O, writes no log and reads no clock: time is a parameter, and what it needs beyond that are
+//! traits of [`vm`].
 
 mod atomics;
 mod begin;

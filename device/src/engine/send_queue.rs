@@ -2,8 +2,8 @@
 //! The send queue: work requests on their way (specification: "Requester").
 //!
 //! What is here decides what a work request means, whichever way its message goes: reading and
-//! judging an entry ([`super::begin`]), local operations ([`super::execute`], [`super::register`]),
-//! completing, failing and flushing it ([`super::finish`]). A fabric carries the messages, and
+//! judging an entry (`begin`), local operations (`execute`, `register`),
+//! completing, failing and flushing it (`finish`). A fabric carries the messages, and
 //! learns how they fared.
 //!
 //! Each entry is read once into a local copy, which alone is checked and used.
