@@ -43,7 +43,7 @@ impl Pair {
 }
 
 #[test]
-fn a_visitor_never_sees_a_change_under_way() {
+fn a_reader_never_sees_a_change_under_way() {
     loom::model(|| {
         let (readers, mut each) = Readers::new(1);
         let shared = Pair::shared(readers);
@@ -71,7 +71,7 @@ fn a_visitor_never_sees_a_change_under_way() {
 }
 
 #[test]
-fn a_visit_of_several_values_keeps_them_all() {
+fn a_read_section_keeps_several_values() {
     loom::model(|| {
         let (readers, mut each) = Readers::new(1);
         let [a, b] = [(); 2].map(|()| Pair::shared(readers.clone()));
@@ -91,7 +91,7 @@ fn a_visit_of_several_values_keeps_them_all() {
 }
 
 #[test]
-fn each_visitor_is_waited_for() {
+fn each_reader_is_waited_for() {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
     model.check(|| {
