@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_visitor_sees_its_own_only() {
+    fn a_reader_sees_its_own_only() {
         let (all, mut each) = Readers::new(1);
         let (others, _) = Readers::new(1);
         let [ours, theirs] = [all, others].map(|readers| Shared::new(readers, 7));
