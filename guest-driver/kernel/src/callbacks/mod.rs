@@ -135,20 +135,17 @@ unsafe fn create<B: Base>(
     Ok(())
 }
 
-/// The number on the device of the context that a command of a process is in; none for commands of
-/// the kernel.
+/// The number on the device of the context that a command is in; none if it is in none, as those of
+/// the kernel are.
 ///
 /// # Safety
 /// The command must be under way.
-unsafe fn context(udata: &Udata<'_>) -> Result<Option<u32>> {
-    if !udata.is_user() {
-        return Ok(None);
-    }
-    let context = udata.context()?;
+unsafe fn context(udata: &Udata<'_>) -> Option<u32> {
+    let context = udata.context().ok()?;
     // SAFETY: the core holds the context while the command runs, and a context that commands come
     // from was created.
     let context: &verbs::Context = unsafe { Object::data(context) };
-    Ok(Some(context.handle()))
+    Some(context.handle())
 }
 
 /// Creates something for a user in the kernel (without `udata`) or a process. That the device was

@@ -122,7 +122,7 @@ pub(super) unsafe extern "C" fn create_qp(
                 pd: NonNull::new((*qp).pd).map(|pd| Object::data(pd)),
                 send_cq: NonNull::new(attr.send_cq).map(|cq| Object::data(cq)),
                 recv_cq: NonNull::new(attr.recv_cq).map(|cq| Object::data(cq)),
-                context: context(&udata)?,
+                context: context(&udata),
             };
             let target = QpTarget::new(QpHandle::new(target));
             let made = verbs::create_qp(device, target, &wanted, udata);
@@ -242,7 +242,7 @@ pub(super) unsafe extern "C" fn create_srq(
                 limit: init.attr.srq_limit,
                 pd: Object::data(pd),
                 xrc,
-                context: context(&udata)?,
+                context: context(&udata),
             };
             let target = SrqHandle::new(target);
             let made = verbs::create_srq(device, target, &wanted, udata);
