@@ -5,7 +5,7 @@
 //! Each fact stands here once. Device, kernel module, provider and tests ask these tables instead
 //! of listing opcodes and types themselves.
 use crate::config::feature;
-use crate::verbs::{access, qp_type, wc_flag, wc_opcode, wr_opcode};
+use crate::verbs::{qp_type, wc_flag, wc_opcode, wr_opcode};
 
 /// What a work request does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,15 +54,6 @@ impl Kind {
     pub const fn is_word(self) -> bool {
         matches!(self, Self::Atomic | Self::AtomicWrite)
     }
-
-    /// Whether it names remote memory, by a remote key.
-    #[must_use]
-    pub const fn is_remote(self) -> bool {
-        matches!(
-            self,
-            Self::Write | Self::Read | Self::Atomic | Self::AtomicWrite | Self::Flush
-        )
-    }
 }
 
 /// What the field `imm` of a work request says.
@@ -91,12 +82,8 @@ pub struct Opcode {
     pub features: &'static [u32],
     /// `wc_opcode` of its completion.
     pub completes_as: u8,
-    /// `wc_opcode` of the completion at the responder, if it consumes a receive work request.
-    pub receives_as: Option<u8>,
     /// What `imm` says.
     pub imm: Imm,
-    /// The access to remote memory that it asks for; FLUSH says itself which.
-    pub remote_access: u32,
 }
 
 const fn types(types: &[u8]) -> u16 {
@@ -120,12 +107,8 @@ const INVALIDATION: &[u32] = &[feature::MW, feature::FAST_REG];
 
 /// All opcodes.
 pub const OPCODES: &[Opcode] = &[
+    opcode(wr_opcode::RDMA_WRITE, Kind::Write, wc_opcode::RDMA_WRITE),
     Opcode {
-        receives_as: None,
-        ..opcode(wr_opcode::RDMA_WRITE, Kind::Write, wc_opcode::RDMA_WRITE)
-    },
-    Opcode {
-        receives_as: Some(wc_opcode::RECV_RDMA_WITH_IMM),
         imm: Imm::Data,
         ..opcode(
             wr_opcode::RDMA_WRITE_WITH_IMM,
@@ -192,16 +175,14 @@ pub const OPCODES: &[Opcode] = &[
 
 /// An opcode with what most of its kind have.
 const fn opcode(opcode: u8, kind: Kind, completes_as: u8) -> Opcode {
-    let (qp_types, features, remote_access): (u16, &[u32], u32) = match kind {
-        Kind::Send => (CONNECTED, &[], 0),
-        Kind::Write => (CONNECTED, &[], access::REMOTE_WRITE),
-        Kind::Read => (ACKNOWLEDGED, &[], access::REMOTE_READ),
-        Kind::Atomic => (ACKNOWLEDGED, &[feature::ATOMIC], access::REMOTE_ATOMIC),
-        Kind::AtomicWrite => (ACKNOWLEDGED, &[feature::ATOMIC], access::REMOTE_WRITE),
-        Kind::Flush => (ACKNOWLEDGED, &[feature::FLUSH], 0),
-        Kind::Bind => (CONNECTED, &[feature::MW], 0),
-        Kind::Invalidate => (CONNECTED, INVALIDATION, 0),
-        Kind::Register => (CONNECTED, &[feature::FAST_REG], 0),
+    let (qp_types, features): (u16, &[u32]) = match kind {
+        Kind::Send | Kind::Write => (CONNECTED, &[]),
+        Kind::Read => (ACKNOWLEDGED, &[]),
+        Kind::Atomic | Kind::AtomicWrite => (ACKNOWLEDGED, &[feature::ATOMIC]),
+        Kind::Flush => (ACKNOWLEDGED, &[feature::FLUSH]),
+        Kind::Bind => (CONNECTED, &[feature::MW]),
+        Kind::Invalidate => (CONNECTED, INVALIDATION),
+        Kind::Register => (CONNECTED, &[feature::FAST_REG]),
     };
     Opcode {
         opcode,
@@ -209,12 +190,7 @@ const fn opcode(opcode: u8, kind: Kind, completes_as: u8) -> Opcode {
         qp_types,
         features,
         completes_as,
-        receives_as: match kind {
-            Kind::Send => Some(wc_opcode::RECV),
-            _ => None,
-        },
         imm: Imm::None,
-        remote_access,
     }
 }
 
