@@ -20,6 +20,7 @@
 //! [`engine::send_queue`] reads and judges to the peer, [`engine::responder`] places the data,
 //! [`verbs::cq`] takes the completion.
 #![deny(unsafe_code)]
+#![deny(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 pub mod adapter;
 pub mod config;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The RNIC that a VM sees of the process's adapter: its life, its port, its doorbell queues.
 //!
-//! Its objects are in [`Tables`], which workers look at in read sections of a bounded turn (crate
+//! Its objects are in [`Tables`], which workers look at in bounded read sections (crate
 //! `vhost-device-rdma-sync`), and which commands and changes of memory or run state close to change
 //! them. Whoever has closed them knows that nobody accesses guest memory.
 use std::fmt;

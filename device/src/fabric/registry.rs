@@ -84,8 +84,8 @@ impl Registry {
         self.generation.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// A worker whose turn begins after a writer has waited for the readers must see what the
-    /// writer changed before: so the order is sequential, as that of entering and waiting is.
+    /// A worker whose read section begins after a writer has waited for the readers must see what
+    /// the writer changed before: so the order is sequential, as that of entering and waiting is.
     fn generation(&self) -> u64 {
         self.generation.load(Ordering::SeqCst)
     }

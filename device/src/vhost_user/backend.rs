@@ -86,7 +86,7 @@ pub struct Device {
     running: bool,
     /// Next available index of the control queue when it was stopped last.
     stopped_at: Option<u16>,
-    /// The control queue has more than one turn's commands.
+    /// The control queue has more commands than are executed at a time.
     more_commands: bool,
 }
 
