@@ -203,7 +203,7 @@ impl Vm {
         self.tables.read_in(section)
     }
 
-    /// The tables. Not for workers: see [`Self::section`].
+    /// The tables. Not for workers: see [`Self::read_in`].
     pub(crate) fn tables(&self) -> sync::Read<'_, Tables> {
         self.tables.read()
     }

@@ -34,6 +34,27 @@ impl Count {
     }
 }
 
+/// What was run so far.
+#[derive(Default)]
+struct Checks {
+    count: Count,
+    /// The names of those with failures, said once more at the end: theirs may be far above.
+    failed: Vec<String>,
+}
+
+impl Checks {
+    fn add(&mut self, name: &str, result: Result<Count>) {
+        let count = result.unwrap_or_else(|error| {
+            println!("{name}: {error:#}");
+            Count::of(false)
+        });
+        if count.failed > 0 {
+            self.failed.push(name.to_owned());
+        }
+        self.count.add(count);
+    }
+}
+
 /// The VM lanes that have to pass, and which of their cases. What rxe makes of rdma-core's tests is
 /// no matter of a change.
 const LANES: [(&str, Option<&str>); 3] = [
@@ -73,66 +94,70 @@ const MODELS_ENVIRONMENT: [(&str, &str); 2] = [
 pub fn run() -> Result<bool> {
     let start = Instant::now();
     setup::run()?;
-    let mut count = Count::default();
-    count.add(check("fmt", &["fmt", "--all", "--check"], ""));
-    count.add(check(
+    let mut checks = Checks::default();
+    checks.add("fmt", check("fmt", &["fmt", "--all", "--check"], ""));
+    checks.add(
         "clippy",
-        &[
+        check(
             "clippy",
-            "--workspace",
-            "--all-targets",
-            "--",
-            "-D",
-            "warnings",
-        ],
-        "",
-    ));
-    count.add(check(
+            &[
+                "clippy",
+                "--workspace",
+                "--all-targets",
+                "--",
+                "-D",
+                "warnings",
+            ],
+            "",
+        ),
+    );
+    checks.add(
         "doc",
-        &[
+        check(
             "doc",
-            "--workspace",
-            "--no-deps",
-            "--document-private-items",
-        ],
-        "-D warnings",
-    ));
-    for (name, words, environment) in [
-        ("cargo test", TESTS, &[][..]),
-        ("model checks", MODELS, &MODELS_ENVIRONMENT[..]),
-    ] {
-        count.add(tests(name, words, environment).unwrap_or_else(|error| failed(name, &error)));
-    }
-    count.add(match instructions::run(false, None) {
-        Ok(good) => Count::of(good),
-        Err(error) => failed("instructions", &error),
-    });
+            &[
+                "doc",
+                "--workspace",
+                "--no-deps",
+                "--document-private-items",
+            ],
+            "-D warnings",
+        ),
+    );
+    checks.add("cargo test", tests("cargo test", TESTS, &[]));
+    checks.add(
+        "model checks",
+        tests("model checks", MODELS, &MODELS_ENVIRONMENT),
+    );
+    checks.add(
+        "instructions",
+        instructions::run(false, None).map(Count::of),
+    );
     for (name, only) in LANES {
-        count.add(lane(name, only).unwrap_or_else(|error| failed(&format!("lane {name}"), &error)));
+        checks.add(&format!("lane {name}"), lane(name, only));
     }
     shell::say(format_args!("all took {}", shell::human(start.elapsed())));
-    println!("{} passed, {} failed", count.passed, count.failed);
-    Ok(count.failed == 0)
-}
-
-fn failed(what: &str, error: &anyhow::Error) -> Count {
-    println!("{what}: {error:#}");
-    Count::of(false)
+    if !checks.failed.is_empty() {
+        println!("failed: {}", checks.failed.join(", "));
+    }
+    println!(
+        "{} passed, {} failed",
+        checks.count.passed, checks.count.failed
+    );
+    Ok(checks.count.failed == 0)
 }
 
 /// One cargo command as one check.
-fn check(name: &str, words: &[&str], rustdoc_flags: &str) -> Count {
+fn check(name: &str, words: &[&str], rustdoc_flags: &str) -> Result<Count> {
     let mut command = shell::cargo();
     command.args(words);
     if !rustdoc_flags.is_empty() {
         command.env("RUSTDOCFLAGS", rustdoc_flags);
     }
-    match shell::step(&format!("cargo {}", words.join(" ")), || {
+    shell::step(&format!("cargo {}", words.join(" ")), || {
         shell::logged(name, &mut command)
-    }) {
-        Ok(()) => Count::of(true),
-        Err(error) => failed(name, &error),
-    }
+    })?;
+    Ok(Count::of(true))
 }
 
 /// Tests, counted by what the harness says.
