@@ -18,7 +18,9 @@ use crate::adapter::Adapter;
 use crate::engine::events::{notify, EventSink};
 use crate::engine::tables::Tables;
 use crate::engine::vm::{Link, Schedule, Vm, VmSettings};
+use crate::fabric::local::Local;
 use crate::fabric::registry::Registry;
+use crate::fabric::Fabric;
 use crate::limits::{Limits, PORT};
 use crate::memory::GuestMemory;
 use crate::warnings::RateLimited;
@@ -87,6 +89,10 @@ impl Rnic {
         let vm = VmSettings {
             network: settings.network.as_str().into(),
             limits: settings.limits,
+            qp_numbers: Local {
+                registry: &registry,
+            }
+            .qp_numbers(),
             link: settings.link.clone(),
             workers: workers.iter().map(schedule).collect(),
             warnings: Box::new(RateLimited::new(settings.name.clone())),
@@ -136,8 +142,9 @@ impl Rnic {
 
     /// The port may have gone down or come up: queue pairs look for their peers again.
     fn port_changed(&self) {
-        self.registry.changed();
-        // RunQueue that began before may still follow the old routes. A writer waits for their end.
+        self.fabric().set_link(&self.vm, self.vm.port_is_up());
+        // Read sections that began before may still follow the old routes. A writer waits for their
+        // end.
         drop(self.tables_mut());
         if self.vm.port_is_up() {
             for worker in &self.workers {
@@ -168,6 +175,13 @@ impl Rnic {
             ..AsyncEvent::default()
         });
         tables.link_told = up;
+    }
+
+    /// The fabric that the port is on.
+    pub(crate) fn fabric(&self) -> Local<'_> {
+        Local {
+            registry: &self.registry,
+        }
     }
 
     /// Who has which GID.

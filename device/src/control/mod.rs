@@ -19,10 +19,10 @@ use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES};
-use virtio_rdma_spec::verbs::mtu;
 use virtio_rdma_spec::PAGE_SIZE;
 
 use crate::engine::tables::{Context, Pd, Slots, Tables};
+use crate::fabric::Fabric;
 use crate::limits::{GID_TABLE_LEN, MAX_MESSAGE, MAX_RD_ATOMIC};
 use crate::memory::Pages;
 use crate::rnic::Rnic;
@@ -212,16 +212,13 @@ fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
     zero(body.port_num == 1 && body.reserved == [0; 7])?;
     let totals = rnic.vm().totals();
     // As in verbs: active and link up, or down and disabled.
-    let (state, phys_state) = if rnic.vm().port_is_up() {
-        (4, 5)
-    } else {
-        (1, 3)
-    };
+    let port = rnic.fabric().port(rnic.vm());
+    let (state, phys_state) = if port.up { (4, 5) } else { (1, 3) };
     let response = QueryPortResponse {
         state,
         phys_state,
-        max_mtu: mtu::MTU_4096,
-        active_mtu: mtu::MTU_4096,
+        max_mtu: port.max_mtu,
+        active_mtu: port.active_mtu,
         active_width: 2,
         active_speed: 128,
         max_msg_sz: MAX_MESSAGE as u32,

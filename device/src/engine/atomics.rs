@@ -4,7 +4,7 @@ use std::sync::atomic::{fence, AtomicU64, Ordering};
 
 use virtio_rdma_spec::verbs::{access, vendor_err, wc_status};
 
-use super::cursor::{fetch, transfer, Cursor, DataSource, Fault, Part};
+use super::cursor::{fetch, DataSource, Fault, Part, Sink};
 use super::message::{Answer, Message};
 use super::responder::{MessageContext, Responder};
 use crate::memory::atomic::{self, AtomicOperation};
@@ -42,13 +42,13 @@ impl Responder {
         }
     }
 
-    /// An atomic operation. `sink` leads to memory of the requester that has been checked.
+    /// An atomic operation. If `sink` leads to memory of the requester, that has been checked.
     pub(super) fn atomic(
         &self,
         at: &MessageContext<'_>,
         message: &Message,
         operation: AtomicOperation,
-        mut sink: Cursor<'_>,
+        mut sink: Sink<'_>,
     ) -> Answer {
         if self.max_rd_atomic == 0 {
             return self.invalid_request(at.tables, at.qp, vendor_err::RD_ATOMIC);
@@ -58,7 +58,7 @@ impl Responder {
                 return Answer::Busy;
             };
             let old = old.to_le_bytes();
-            let placed = transfer(&mut sink, &mut DataSource::Bytes(&old), Part::whole(8));
+            let placed = sink.fill(&mut DataSource::Bytes(&old), Part::whole(8));
             match placed {
                 Ok(()) => Answer::Done,
                 Err(Fault::Source(key) | Fault::Destination(key)) => {

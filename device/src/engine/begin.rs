@@ -25,10 +25,15 @@ use crate::verbs::WcError;
 const CONTROLLED_QKEY: u32 = 1 << 31;
 
 impl SendQueue {
-    /// The message to go on with: the one in progress, or the next.
-    pub(crate) fn next_active(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Result<Active, Polled> {
+    /// Whether a queue pair may, in its state, go on with a message or begin one. While it drains
+    /// it may only go on, and is drained when nothing is in progress.
+    ///
+    /// # Errors
+    /// What its poll led to if not.
+    #[inline]
+    pub(crate) fn may_go_on(&mut self, tables: &Tables, qp: &Qp) -> Result<(), Polled> {
         let state = qp.state();
-        if state == qp_state::SQD && self.active.is_none() {
+        if state == qp_state::SQD && !self.in_progress() {
             if !self.drained {
                 self.drained = true;
                 if self.drained_notify {
@@ -41,6 +46,12 @@ impl SendQueue {
             let flushes = matches!(state, qp_state::ERR | qp_state::SQE);
             return Err(if flushes { Polled::Again } else { Polled::Idle });
         }
+        Ok(())
+    }
+
+    /// The message to go on with: the one in progress, or the next.
+    pub(crate) fn next_active(&mut self, tables: &Tables, qp: &Arc<Qp>) -> Result<Active, Polled> {
+        self.may_go_on(tables, qp)?;
         if let Some(active) = self.active {
             return Ok(active);
         }
@@ -56,7 +67,7 @@ impl SendQueue {
 
     /// Reads and checks the next work request. `None`: nothing is posted. An error leaves it in
     /// `active`, to be completed.
-    pub(super) fn fetch(
+    pub(crate) fn fetch(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,

@@ -147,6 +147,35 @@ pub fn fetch(from: &mut DataSource<'_>, mut into: &mut [u8]) -> Result<(), KeyEr
     Ok(())
 }
 
+/// Where a copy goes that may leave this process.
+#[derive(Debug)]
+pub enum Sink<'a> {
+    /// Guest memory.
+    Guest(Cursor<'a>),
+    /// Bytes of ours, such as a packet.
+    Bytes(&'a mut [u8]),
+}
+
+impl Sink<'_> {
+    /// Copies a part of a message to it (see [`transfer`]).
+    ///
+    /// # Errors
+    /// If a key does not give access; what precedes it has been copied.
+    #[inline]
+    pub fn fill(&mut self, from: &mut DataSource<'_>, part: Part) -> Result<(), Fault> {
+        match self {
+            Self::Guest(cursor) => transfer(cursor, from, part),
+            Self::Bytes(bytes) => {
+                let bytes_len = bytes.len();
+                let len = usize::try_from(part.len).map_or(bytes_len, |len| len.min(bytes_len));
+                let (head, rest) = std::mem::take(bytes).split_at_mut(len);
+                *bytes = rest;
+                fetch(from, head).map_err(Fault::Source)
+            }
+        }
+    }
+}
+
 /// Which side of a copy failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {

@@ -17,58 +17,61 @@ impl SendQueue {
     pub(crate) fn finish(&mut self, tables: &Tables, qp: &Arc<Qp>, active: &Active) {
         self.active = None;
         self.queue.advance();
-        if active.signaled {
-            let opcode = completion_opcode(active.message.opcode);
-            let cqe = Cqe {
-                wr_id: active.wr_id,
-                byte_len: if active.kind.brings() {
-                    u32::try_from(active.message.length).unwrap_or(u32::MAX)
-                } else {
-                    0
-                },
-                qp_num: qp.number,
-                wqe_index: active.index,
-                opcode,
-                ..Cqe::default()
-            };
-            if let Some(cq) = &qp.send_cq {
-                complete(tables, cq, &cqe, false);
-            }
-        }
+        complete_done(tables, qp, active);
+    }
+
+    /// Takes the work request in progress out of the queue, for a fabric that keeps what is under
+    /// way itself: the next one may begin. The fabric ends it, in the order in which they began,
+    /// by [`Self::finish_begun`], [`Self::fail_begun`] or [`Self::flush_begun`].
+    pub(crate) fn take_begun(&mut self) {
+        self.active = None;
+        self.under_way += 1;
+        self.queue.advance();
+    }
+
+    /// A work request that was taken out is done.
+    pub(crate) fn finish_begun(&mut self, tables: &Tables, qp: &Qp, begun: &Active) {
+        self.under_way = self.under_way.saturating_sub(1);
+        complete_done(tables, qp, begun);
+    }
+
+    /// A work request that was taken out fails, and the queue pair with it.
+    pub(crate) fn fail_begun(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        begun: &Active,
+        error: WcError,
+    ) {
+        self.reset_retries();
+        self.under_way = self.under_way.saturating_sub(1);
+        tell(qp, error);
+        complete_failed(tables, qp, begun, error);
+        qp.fail_send();
+    }
+
+    /// A work request that was taken out is flushed.
+    pub(crate) fn flush_begun(&mut self, tables: &Tables, qp: &Qp, begun: &Active) {
+        self.under_way = self.under_way.saturating_sub(1);
+        complete_failed(tables, qp, begun, WcError::FLUSHED);
     }
 
     /// The work request in progress fails, and the queue pair with it.
     pub(crate) fn fail(&mut self, tables: &Tables, qp: &Arc<Qp>, error: WcError) {
         self.reset_retries();
-        qp.vm.count_error(qp.worker_index);
-        qp.vm.warn(format_args!(
-            "QP {}: {} ({})",
-            qp.number,
-            wc_status::name(error.status).unwrap_or("error"),
-            vendor_err::name(error.vendor).unwrap_or("?")
-        ));
+        tell(qp, error);
         self.complete_active(tables, qp, error);
         qp.fail_send();
     }
 
-    /// Completes the work request in progress in error. Such a completion does not say what it was.
+    /// Completes the work request in progress in error.
     fn complete_active(&mut self, tables: &Tables, qp: &Arc<Qp>, error: WcError) {
         self.registration = None;
         let Some(active) = self.active.take() else {
             return;
         };
         self.queue.advance();
-        let cqe = Cqe {
-            wr_id: active.wr_id,
-            qp_num: qp.number,
-            wqe_index: active.index,
-            vendor_err: error.vendor,
-            status: error.status,
-            ..Cqe::default()
-        };
-        if let Some(cq) = &qp.send_cq {
-            complete(tables, cq, &cqe, true);
-        }
+        complete_failed(tables, qp, &active, error);
     }
 
     /// Completes all work requests that are posted now as flushed.
@@ -92,5 +95,54 @@ impl SendQueue {
             self.complete_active(tables, qp, WcError::FLUSHED);
         }
         true
+    }
+}
+
+/// Counts a work request that failed, and warns of it.
+fn tell(qp: &Qp, error: WcError) {
+    qp.vm.count_error(qp.worker_index);
+    qp.vm.warn(format_args!(
+        "QP {}: {} ({})",
+        qp.number,
+        wc_status::name(error.status).unwrap_or("error"),
+        vendor_err::name(error.vendor).unwrap_or("?")
+    ));
+}
+
+/// Completes a work request that is done, if it is signaled.
+#[inline]
+fn complete_done(tables: &Tables, qp: &Qp, active: &Active) {
+    if !active.signaled {
+        return;
+    }
+    let cqe = Cqe {
+        wr_id: active.wr_id,
+        byte_len: if active.kind.brings() {
+            u32::try_from(active.message.length).unwrap_or(u32::MAX)
+        } else {
+            0
+        },
+        qp_num: qp.number,
+        wqe_index: active.index,
+        opcode: completion_opcode(active.message.opcode),
+        ..Cqe::default()
+    };
+    if let Some(cq) = &qp.send_cq {
+        complete(tables, cq, &cqe, false);
+    }
+}
+
+/// Completes a work request in error. Such a completion does not say what it was.
+fn complete_failed(tables: &Tables, qp: &Qp, active: &Active, error: WcError) {
+    let cqe = Cqe {
+        wr_id: active.wr_id,
+        qp_num: qp.number,
+        wqe_index: active.index,
+        vendor_err: error.vendor,
+        status: error.status,
+        ..Cqe::default()
+    };
+    if let Some(cq) = &qp.send_cq {
+        complete(tables, cq, &cqe, true);
     }
 }

@@ -22,7 +22,7 @@ pub struct Message {
     pub srqn: u32,
     /// Sending queue pair.
     pub src_qp: u32,
-    /// Length in all, bytes.
+    /// Length in all, bytes; of a SEND in packets, as far as it is known so far.
     pub length: u64,
 }
 

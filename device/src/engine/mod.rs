@@ -12,6 +12,8 @@ pub mod cursor;
 pub mod events;
 mod execute;
 mod finish;
+#[cfg(test)]
+pub(crate) mod fixture;
 pub mod message;
 pub mod operation;
 pub mod path;

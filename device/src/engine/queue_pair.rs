@@ -81,6 +81,8 @@ pub struct Qp {
     /// When its worker's timer for it ends, nanoseconds. Only the worker uses it.
     pub(crate) timer: Mutex<u64>,
     attr: Mutex<QpAttr>,
+    /// How often it was reset: what a fabric keeps of an earlier life is of no use.
+    life: AtomicU32,
     /// The worker that runs it.
     worker: Arc<dyn Schedule>,
 }
@@ -208,9 +210,16 @@ impl Qp {
                 port_num: 1,
                 ..QpAttr::default()
             }),
+            life: AtomicU32::new(0),
             send_queue: Mutex::new(send_queue),
             responder: Mutex::new(responder),
         }
+    }
+
+    /// How often it was reset. With send queue or responder locked it stays the same.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for fabrics with packets"))]
+    pub(crate) fn life(&self) -> u32 {
+        self.life.load(Ordering::SeqCst)
     }
 
     /// Has the processor fetch what a poll needs.
@@ -326,6 +335,7 @@ impl Qp {
             let mut send_queue = self.send_queue();
             let mut responder = self.responder();
             self.state.store(qp_state::RESET, Ordering::SeqCst);
+            self.life.fetch_add(1, Ordering::SeqCst);
             send_queue.reset();
             responder.reset();
             *attr = QpAttr {

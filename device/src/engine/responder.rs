@@ -16,7 +16,7 @@ use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
 };
 
-use super::cursor::{check, transfer, Cursor, DataSource, Fault, Part};
+use super::cursor::{check, transfer, Cursor, DataSource, Fault, Part, Sink};
 use super::events::raise;
 use super::message::{Answer, Datagram, Message, GRH};
 use super::queue_pair::Qp;
@@ -69,6 +69,8 @@ pub struct Responder {
     /// The part of them that the message in progress goes to. What it does not reach need not be
     /// accessible.
     reached: Vec<Sge>,
+    /// How far that is, bytes.
+    reach: u64,
 }
 
 impl Responder {
@@ -88,6 +90,7 @@ impl Responder {
             max_sge,
             sges: Vec::with_capacity(max_sge),
             reached: Vec::with_capacity(max_sge),
+            reach: 0,
             inbound: None,
             waiter: None,
             communication_established: false,
@@ -259,12 +262,12 @@ impl Responder {
         }
     }
 
-    /// Takes a slice of a message. `sender` is the requester, for a wake-up.
+    /// Takes a slice of a message.
     pub(crate) fn receive(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
-        sender: &Arc<Qp>,
+        origin: Origin<'_>,
         slice: Slice<'_>,
     ) -> Answer {
         let first = slice.offset == 0;
@@ -274,7 +277,7 @@ impl Responder {
         if establishes && acknowledged {
             self.establish(tables, qp);
         }
-        let answer = self.take_slice(tables, qp, sender, slice);
+        let answer = self.take_slice(tables, qp, origin, slice);
         if establishes && !acknowledged && matches!(answer, Answer::Progress | Answer::Done) {
             self.establish(tables, qp);
         }
@@ -290,17 +293,17 @@ impl Responder {
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
-        sender: &Arc<Qp>,
+        origin: Origin<'_>,
         slice: Slice<'_>,
     ) -> Answer {
         let Slice {
             message,
             offset,
             len,
+            last,
+            claims,
             payload,
         } = slice;
-        let first = offset == 0;
-        let last = offset + len >= message.length;
         let part = Part {
             len,
             last,
@@ -322,7 +325,7 @@ impl Responder {
         let at = MessageContext {
             tables,
             qp,
-            sender,
+            origin,
             xrc,
             pd: xrc.map_or(qp.pd, |srq| srq.pd),
             receive_pd: self.receive_pd(qp, xrc),
@@ -339,7 +342,7 @@ impl Responder {
                         return self.violation(&at, key.0);
                     }
                 }
-                if let Err(answer) = self.take_receive(&at, first, message, 0) {
+                if let Err(answer) = self.take_receive(&at, claims, message, 0) {
                     return answer;
                 }
                 let mut to = Cursor::new(
@@ -377,7 +380,7 @@ impl Responder {
                 }
                 let with_imm = message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM;
                 if with_imm {
-                    if let Err(answer) = self.take_receive(&at, first, message, 0) {
+                    if let Err(answer) = self.take_receive(&at, claims, message, 0) {
                         return answer;
                     }
                 }
@@ -406,7 +409,7 @@ impl Responder {
                     return answer;
                 }
                 let from = Cursor::new(tables, &remote, at.remote(), access::REMOTE_READ, offset);
-                let moved = transfer(&mut sink, &mut DataSource::Guest(from), part);
+                let moved = sink.fill(&mut DataSource::Guest(from), part);
                 match moved {
                     Ok(()) if last => Answer::Done,
                     Ok(()) => Answer::Progress,
@@ -436,19 +439,19 @@ impl Responder {
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
-        sender: &Arc<Qp>,
+        origin: Origin<'_>,
         message: &Message,
         datagram: &Datagram,
         mut source: DataSource<'_>,
     ) -> Answer {
         if self.qkey != datagram.qkey {
-            qp.vm.count_qkey_violation(sender.worker_index);
+            qp.vm.count_qkey_violation(origin.worker);
             return Answer::NoAnswer;
         }
         let at = MessageContext {
             tables,
             qp,
-            sender,
+            origin,
             xrc: None,
             pd: qp.pd,
             receive_pd: self.receive_pd(qp, None),
@@ -526,18 +529,25 @@ impl Responder {
     }
 
     /// Makes sure that a receive work request is in use for this message, which needs `header`
-    /// bytes more than its length.
+    /// bytes more than its length, and that it is long enough.
     fn take_receive(
         &mut self,
         at: &MessageContext<'_>,
-        first: bool,
+        claims: bool,
         message: &Message,
         header: u64,
     ) -> Result<(), Answer> {
-        if !first {
-            // It was claimed with the first slice, unless all was reset since: then this message
-            // never began here.
-            return self.inbound.as_ref().map(|_| ()).ok_or(Answer::NoAnswer);
+        if !claims {
+            // It was claimed before, unless all was reset since: then this message never began
+            // here.
+            if self.inbound.is_none() {
+                return Err(Answer::NoAnswer);
+            }
+            let placed = message.opcode != wr_opcode::RDMA_WRITE_WITH_IMM;
+            if placed && self.reach < message.length {
+                return self.reach_on(at, message.length);
+            }
+            return Ok(());
         }
         // What a message to another shared receive queue left behind is not for this one.
         let other = self.inbound.take_if(|inbound| {
@@ -557,11 +567,16 @@ impl Responder {
             return Ok(());
         }
         let datagram = header != 0;
-        if !self.reach(message.length + header) {
-            if datagram {
-                // It stays claimed for the next datagram.
-                return Err(Answer::NoAnswer);
-            }
+        if datagram && !self.reach(message.length + header) {
+            // It stays claimed for the next datagram.
+            return Err(Answer::NoAnswer);
+        }
+        self.reach_on(at, message.length + header)
+    }
+
+    /// The message goes on to `length` bytes: so must the receive.
+    fn reach_on(&mut self, at: &MessageContext<'_>, length: u64) -> Result<(), Answer> {
+        if !self.reach(length) {
             let (status, reason) = (wc_status::LOC_LEN_ERR, vendor_err::RECV_TOO_SHORT);
             return Err(self.bad_receive(at, status, reason, wc_status::REM_INV_REQ_ERR));
         }
@@ -580,6 +595,7 @@ impl Responder {
     /// as much.
     fn reach(&mut self, length: u64) -> bool {
         let mut left = length;
+        self.reach = length;
         self.reached.clear();
         for sge in &self.sges {
             let part = u32::try_from(left).map_or(sge.length, |left| left.min(sge.length));
@@ -595,10 +611,10 @@ impl Responder {
     /// Consumes a receive work request.
     fn claim(&mut self, at: &MessageContext<'_>) -> Result<(), Answer> {
         // Nobody waits for a receive whose message may be dropped.
-        let waits = at.qp.facts.acknowledged;
+        let waiter = at.origin.waiter.filter(|_| at.qp.facts.acknowledged);
         if let Some(srq) = at.xrc.or(self.srq.as_ref()) {
             let srq = srq.clone();
-            let Some(taken) = srq.take(&mut self.sges, waits.then_some(at.sender)) else {
+            let Some(taken) = srq.take(&mut self.sges, waiter) else {
                 return Err(if srq.lost() {
                     if srq.fail() {
                         let reason = vendor_err::MEMORY_GONE;
@@ -627,7 +643,7 @@ impl Responder {
                 None => Ok(()),
             };
         }
-        let head = if waits {
+        let head = if waiter.is_some() {
             self.next_receive(at.qp)
         } else {
             self.queue.ready(&self.buffer)
@@ -636,8 +652,8 @@ impl Responder {
             if self.buffer.lost() {
                 return Err(self.ring_gone(at.tables, at.qp));
             }
-            if waits {
-                self.waiter = Some(Arc::downgrade(at.sender));
+            if let Some(waiter) = waiter {
+                self.waiter = Some(Arc::downgrade(waiter));
             }
             return Err(Answer::NotReady(self.rnr_timer));
         };
@@ -750,7 +766,7 @@ impl Responder {
 pub(super) struct MessageContext<'a> {
     pub(super) tables: &'a Tables,
     pub(super) qp: &'a Arc<Qp>,
-    pub(super) sender: &'a Arc<Qp>,
+    pub(super) origin: Origin<'a>,
     /// The shared receive queue that an XRC message names.
     pub(super) xrc: Option<&'a Arc<Srq>>,
     /// The protection domain that the peer's keys must belong to.
@@ -801,15 +817,42 @@ fn push(
     }
 }
 
-/// A slice of a message.
+/// A slice of a message: all of it, a part of it that is moved at once, or a packet.
 #[derive(Debug)]
 pub(crate) struct Slice<'a> {
+    /// The message. The responder need not know the length of a SEND before its last slice: it may
+    /// grow from slice to slice, and reaches the end of this one at least.
     pub message: &'a Message,
     /// Where in the message it is.
     pub offset: u64,
     /// Its length, bytes.
     pub len: u64,
+    /// It ends the message.
+    pub last: bool,
+    /// It claims the receive of its message, if that needs one: the first slice does, or, of
+    /// packets of an RDMA WRITE, that which has the immediate data.
+    pub claims: bool,
     pub payload: Payload<'a>,
+}
+
+/// Who calls a responder, as far as it has to know.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Origin<'a> {
+    /// The worker that calls. It counts.
+    pub worker: u16,
+    /// The queue pair to wake when a receive is posted that this message waits for; none where the
+    /// requester learns from an RNR NAK alone.
+    pub waiter: Option<&'a Arc<Qp>>,
+}
+
+impl<'a> Origin<'a> {
+    /// A queue pair of this process.
+    pub(crate) fn of(sender: &'a Arc<Qp>) -> Self {
+        Self {
+            worker: sender.worker_index,
+            waiter: Some(sender),
+        }
+    }
 }
 
 /// Where a slice's payload comes from, or goes to.
@@ -817,10 +860,10 @@ pub(crate) struct Slice<'a> {
 pub enum Payload<'a> {
     /// The requester's data.
     From(DataSource<'a>),
-    /// The requester's buffers, for what it reads.
-    Into(Cursor<'a>),
-    /// An atomic operation, and where the requester wants what was there.
-    Atomic(AtomicOperation, Cursor<'a>),
+    /// Where what the requester reads goes.
+    Into(Sink<'a>),
+    /// An atomic operation, and where what was there goes.
+    Atomic(AtomicOperation, Sink<'a>),
     /// FLUSH with this access, of a range of this length, or of all that the key is for.
     Flush(u32, Option<u64>),
 }

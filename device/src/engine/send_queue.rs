@@ -97,6 +97,8 @@ pub struct SendQueue {
     /// Inline data of the work request in progress; its capacity was reserved at creation.
     pub(crate) inline: Vec<u8>,
     pub(crate) qkey: u32,
+    /// Work requests that the fabric took out and has not ended.
+    pub(super) under_way: u32,
 }
 
 impl SendQueue {
@@ -141,6 +143,7 @@ impl SendQueue {
             dest_qp: 0,
             dest_gid: Gid::default(),
             qkey: 0,
+            under_way: 0,
         }
     }
 
@@ -170,6 +173,7 @@ impl SendQueue {
     pub(crate) fn reset(&mut self) {
         self.queue.position = 0;
         self.active = None;
+        self.under_way = 0;
         self.registration = None;
         self.drain(false);
         self.configure(&QpAttr::default());
@@ -183,7 +187,7 @@ impl SendQueue {
 
     /// Whether a message is under way.
     pub(crate) fn in_progress(&self) -> bool {
-        self.active.is_some()
+        self.active.is_some() || self.under_way != 0
     }
 
     /// Whether it has a queue and memory, and nothing under way.

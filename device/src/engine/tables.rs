@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Everything one VM has: the tables of its objects.
 use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
@@ -155,9 +156,9 @@ impl std::fmt::Debug for Tables {
 }
 
 impl Tables {
-    /// Empty tables.
+    /// Empty tables, for queue pairs with numbers of a range.
     #[must_use]
-    pub fn new(limits: &Limits, vm: Weak<Vm>) -> Self {
+    pub fn new(limits: &Limits, qp_numbers: RangeInclusive<u32>, vm: Weak<Vm>) -> Self {
         Self {
             memory: None,
             running: false,
@@ -170,7 +171,7 @@ impl Tables {
             pds: Slab::new(1, limits.pds),
             keys: Keys::new(limits),
             cqs: Slab::new(1, limits.cqs),
-            qps: Numbers::new(limits.qps),
+            qps: Numbers::new(qp_numbers, limits.qps),
             gsi: None,
             srqs: Slab::scattered(1, MASK_24, limits.srqs),
             xrcds: Slab::new(1, limits.xrcds),

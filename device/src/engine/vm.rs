@@ -6,6 +6,7 @@
 //! around it are two traits, which a test can replace: [`Schedule`], the worker that runs queue
 //! pairs, and [`Warn`], the log.
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -107,6 +108,8 @@ pub struct VmSettings {
     pub network: Network,
     /// Its limits.
     pub limits: Limits,
+    /// The numbers that its queue pairs may have.
+    pub qp_numbers: RangeInclusive<u32>,
     /// The link.
     pub link: Arc<Link>,
     /// The workers.
@@ -145,13 +148,14 @@ impl Vm {
         let VmSettings {
             network,
             limits,
+            qp_numbers,
             link,
             workers,
             warnings,
         } = settings;
         let counters = workers.iter().map(|_| CachePadded::default()).collect();
         Arc::new_cyclic(|vm| {
-            let mut tables = Tables::new(&limits, vm.clone());
+            let mut tables = Tables::new(&limits, qp_numbers, vm.clone());
             tables.link_told = link.is_up();
             Self {
                 network,

@@ -14,7 +14,7 @@ use super::Error;
 
 /// Numbers of queue pairs: 0 and 1 are those of the management queue pairs, and the last one stands
 /// for the members of a multicast group.
-const NUMBERS: RangeInclusive<u32> = 2..=MASK_24 - 1;
+pub const NUMBERS: RangeInclusive<u32> = 2..=MASK_24 - 1;
 /// Places of a table that has any, at least.
 const LEAST: usize = 16;
 
@@ -34,6 +34,8 @@ pub struct Numbers<T> {
     /// None, or a power of two. Number n is at place n modulo that, so that no two objects whose
     /// numbers are near each other want the same. At most half of the places are taken.
     places: Vec<Option<(u32, T)>>,
+    /// The numbers that may be given.
+    range: RangeInclusive<u32>,
     /// The number to be given next, if its place is free.
     next: u32,
     max: u32,
@@ -41,18 +43,30 @@ pub struct Numbers<T> {
 }
 
 impl<T> Numbers<T> {
-    /// An empty table, for at most `max` objects.
+    /// An empty table, for at most `max` objects with numbers of a range within [`NUMBERS`].
     #[must_use]
-    pub fn new(max: u32) -> Self {
-        Self::starting_at(random(NUMBERS), max)
+    pub fn new(range: RangeInclusive<u32>, max: u32) -> Self {
+        let range = *range.start().max(NUMBERS.start())..=*range.end().min(NUMBERS.end());
+        Self::starting_at(random(range.clone()), range, max)
     }
 
-    fn starting_at(next: u32, max: u32) -> Self {
+    fn starting_at(next: u32, range: RangeInclusive<u32>, max: u32) -> Self {
+        let count = range.end().saturating_sub(*range.start()).saturating_add(1);
         Self {
             places: Vec::new(),
             next,
-            max: max.min(NUMBERS.end() - NUMBERS.start() + 1),
+            max: max.min(count),
+            range,
             len: 0,
+        }
+    }
+
+    /// The number that is given after this one.
+    fn after(&self, number: u32) -> u32 {
+        if number >= *self.range.end() {
+            *self.range.start()
+        } else {
+            number + 1
         }
     }
 
@@ -88,20 +102,21 @@ impl<T> Numbers<T> {
         if 2 * self.len as usize >= self.places.len() {
             self.grow();
         }
-        // This ends: half of the places are free, and the numbers lead to all of them.
+        // This ends: half of the places are free, and the numbers lead to all of them, or to more
+        // than are taken.
         let mut number = self.next;
         let place = loop {
             let place = self.place(number);
             if matches!(self.places.get(place), Some(None)) {
                 break place;
             }
-            number = after(number);
+            number = self.after(number);
         };
         let object = make(number)?;
         if let Some(free) = self.places.get_mut(place) {
             *free = Some((number, object));
         }
-        self.next = after(number);
+        self.next = self.after(number);
         self.len += 1;
         Ok(number)
     }
@@ -163,15 +178,6 @@ impl<T> Numbers<T> {
     }
 }
 
-/// The number that is given after this one.
-fn after(number: u32) -> u32 {
-    if number >= *NUMBERS.end() {
-        *NUMBERS.start()
-    } else {
-        number + 1
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -185,7 +191,7 @@ mod tests {
     // D-OBJ-001, D-OBJ-002, D-OBJ-005.
     #[test]
     fn numbers_go_on_in_order_over_resets_and_skip_what_is_reserved() {
-        let mut numbers = Numbers::starting_at(MASK_24 - 3, 4);
+        let mut numbers = Numbers::starting_at(MASK_24 - 3, NUMBERS, 4);
         assert_eq!(insert(&mut numbers), MASK_24 - 3);
         assert_eq!(numbers.remove(MASK_24 - 3), Some(MASK_24 - 3));
         assert_eq!(numbers.remove(MASK_24 - 3), None);
@@ -202,7 +208,7 @@ mod tests {
 
     #[test]
     fn the_limit_holds_and_a_failed_insert_leaves_no_trace() {
-        let mut numbers = Numbers::starting_at(7, 1);
+        let mut numbers = Numbers::starting_at(7, NUMBERS, 1);
         assert_eq!(numbers.get(7), None);
         let failed = numbers.insert_with(|_| Err(Error::Invalid));
         assert_eq!(failed, Err(Error::Invalid));
@@ -212,7 +218,7 @@ mod tests {
 
     #[test]
     fn it_finds_what_is_there_and_nothing_else() {
-        let mut numbers = Numbers::new(300);
+        let mut numbers = Numbers::new(NUMBERS, 300);
         let mut model = BTreeMap::new();
         let mut given = Vec::new();
         // Some stay for long, so that later numbers meet them.
@@ -242,8 +248,21 @@ mod tests {
     }
 
     #[test]
+    fn all_numbers_of_a_small_range_are_given() {
+        let mut numbers = Numbers::new(40..=46, 100);
+        let mut given: Vec<_> = (0..7).map(|_| insert(&mut numbers)).collect();
+        given.sort_unstable();
+        assert!(given.into_iter().eq(40..=46));
+        assert_eq!(numbers.insert_with(Ok), Err(Error::NoMemory));
+        assert_eq!(numbers.remove(43), Some(43));
+        assert_eq!(insert(&mut numbers), 43);
+    }
+
+    #[test]
     fn tables_start_at_different_places() {
-        let places: Vec<u32> = (0..8).map(|_| insert(&mut Numbers::new(1))).collect();
+        let places: Vec<u32> = (0..8)
+            .map(|_| insert(&mut Numbers::new(NUMBERS, 1)))
+            .collect();
         assert!(places.iter().any(|place| *place != places[0]));
         assert!(places.iter().all(|place| NUMBERS.contains(place)));
         assert_eq!(random(5..=5), 5);

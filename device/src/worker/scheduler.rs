@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use vhost_device_rdma_sync::ReadSection;
-use virtio_rdma_spec::verbs::qp_state;
 
 use super::busy_poll::BusyPoller;
 use super::doorbell::Doorbell;
@@ -16,11 +15,9 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::Polled;
 use crate::engine::tables::Tables;
 use crate::engine::{Budget, BUDGET, LONE_BUDGET};
+use crate::fabric;
 use crate::fabric::local::lookup_cache::LookupCache;
-use crate::fabric::local::requester;
-
-/// Work requests that are flushed in one poll.
-const FLUSH: u32 = 64;
+use crate::fabric::local::LocalCarrier;
 
 /// A queue pair that is about to be polled, with the tables of its VM.
 #[derive(Clone, Copy)]
@@ -120,7 +117,8 @@ impl<'a> RunQueue<'a> {
     }
 
     /// Polls a queue pair of the VM of `tables`, within `budget`. Returns whether the doorbells
-    /// should be scanned now.
+    /// should be scanned now. All queue pairs are on the local fabric; with several, this is where
+    /// the carrier is chosen, once for each poll.
     pub(super) fn poll<'b>(
         &mut self,
         tables: &'b Tables,
@@ -133,7 +131,8 @@ impl<'a> RunQueue<'a> {
         'a: 'b,
     {
         count(&self.worker.stats.polls);
-        match poll(tables, qp, self.time, budget, busy_poll, cache) {
+        let mut carrier = LocalCarrier { cache, busy_poll };
+        match fabric::poll(&mut carrier, tables, qp, self.time, budget) {
             Polled::Idle if qp.dead.load(Ordering::SeqCst) => {
                 self.parked.cancel(qp);
             }
@@ -152,55 +151,6 @@ impl<'a> RunQueue<'a> {
     pub(super) fn again(&mut self, qp: &Arc<Qp>) {
         if !qp.scheduled.swap(true, Ordering::SeqCst) {
             self.queue.push_back(qp.clone());
-        }
-    }
-}
-
-/// Polls a queue pair of the VM of `tables`, by its state.
-fn poll<'a>(
-    tables: &'a Tables,
-    qp: &'a Arc<Qp>,
-    now: u64,
-    budget: Budget,
-    busy_poll: &mut BusyPoller<'_>,
-    cache: &mut LookupCache<'a>,
-) -> Polled {
-    // The start of a stopped VM schedules all its queue pairs.
-    if !tables.running || qp.dead.load(Ordering::SeqCst) {
-        return Polled::Idle;
-    }
-    if qp.cq_errored() {
-        qp.fail();
-    }
-    match qp.state() {
-        qp_state::RTS | qp_state::SQD => {
-            if qp.awaited.load(Ordering::SeqCst) {
-                qp.responder().receives_posted(qp);
-            }
-            let mut send_queue = qp.send_queue();
-            requester::poll(&mut send_queue, tables, qp, now, budget, busy_poll, cache)
-        }
-        qp_state::SQE => {
-            if qp.send_queue().flush(tables, qp, FLUSH) {
-                Polled::Again
-            } else {
-                Polled::Idle
-            }
-        }
-        qp_state::ERR => {
-            let sends = qp.send_queue().flush(tables, qp, FLUSH);
-            let receives = qp.responder().flush(tables, qp, FLUSH);
-            if sends || receives {
-                Polled::Again
-            } else {
-                Polled::Idle
-            }
-        }
-        _ => {
-            if qp.awaited.load(Ordering::SeqCst) {
-                qp.responder().receives_posted(qp);
-            }
-            Polled::Idle
         }
     }
 }

@@ -5,4 +5,78 @@ pub(crate) mod busy_poll;
 mod fast_path;
 pub(crate) mod lookup_cache;
 mod peer;
-pub(crate) mod requester;
+mod requester;
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+use virtio_rdma_spec::verbs::mtu;
+
+use self::busy_poll::BusyPoll;
+use self::lookup_cache::LookupCache;
+use super::registry::Registry;
+use super::{Carrier, Fabric, Port};
+use crate::engine::queue_pair::Qp;
+use crate::engine::send_queue::{Polled, SendQueue};
+use crate::engine::tables::Tables;
+use crate::engine::vm::Vm;
+use crate::engine::Budget;
+use crate::verbs::cq::L2Source;
+use crate::verbs::numbers::NUMBERS;
+
+/// The local fabric, as it answers for ports: whoever has a GID of the network is reached.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Local<'r> {
+    /// Who has which GID.
+    pub registry: &'r Registry,
+}
+
+impl Fabric for Local<'_> {
+    fn port(&self, vm: &Vm) -> Port {
+        Port {
+            up: vm.port_is_up(),
+            max_mtu: mtu::MTU_4096,
+            active_mtu: mtu::MTU_4096,
+        }
+    }
+
+    fn set_link(&self, _: &Vm, _: bool) {
+        // The VM itself knows whether its port is up. Routes that were found before are looked up
+        // again.
+        self.registry.changed();
+    }
+
+    fn l2_address(&self, tables: &Tables, sgid_index: usize) -> Option<L2Source> {
+        tables.sources.get(sgid_index).copied()
+    }
+
+    fn qp_numbers(&self) -> RangeInclusive<u32> {
+        NUMBERS
+    }
+}
+
+/// What a worker lends the local fabric for one poll.
+pub(crate) struct LocalCarrier<'p, 'a, B> {
+    /// What was looked up for queue pairs of the same poll iteration.
+    pub cache: &'p mut LookupCache<'a>,
+    /// Busy polling, which it may do when there is nothing more to do.
+    pub busy_poll: &'p mut B,
+}
+
+impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {
+    #[inline(always)]
+    fn send(
+        &mut self,
+        sq: &mut SendQueue,
+        tables: &'a Tables,
+        qp: &'a Arc<Qp>,
+        now: u64,
+        budget: Budget,
+    ) -> Polled {
+        requester::poll(sq, tables, qp, now, budget, self.busy_poll, self.cache)
+    }
+
+    fn flush(&mut self, _: &mut SendQueue, _: &'a Tables, _: &'a Arc<Qp>) {
+        // Nothing is ever under way: a message is either in the send queue or has its answer.
+    }
+}

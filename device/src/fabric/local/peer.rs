@@ -9,7 +9,7 @@ use crate::engine::cursor::DataSource;
 use crate::engine::message::{Answer, Datagram, Message};
 use crate::engine::path::{Fanout, Member, Path};
 use crate::engine::queue_pair::Qp;
-use crate::engine::responder::{Responder, Slice};
+use crate::engine::responder::{Origin, Responder, Slice};
 use crate::engine::tables::Tables;
 use crate::engine::vm::Vm;
 use crate::limits::GSI_QPN;
@@ -166,9 +166,11 @@ impl<'a> Peer<'a> {
         slice: Slice<'_>,
     ) -> Answer {
         match self.meet(own, sender, dest_qp) {
-            Ok(mut target) => target
-                .responder
-                .receive(target.tables, target.qp, sender, slice),
+            Ok(mut target) => {
+                target
+                    .responder
+                    .receive(target.tables, target.qp, Origin::of(sender), slice)
+            }
             Err(answer) => answer,
         }
     }
@@ -232,7 +234,7 @@ fn give(
     if !qp.facts.datagram || !listens(qp) {
         return Answer::NoAnswer;
     }
-    responder.receive_datagram(tables, qp, sender, message, datagram, source)
+    responder.receive_datagram(tables, qp, Origin::of(sender), message, datagram, source)
 }
 
 /// Hands a datagram to the next queue pair of a multicast group. [`Answer::Progress`]: there are

@@ -12,7 +12,7 @@ use super::busy_poll::BusyPoll;
 use super::fast_path::{fast_path, Left};
 use super::lookup_cache::LookupCache;
 use super::peer::{deliver_next, Peer};
-use crate::engine::cursor::{check, Cursor};
+use crate::engine::cursor::{check, Cursor, Sink};
 use crate::engine::events::raise;
 use crate::engine::message::Answer;
 use crate::engine::operation::Operation;
@@ -322,7 +322,10 @@ fn exchange(
     peer: &Peer<'_>,
 ) -> Answer {
     let local = Accessor::local(qp.pd);
-    let sink = || Cursor::new(tables, &sq.sges, local, access::LOCAL_WRITE, active.done);
+    let sink = || {
+        let cursor = Cursor::new(tables, &sq.sges, local, access::LOCAL_WRITE, active.done);
+        Sink::Guest(cursor)
+    };
     let payload = match sq.operation {
         Operation::Atomic(operation) if active.kind == Kind::Atomic => {
             // It must not be done if its result has no place to go.
@@ -341,6 +344,8 @@ fn exchange(
         message: &active.message,
         offset: active.done,
         len,
+        last: active.done + len >= active.message.length,
+        claims: active.done == 0,
         payload,
     };
     peer.deliver(tables, qp, sq.dest_qp, slice)

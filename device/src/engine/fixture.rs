@@ -1,0 +1,486 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What unit tests of engine and fabrics stand on: VMs with memory, regions and queue pairs, in the
+//! test's own thread. Nothing here has a thread, a socket or a clock: queue pairs that want to be
+//! polled are in a list, and time is what the test says.
+//!
+//! A [`Guest`] plays the driver: it writes entries to rings in guest memory and reads completions
+//! there.
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+use vhost_device_rdma_sync::{lock, Readers};
+use virtio_rdma_spec::command::{AddressVector, QpAttr};
+use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
+use virtio_rdma_spec::facts::QpType;
+use virtio_rdma_spec::layout::Layout;
+use virtio_rdma_spec::ring::{
+    recv_stride, send_stride, CqRecord, Cqe, QpRecord, RecvWqe, SendWqe, Sge, PHASE,
+    RECV_DATA_OFFSET, SEND_DATA_OFFSET,
+};
+use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, send_flag};
+use virtio_rdma_spec::PAGE_SIZE;
+
+use super::events::EventSink;
+use super::queue_pair::{Qp, QpParts};
+use super::responder::Responder;
+use super::send_queue::SendQueue;
+use super::tables::{Gid, Pd};
+use super::vm::{Link, Network, Schedule, Vm, VmSettings, Warn};
+use crate::limits::Limits;
+use crate::memory::{fetch_bytes, region, GuestMemory, Pages};
+use crate::verbs::cq::{Cq, Ring};
+use crate::verbs::footprint::Footprint;
+use crate::verbs::mr::{Backing, Mr};
+use crate::verbs::numbers::NUMBERS;
+use crate::verbs::work_queue::WorkQueue;
+
+/// Entries of each work queue of a fixture's queue pair.
+pub(crate) const ENTRIES: u32 = 64;
+/// Scatter/gather entries of a work request.
+const MAX_SGE: u32 = 3;
+/// Inline bytes of a send work request.
+const MAX_INLINE: u32 = 48;
+/// Entries of a completion queue.
+const CQ_ENTRIES: u32 = 1024;
+/// Pages of a guest.
+const PAGES: u64 = 512;
+/// Where the region of a guest begins, as an address and as guest memory: below are the rings.
+pub(crate) const DATA: u64 = 64 * PAGE_SIZE;
+
+/// Queue pairs that want to be polled.
+#[derive(Debug, Default)]
+pub(crate) struct RunList(Mutex<VecDeque<Arc<Qp>>>);
+
+impl RunList {
+    /// The next one.
+    pub(crate) fn take(&self) -> Option<Arc<Qp>> {
+        let qp = lock(&self.0).pop_front();
+        if let Some(qp) = &qp {
+            qp.scheduled.store(false, Ordering::SeqCst);
+        }
+        qp
+    }
+}
+
+impl Schedule for RunList {
+    fn schedule(&self, qp: &Arc<Qp>) {
+        if !qp.scheduled.swap(true, Ordering::SeqCst) {
+            lock(&self.0).push_back(qp.clone());
+        }
+    }
+
+    fn hold(&self, _: &Weak<Vm>, _: &Arc<Cq>) {}
+}
+
+/// Warnings, which a test may read.
+#[derive(Clone, Default)]
+pub(crate) struct Warnings(Arc<Mutex<Vec<String>>>);
+
+impl Warn for Warnings {
+    fn warn(&self, what: fmt::Arguments<'_>) {
+        lock(&self.0).push(what.to_string());
+    }
+}
+
+impl Warnings {
+    pub(crate) fn all(&self) -> Vec<String> {
+        lock(&self.0).clone()
+    }
+}
+
+/// Asynchronous events of a guest.
+#[derive(Default)]
+pub(crate) struct Events(Mutex<Vec<(u16, u32)>>);
+
+impl Events {
+    /// Type and number of each.
+    pub(crate) fn all(&self) -> Vec<(u16, u32)> {
+        lock(&self.0).clone()
+    }
+}
+
+impl EventSink for Events {
+    fn completion(&self, _: u16, _: CompletionEvent) {}
+
+    fn asynchronous(&self, event: AsyncEvent) {
+        lock(&self.0).push((event.event_type, event.number));
+    }
+
+    fn forget_cq(&self, _: u16, _: u32) {}
+    fn forget_qp(&self, _: u32) {}
+    fn forget_srq(&self, _: u32) {}
+}
+
+/// The driver's side of a ring.
+#[derive(Debug, Clone, Copy)]
+struct RingSide {
+    at: u64,
+    stride: u64,
+    position: u32,
+}
+
+/// The driver's side of a queue pair.
+#[derive(Debug)]
+pub(crate) struct TestQp {
+    pub qp: Arc<Qp>,
+    send: RingSide,
+    receive: RingSide,
+}
+
+/// A send work request.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Send {
+    pub opcode: u8,
+    pub flags: u8,
+    pub imm: u32,
+    pub wr_id: u64,
+    pub remote_addr: u64,
+    pub rkey: u32,
+    pub operands: [u64; 2],
+    pub sges: Vec<Sge>,
+    /// Instead of `sges`, with the flag INLINE.
+    pub inline: Vec<u8>,
+}
+
+/// A VM in the test's own thread, with a region over all of its data.
+pub(crate) struct Guest {
+    pub vm: Arc<Vm>,
+    pub gid: Gid,
+    pub events: Arc<Events>,
+    pub warnings: Warnings,
+    pub run_list: Arc<RunList>,
+    pub memory: GuestMemory,
+    /// Key of the region.
+    pub key: u32,
+    pd: u32,
+    next_page: u64,
+    cq: Arc<Cq>,
+    cq_side: RingSide,
+}
+
+impl Guest {
+    /// A guest with a GID that ends in `number`.
+    pub(crate) fn new(readers: &Readers, number: u8) -> Self {
+        let run_list = Arc::new(RunList::default());
+        let warnings = Warnings::default();
+        let vm = Vm::new(
+            readers.clone(),
+            VmSettings {
+                network: Network::from("default"),
+                limits: Limits::default(),
+                qp_numbers: NUMBERS,
+                link: Arc::new(Link::default()),
+                workers: vec![run_list.clone()],
+                warnings: Box::new(warnings.clone()),
+            },
+        );
+        vm.set_features(u64::MAX);
+        let memory = GuestMemory::new(vec![region(0, PAGES)]).unwrap();
+        let mut gid = [0; 16];
+        gid[10..].copy_from_slice(&[0xff, 0xff, 10, 0, 0, number]);
+        let events = Arc::new(Events::default());
+        let mut tables = vm.tables_mut();
+        tables.memory = Some(memory.clone());
+        tables.running = true;
+        tables.sink = Some(events.clone());
+        tables.gids[0] = Some(gid);
+        tables.sources[0].mac = [0x52, 0x54, 0, 0, 0, number];
+        tables.sources[0].vlan = 0xffff;
+        let pd = tables.pds.insert_with(|_| Ok(Pd::default())).unwrap();
+        let pages: Vec<u64> = (DATA / PAGE_SIZE..PAGES).map(|n| n * PAGE_SIZE).collect();
+        let index = tables.keys.add_region(|index| Mr {
+            key: index << 8 | 7,
+            pd,
+            access: access::LOCAL_WRITE
+                | access::REMOTE_WRITE
+                | access::REMOTE_READ
+                | access::REMOTE_ATOMIC,
+            iova: DATA,
+            length: PAGES * PAGE_SIZE - DATA,
+            offset: 0,
+            share: Footprint::default().share(0),
+            windows: 0.into(),
+            backing: Backing::Pages(Pages::resolve(&memory, &pages, 12).unwrap()),
+        });
+        let key = index.unwrap() << 8 | 7;
+        let record = CqRecord::SIZE as u64;
+        let ring_pages = (record + u64::from(CQ_ENTRIES) * Cqe::SIZE as u64).div_ceil(PAGE_SIZE);
+        let pages: Vec<u64> = (0..ring_pages).map(|n| n * PAGE_SIZE).collect();
+        let ring = Ring {
+            buffer: Pages::resolve(&memory, &pages, 12).unwrap(),
+            offset: record,
+            entries: CQ_ENTRIES,
+            stride: Cqe::SIZE as u32,
+        };
+        let mut cq = None;
+        let made = tables.cqs.insert_with(|number| {
+            let made = Arc::new(Cq::new(number, 0, ring));
+            cq = Some(made.clone());
+            Ok(made)
+        });
+        made.unwrap();
+        drop(tables);
+        Self {
+            vm,
+            gid,
+            events,
+            warnings,
+            run_list,
+            memory,
+            key,
+            pd,
+            next_page: ring_pages,
+            cq: cq.unwrap(),
+            cq_side: RingSide {
+                at: record,
+                stride: Cqe::SIZE as u64,
+                position: 0,
+            },
+        }
+    }
+
+    /// A queue pair in RESET.
+    pub(crate) fn queue_pair(&mut self, qp_type: u8) -> TestQp {
+        let record = QpRecord::SIZE as u64;
+        let sq_stride = send_stride(MAX_SGE, MAX_INLINE).unwrap();
+        let rq_stride = recv_stride(MAX_SGE).unwrap();
+        let rq_offset = record + u64::from(ENTRIES * sq_stride);
+        let len = rq_offset + u64::from(ENTRIES * rq_stride);
+        let first = self.next_page;
+        self.next_page += len.div_ceil(PAGE_SIZE);
+        assert!(self.next_page * PAGE_SIZE <= DATA, "too many queue pairs");
+        let pages: Vec<u64> = (first..self.next_page).map(|n| n * PAGE_SIZE).collect();
+        let buffer = Arc::new(Pages::resolve(&self.memory, &pages, 12).unwrap());
+        let queue = |offset, stride| WorkQueue {
+            offset,
+            stride,
+            entries: ENTRIES,
+            position: 0,
+        };
+        let send_queue = SendQueue::new(
+            buffer.clone(),
+            queue(record, sq_stride),
+            qp_type,
+            MAX_SGE as usize,
+            MAX_INLINE as usize,
+            false,
+        );
+        let responder = Responder::new(buffer, queue(rq_offset, rq_stride), None, MAX_SGE as usize);
+        let mut tables = self.vm.tables_mut();
+        let mut made = None;
+        let number = tables.qps.insert_with(|number| {
+            let qp = Arc::new(Qp::new(QpParts {
+                number,
+                vm: self.vm.clone(),
+                worker: self.run_list.clone(),
+                worker_index: 0,
+                pd: self.pd,
+                context: 0,
+                slot: u32::MAX,
+                facts: QpType::of(qp_type).unwrap(),
+                footprint: 0,
+                xrcd: 0,
+                block_multicast_loopback: false,
+                send_cq: Some(self.cq.clone()),
+                recv_cq: Some(self.cq.clone()),
+                srq: None,
+                send_queue,
+                responder,
+            }));
+            made = Some(qp.clone());
+            Ok(qp)
+        });
+        number.unwrap();
+        let base = first * PAGE_SIZE;
+        let side = |offset, stride| RingSide {
+            at: base + offset,
+            stride: u64::from(stride),
+            position: 0,
+        };
+        TestQp {
+            qp: made.unwrap(),
+            send: side(record, sq_stride),
+            receive: side(rq_offset, rq_stride),
+        }
+    }
+
+    /// Brings a queue pair from RESET to RTS, connected to `peer` at `gid`. `change` changes the
+    /// attributes, which are the same for both ends otherwise.
+    pub(crate) fn connect(&self, qp: &TestQp, peer: u32, gid: Gid, change: impl Fn(&mut QpAttr)) {
+        let mut attr = QpAttr {
+            port_num: 1,
+            path_mtu: mtu::MTU_1024,
+            access_flags: access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC,
+            dest_qp_num: peer,
+            max_rd_atomic: 4,
+            max_dest_rd_atomic: 4,
+            min_rnr_timer: 1,
+            timeout: 4,
+            retry_cnt: 7,
+            rnr_retry: 7,
+            av: AddressVector {
+                dgid: gid,
+                port_num: 1,
+                hop_limit: 64,
+                ..AddressVector::default()
+            },
+            ..QpAttr::default()
+        };
+        change(&mut attr);
+        let tables = self.vm.tables();
+        let acknowledged = qp.qp.facts.acknowledged;
+        let only = |mask: u32, bits| if acknowledged { mask | bits } else { mask };
+        let steps = [
+            (
+                qp_state::INIT,
+                qp_attr::PKEY_INDEX | qp_attr::PORT | qp_attr::ACCESS_FLAGS,
+            ),
+            (
+                qp_state::RTR,
+                only(
+                    qp_attr::AV | qp_attr::PATH_MTU | qp_attr::DEST_QPN | qp_attr::RQ_PSN,
+                    qp_attr::MAX_DEST_RD_ATOMIC | qp_attr::MIN_RNR_TIMER,
+                ),
+            ),
+            (
+                qp_state::RTS,
+                only(
+                    qp_attr::SQ_PSN,
+                    qp_attr::TIMEOUT
+                        | qp_attr::RETRY_CNT
+                        | qp_attr::RNR_RETRY
+                        | qp_attr::MAX_QP_RD_ATOMIC,
+                ),
+            ),
+        ];
+        for (state, mask) in steps {
+            attr.qp_state = state;
+            qp.qp.modify(&tables, mask | qp_attr::STATE, &attr).unwrap();
+        }
+    }
+
+    fn word(&self, at: u64) -> u64 {
+        let word = self.memory.range_at(at, 8).unwrap().word().unwrap();
+        word.load(Ordering::Acquire)
+    }
+
+    fn store(&self, at: u64, value: u64) {
+        let range = self.memory.range_at(at, 8).unwrap();
+        let word: &AtomicU64 = range.word().unwrap();
+        word.store(value, Ordering::Release);
+    }
+
+    /// Writes an entry, the word with the phase last.
+    fn post(&self, side: &mut RingSide, entry: &mut [u8]) {
+        let lap = side.position / ENTRIES;
+        entry[1] |= if lap % 2 == 0 { PHASE } else { 0 };
+        let at = side.at + u64::from(side.position % ENTRIES) * side.stride;
+        assert!(entry.len() as u64 <= side.stride, "the entry is too long");
+        let words: Vec<u64> = entry
+            .chunks(8)
+            .map(|chunk| {
+                let mut word = [0; 8];
+                word[..chunk.len()].copy_from_slice(chunk);
+                u64::from_ne_bytes(word)
+            })
+            .collect();
+        for (i, word) in words.iter().enumerate().rev() {
+            self.store(at + 8 * i as u64, *word);
+        }
+        side.position += 1;
+    }
+
+    /// Posts a send work request, and rings.
+    pub(crate) fn post_send(&self, qp: &mut TestQp, send: &Send) {
+        let inline = send.flags & send_flag::INLINE != 0;
+        let count = if inline {
+            send.inline.len()
+        } else {
+            send.sges.len()
+        };
+        let wqe = SendWqe {
+            opcode: send.opcode,
+            flags: send.flags,
+            count: count as u16,
+            imm: send.imm,
+            wr_id: send.wr_id,
+            remote_addr: send.remote_addr,
+            rkey: send.rkey,
+            srqn: 0,
+            operand0: send.operands[0],
+            operand1: send.operands[1],
+        };
+        let mut entry = wqe.to_bytes().to_vec();
+        assert_eq!(entry.len(), SEND_DATA_OFFSET);
+        if inline {
+            entry.extend_from_slice(&send.inline);
+        } else {
+            entry.extend(send.sges.iter().flat_map(|sge| sge.to_bytes()));
+        }
+        self.post(&mut qp.send, &mut entry);
+        qp.qp.schedule();
+    }
+
+    /// Posts a receive work request, and rings.
+    pub(crate) fn post_receive(&self, qp: &mut TestQp, wr_id: u64, sges: &[Sge]) {
+        let wqe = RecvWqe {
+            count: sges.len() as u16,
+            wr_id,
+            ..RecvWqe::default()
+        };
+        let mut entry = wqe.to_bytes().to_vec();
+        assert_eq!(entry.len(), RECV_DATA_OFFSET);
+        entry.extend(sges.iter().flat_map(|sge| sge.to_bytes()));
+        self.post(&mut qp.receive, &mut entry);
+        qp.qp.schedule();
+    }
+
+    /// The next completion.
+    pub(crate) fn poll(&mut self) -> Option<Cqe> {
+        let side = self.cq_side;
+        let at = side.at + u64::from(side.position % CQ_ENTRIES) * side.stride;
+        let mut bytes = [0; Cqe::SIZE];
+        for (i, chunk) in bytes.chunks_exact_mut(8).enumerate() {
+            chunk.copy_from_slice(&self.word(at + 8 * i as u64).to_ne_bytes());
+        }
+        let cqe = Cqe::from_bytes(&bytes);
+        if u32::from(cqe.phase) != 1 - side.position / CQ_ENTRIES % 2 {
+            return None;
+        }
+        self.cq_side.position += 1;
+        // `CqRecord::consumer`, with four reserved bytes that are zero.
+        self.store(0, u64::from(self.cq_side.position).to_le());
+        Some(cqe)
+    }
+
+    /// All completions.
+    pub(crate) fn poll_all(&mut self) -> Vec<Cqe> {
+        std::iter::from_fn(|| self.poll()).collect()
+    }
+
+    /// A scatter/gather entry of `length` bytes at `offset` in the data.
+    pub(crate) fn sge(&self, offset: u64, length: u32) -> Sge {
+        Sge {
+            addr: DATA + offset,
+            length,
+            lkey: self.key,
+        }
+    }
+
+    /// Writes bytes at `offset` in the data.
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) {
+        let range = self.memory.range_at(DATA + offset, bytes.len() as u64);
+        let range = range.filter(|range| range.len() == bytes.len()).unwrap();
+        crate::memory::copy(range, bytes.into());
+    }
+
+    /// Reads bytes at `offset` in the data.
+    pub(crate) fn read(&self, offset: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        let range = self.memory.range_at(DATA + offset, length as u64).unwrap();
+        assert_eq!(fetch_bytes(&mut bytes, range), length);
+        bytes
+    }
+}
