@@ -199,6 +199,8 @@ constants! {
         PAGE_LIST = 23,
         /// The device is not willing to hold so many pages.
         NO_MEMORY = 24,
+        /// The responder refused. Over a fabric with packets it does not say why.
+        PEER = 25,
     }
 }
 

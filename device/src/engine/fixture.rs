@@ -14,7 +14,6 @@ use vhost_device_rdma_sync::{lock, Readers};
 use virtio_rdma_spec::command::{AddressVector, QpAttr};
 use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::facts::QpType;
-use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
     recv_stride, send_stride, CqRecord, Cqe, QpRecord, RecvWqe, SendWqe, Sge, PHASE,
     RECV_DATA_OFFSET, SEND_DATA_OFFSET,
@@ -435,6 +434,16 @@ impl Guest {
         entry.extend(sges.iter().flat_map(|sge| sge.to_bytes()));
         self.post(&mut qp.receive, &mut entry);
         qp.qp.schedule();
+    }
+
+    /// The queue pair was reset: its rings are empty, and begin anew.
+    pub(crate) fn forget_posted(&self, qp: &mut TestQp) {
+        for side in [&mut qp.send, &mut qp.receive] {
+            side.position = 0;
+            for at in 0..u64::from(ENTRIES) {
+                self.store(side.at + at * side.stride, 0);
+            }
+        }
     }
 
     /// The next completion.

@@ -217,7 +217,6 @@ impl Qp {
     }
 
     /// How often it was reset. With send queue or responder locked it stays the same.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for fabrics with packets"))]
     pub(crate) fn life(&self) -> u32 {
         self.life.load(Ordering::SeqCst)
     }

@@ -225,6 +225,11 @@ impl Responder {
         true
     }
 
+    /// The queue pair that it is connected to.
+    pub(crate) fn remote_qp(&self) -> u32 {
+        self.remote_qp
+    }
+
     /// Whether this responder belongs to requester `qp` at one of `gids`.
     pub(crate) fn connected_to(&self, qp: u32, gids: &[Option<Gid>]) -> bool {
         self.remote_qp == qp && gids.contains(&Some(self.remote_gid))
@@ -754,7 +759,7 @@ impl Responder {
     }
 
     /// The peer asks for what this queue pair does not do.
-    pub(super) fn invalid_request(&self, tables: &Tables, qp: &Arc<Qp>, reason: u8) -> Answer {
+    pub(crate) fn invalid_request(&self, tables: &Tables, qp: &Arc<Qp>, reason: u8) -> Answer {
         if qp.facts.acknowledged && qp.fail() {
             raise(tables, event_type::QP_REQ_ERR, qp.number, reason);
         }

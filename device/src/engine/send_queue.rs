@@ -9,7 +9,7 @@
 //! Each entry is read once into a local copy, which alone is checked and used.
 use std::sync::Arc;
 
-use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::command::{AddressVector, QpAttr};
 use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::ring::Sge;
 
@@ -49,6 +49,19 @@ pub(crate) struct Active {
     pub kind: Kind,
     /// Bytes moved.
     pub done: u64,
+}
+
+/// The attributes of a connection that a fabric with packets needs.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct PathAttributes {
+    pub av: AddressVector,
+    pub dest_qp: u32,
+    /// PSN of the first packet that it sends.
+    pub sq_psn: u32,
+    /// PSN of the first packet that it receives.
+    pub rq_psn: u32,
+    /// `mtu`.
+    pub path_mtu: u8,
 }
 
 /// The send queue of a queue pair, and how far its work requests are.
@@ -99,6 +112,7 @@ pub struct SendQueue {
     pub(crate) qkey: u32,
     /// Work requests that the fabric took out and has not ended.
     pub(super) under_way: u32,
+    pub(crate) path_attributes: PathAttributes,
 }
 
 impl SendQueue {
@@ -144,6 +158,7 @@ impl SendQueue {
             dest_gid: Gid::default(),
             qkey: 0,
             under_way: 0,
+            path_attributes: PathAttributes::default(),
         }
     }
 
@@ -156,6 +171,13 @@ impl SendQueue {
         self.dest_qp = attr.dest_qp_num;
         self.dest_gid = attr.av.dgid;
         self.qkey = attr.qkey;
+        self.path_attributes = PathAttributes {
+            av: attr.av,
+            dest_qp: attr.dest_qp_num,
+            sq_psn: attr.sq_psn,
+            rq_psn: attr.rq_psn,
+            path_mtu: attr.path_mtu,
+        };
         self.path = Path::default();
         self.parked = None;
         self.gathering = false;

@@ -21,6 +21,14 @@
 //! under way, and learns of their fate later.
 pub mod local;
 pub mod registry;
+#[cfg_attr(
+    not(test),
+    expect(
+        dead_code,
+        reason = "no process has a port for it yet: it runs in tests"
+    )
+)]
+mod wire;
 
 use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering;

@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Frames of RoCEv2: Ethernet, IPv4 or IPv6, UDP, a packet of the transport, ICRC.
+//!
+//! A VLAN's tag is no part of the frame's bytes: Linux keeps it beside them.
+use super::icrc::icrc;
+use super::packet::Packet;
+
+/// UDP port of RoCEv2.
+const PORT: u16 = 4791;
+/// The least of the UDP source ports that adapters use.
+const SOURCE_PORT: u16 = 0xc000;
+const ETHERNET: usize = 14;
+const IPV4: usize = 20;
+const IPV6: usize = 40;
+const UDP: usize = 8;
+const ICRC: usize = 4;
+const TYPE_IPV4: u16 = 0x0800;
+const TYPE_IPV6: u16 = 0x86dd;
+/// Number of UDP as IP's next protocol.
+const PROTOCOL_UDP: u8 = 17;
+/// An IPv4 address as a GID.
+const MAPPED: [u8; 12] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff];
+
+/// What a frame's header needs beyond its packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Addresses {
+    pub source_mac: [u8; 6],
+    pub destination_mac: [u8; 6],
+    pub source: [u8; 16],
+    pub destination: [u8; 16],
+    pub traffic_class: u8,
+    pub flow_label: u32,
+    /// Zero: 64.
+    pub hop_limit: u8,
+}
+
+/// Why a frame is dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Dropped {
+    /// It is none of RoCEv2.
+    Other,
+    /// It is shorter than its headers say, or a header is not as it must be.
+    Malformed,
+    /// It is damaged.
+    Icrc,
+}
+
+/// A frame that came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Frame<'a> {
+    pub destination_mac: [u8; 6],
+    pub source: [u8; 16],
+    pub destination: [u8; 16],
+    pub packet: Packet<'a>,
+}
+
+fn mapped(address: &[u8]) -> Option<[u8; 16]> {
+    let mut gid = [0; 16];
+    let (prefix, rest) = gid.split_at_mut(MAPPED.len());
+    prefix.copy_from_slice(&MAPPED);
+    rest.copy_from_slice(address.get(..4)?);
+    Some(gid)
+}
+
+/// The checksum of an IPv4 header, whose own field is zero; zero of a header that has its checksum.
+fn checksum(header: &[u8]) -> u16 {
+    let words = header.chunks(2).map(|pair| match pair {
+        [high, low] => u32::from(*high) << 8 | u32::from(*low),
+        _ => 0,
+    });
+    let sum = words.fold(0u32, u32::wrapping_add);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    !(sum as u16)
+}
+
+/// Writes a frame over what is in `out`.
+pub(super) fn write(out: &mut Vec<u8>, addresses: &Addresses, packet: &Packet<'_>) {
+    out.clear();
+    out.extend_from_slice(&addresses.destination_mac);
+    out.extend_from_slice(&addresses.source_mac);
+    let ipv4 = [addresses.source, addresses.destination].map(|gid| {
+        gid.strip_prefix(&MAPPED)
+            .and_then(|rest| rest.first_chunk::<4>().copied())
+    });
+    let (header, ethertype) = match ipv4 {
+        [Some(_), Some(_)] => (IPV4, TYPE_IPV4),
+        _ => (IPV6, TYPE_IPV6),
+    };
+    out.extend_from_slice(&ethertype.to_be_bytes());
+    let ip = out.len();
+    // The lengths are known when the packet is written.
+    out.resize(ip + header + UDP, 0);
+    packet.write(out);
+    let udp_len = out.len() - ip - header + ICRC;
+    let udp_len = u16::try_from(udp_len).unwrap_or(u16::MAX);
+    let hop_limit = match addresses.hop_limit {
+        0 => 64,
+        limit => limit,
+    };
+    let mut head = [0; IPV6 + UDP];
+    if let [Some(source), Some(destination)] = ipv4 {
+        let mut fields = [0; IPV4];
+        fields[0] = 0x45;
+        fields[1] = addresses.traffic_class;
+        let length = udp_len.saturating_add(IPV4 as u16);
+        fields[2..4].copy_from_slice(&length.to_be_bytes());
+        // Do not fragment.
+        fields[6] = 0x40;
+        fields[8] = hop_limit;
+        fields[9] = PROTOCOL_UDP;
+        fields[12..16].copy_from_slice(&source);
+        fields[16..].copy_from_slice(&destination);
+        let sum = checksum(&fields);
+        fields[10..12].copy_from_slice(&sum.to_be_bytes());
+        head[..IPV4].copy_from_slice(&fields);
+    } else {
+        let class = u32::from(addresses.traffic_class) << 20;
+        let first = 6 << 28 | class | addresses.flow_label & 0xf_ffff;
+        head[..4].copy_from_slice(&first.to_be_bytes());
+        head[4..6].copy_from_slice(&udp_len.to_be_bytes());
+        head[6] = PROTOCOL_UDP;
+        head[7] = hop_limit;
+        head[8..24].copy_from_slice(&addresses.source);
+        head[24..IPV6].copy_from_slice(&addresses.destination);
+    }
+    // The same port for all packets of a queue pair, so that they stay in order.
+    let label = addresses.flow_label;
+    let source_port = SOURCE_PORT | (label ^ label >> 14) as u16 & 0x3fff;
+    if let Some(udp) = head.get_mut(header..header + 6) {
+        let fields = [source_port, PORT, udp_len];
+        for (to, field) in udp.chunks_exact_mut(2).zip(fields) {
+            to.copy_from_slice(&field.to_be_bytes());
+        }
+    }
+    if let (Some(to), Some(from)) = (out.get_mut(ip..ip + header + UDP), head.get(..header + UDP)) {
+        to.copy_from_slice(from);
+    }
+    let crc = out.get(ip..).and_then(icrc).unwrap_or_default();
+    out.extend_from_slice(&crc);
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    let (_, rest) = bytes.split_at_checked(at)?;
+    rest.first_chunk().map(|two| u16::from_be_bytes(*two))
+}
+
+fn gid_at(bytes: &[u8], at: usize) -> Option<[u8; 16]> {
+    let (_, rest) = bytes.split_at_checked(at)?;
+    rest.first_chunk().copied()
+}
+
+/// Reads a frame.
+///
+/// # Errors
+/// Why it is to be dropped.
+pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Dropped> {
+    let destination_mac = *bytes.first_chunk::<6>().ok_or(Dropped::Malformed)?;
+    let ethertype = u16_at(bytes, 12).ok_or(Dropped::Malformed)?;
+    let ip = bytes.get(ETHERNET..).ok_or(Dropped::Malformed)?;
+    let (header, length, source, destination) = match ethertype {
+        TYPE_IPV4 => ipv4_header(ip)?,
+        TYPE_IPV6 => ipv6_header(ip)?,
+        _ => return Err(Dropped::Other),
+    };
+    // Ethernet may have padded it.
+    let datagram = ip.get(..length).ok_or(Dropped::Malformed)?;
+    if u16_at(datagram, header + 2) != Some(PORT) {
+        return Err(Dropped::Other);
+    }
+    let udp_len = u16_at(datagram, header + 4).ok_or(Dropped::Malformed)?;
+    if usize::from(udp_len) != length - header {
+        return Err(Dropped::Malformed);
+    }
+    let (covered, crc) = datagram
+        .split_last_chunk::<ICRC>()
+        .ok_or(Dropped::Malformed)?;
+    if icrc(covered) != Some(*crc) {
+        return Err(Dropped::Icrc);
+    }
+    let packet = covered
+        .get(header + UDP..)
+        .and_then(Packet::read)
+        .ok_or(Dropped::Malformed)?;
+    Ok(Frame {
+        destination_mac,
+        source,
+        destination,
+        packet,
+    })
+}
+
+/// Length of the header, length of the packet with it, source, destination.
+type IpHeader = (usize, usize, [u8; 16], [u8; 16]);
+
+fn ipv4_header(ip: &[u8]) -> Result<IpHeader, Dropped> {
+    let fields = ip.first_chunk::<IPV4>().ok_or(Dropped::Malformed)?;
+    // No options: nobody sends them, and the ICRC knows none.
+    if fields[0] != 0x45 || checksum(fields) != 0 {
+        return Err(Dropped::Malformed);
+    }
+    // More fragments, or an offset.
+    let fragment = u16::from_be_bytes([fields[6], fields[7]]) & 0x3fff;
+    if fragment != 0 || fields[9] != PROTOCOL_UDP {
+        return Err(Dropped::Other);
+    }
+    let length = usize::from(u16::from_be_bytes([fields[2], fields[3]]));
+    let source = mapped(&fields[12..16]).ok_or(Dropped::Malformed)?;
+    let destination = mapped(&fields[16..]).ok_or(Dropped::Malformed)?;
+    checked(IPV4, length, source, destination)
+}
+
+fn ipv6_header(ip: &[u8]) -> Result<IpHeader, Dropped> {
+    let fields = ip.first_chunk::<IPV6>().ok_or(Dropped::Malformed)?;
+    if fields[0] >> 4 != 6 {
+        return Err(Dropped::Malformed);
+    }
+    if fields[6] != PROTOCOL_UDP {
+        return Err(Dropped::Other);
+    }
+    let length = IPV6 + usize::from(u16::from_be_bytes([fields[4], fields[5]]));
+    let source = gid_at(fields, 8).ok_or(Dropped::Malformed)?;
+    let destination = gid_at(fields, 24).ok_or(Dropped::Malformed)?;
+    checked(IPV6, length, source, destination)
+}
+
+fn checked(
+    header: usize,
+    length: usize,
+    source: [u8; 16],
+    destination: [u8; 16],
+) -> Result<IpHeader, Dropped> {
+    if length < header + UDP + ICRC {
+        return Err(Dropped::Malformed);
+    }
+    Ok((header, length, source, destination))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::packet::{Body, Psn, Syndrome};
+    use super::*;
+    use proptest::prelude::*;
+
+    fn addresses(ipv6: bool) -> Addresses {
+        let gid = |n| {
+            let mut gid = mapped(&[10, 0, 0, n]).unwrap();
+            gid[0] = if ipv6 { 0xfd } else { 0 };
+            gid
+        };
+        Addresses {
+            source_mac: [0x52, 0x54, 0, 0, 0, 1],
+            destination_mac: [0x52, 0x54, 0, 0, 0, 2],
+            source: gid(1),
+            destination: gid(2),
+            traffic_class: 2,
+            flow_label: 0x12345,
+            hop_limit: 0,
+        }
+    }
+
+    fn acknowledge() -> Packet<'static> {
+        Packet {
+            dest_qp: 17,
+            psn: Psn::new(5),
+            ack_request: false,
+            solicited: false,
+            body: Body::Acknowledge {
+                syndrome: Syndrome::Ack,
+                msn: 3,
+            },
+        }
+    }
+
+    #[test]
+    fn frames_are_read_as_they_were_written() {
+        for ipv6 in [false, true] {
+            let (mut frame, addresses) = (vec![1; 7], addresses(ipv6));
+            write(&mut frame, &addresses, &acknowledge());
+            assert_eq!(
+                frame.len(),
+                ETHERNET + if ipv6 { 40 } else { 20 } + 8 + 16 + 4
+            );
+            let expected = Frame {
+                destination_mac: addresses.destination_mac,
+                source: addresses.source,
+                destination: addresses.destination,
+                packet: acknowledge(),
+            };
+            assert_eq!(read(&frame), Ok(expected));
+            // Ethernet pads short frames.
+            frame.resize(frame.len() + 18, 0);
+            assert_eq!(read(&frame), Ok(expected));
+        }
+    }
+
+    proptest! {
+        /// Whatever single bit is damaged, nothing else is read than what was sent.
+        #[test]
+        fn damage_is_seen(ipv6: bool, bit in 0usize..800) {
+            let (mut frame, addresses) = (Vec::new(), addresses(ipv6));
+            write(&mut frame, &addresses, &acknowledge());
+            let at = bit % (frame.len() * 8);
+            frame[at / 8] ^= 1 << (at % 8);
+            if let Ok(read) = read(&frame) {
+                prop_assert_eq!(read.packet, acknowledge());
+                prop_assert_eq!(read.source, addresses.source);
+                prop_assert_eq!(read.destination, addresses.destination);
+            }
+        }
+
+        #[test]
+        fn anything_may_come(bytes in proptest::collection::vec(any::<u8>(), 0..120), ipv6: bool) {
+            let _ = read(&bytes);
+            // With headers that are right so far.
+            let mut frame = Vec::new();
+            write(&mut frame, &addresses(ipv6), &acknowledge());
+            frame.truncate(bytes.len());
+            let _ = read(&frame);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The invariant CRC of RoCEv2 (InfiniBand architecture specification, volume 1, annex A17.3.3).
+//!
+//! It is the CRC-32 of Ethernet over 8 bytes of ones and the packet from the IP header to the end
+//! of the padding, in which all that may change on the way counts as ones.
+use crc32fast::Hasher;
+
+/// Bytes of a UDP header and of the part of a base transport header that has a variant field.
+const UDP: usize = 8;
+/// Offset in the base transport header of the byte with FECN and BECN.
+const CONGESTION: usize = 4;
+
+/// The ICRC of a packet, as its last four bytes are. `packet` is from the IP header to the end of
+/// the padding; `None` if it is too short to be one.
+pub(super) fn icrc(packet: &[u8]) -> Option<[u8; 4]> {
+    let (version, header_len) = match packet.first()? >> 4 {
+        4 => (4, usize::from(packet.first()? & 15) * 4),
+        6 => (6, 40),
+        _ => return None,
+    };
+    // All variant fields are in these first bytes.
+    let masked_len = header_len + UDP + CONGESTION + 1;
+    let mut masked = [0; 60 + UDP + CONGESTION + 1];
+    let masked = masked.get_mut(..masked_len)?;
+    let (head, rest) = packet.split_at_checked(masked_len)?;
+    masked.copy_from_slice(head);
+    let variant: &[usize] = if version == 4 {
+        // Type of service, time to live, header checksum.
+        &[1, 8, 10, 11]
+    } else {
+        // Traffic class and flow label, hop limit.
+        &[1, 2, 3, 7]
+    };
+    for at in variant {
+        *masked.get_mut(*at)? = 0xff;
+    }
+    if version == 6 {
+        *masked.first_mut()? |= 0x0f;
+    }
+    let checksum = masked.get_mut(header_len + 6..header_len + UDP)?;
+    checksum.fill(0xff);
+    *masked.last_mut()? = 0xff;
+    let mut hasher = Hasher::new();
+    hasher.update(&[0xff; 8]);
+    hasher.update(masked);
+    hasher.update(rest);
+    Some(hasher.finalize().to_le_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(hex: &str) -> Vec<u8> {
+        let digits: Vec<u8> = hex.bytes().filter(u8::is_ascii_hexdigit).collect();
+        let byte = |pair: &[u8]| {
+            let text = std::str::from_utf8(pair).unwrap();
+            u8::from_str_radix(text, 16).unwrap()
+        };
+        digits.chunks(2).map(byte).collect()
+    }
+
+    /// A congestion notification of a ConnectX-4 Lx, as the tests of scapy have it.
+    #[test]
+    fn that_of_an_adapter_is_right() {
+        let packet = bytes(
+            "45c2003c718c400040119161 0a001101 0a001201 000012b700280000 \
+             8100ffff40000118 00000000 00000000000000000000000000000000",
+        );
+        assert_eq!(icrc(&packet), Some([0x82, 0xfd, 0x00, 0x2a]));
+    }
+
+    /// A UC SEND of the tests of scapy.
+    #[test]
+    fn that_of_a_send_is_right() {
+        let mut packet = bytes("45010040 04784000 40110000 c0a80007 c0a80007");
+        packet.extend(bytes("c00012b7002c0000"));
+        packet.extend(bytes("2460ffff000000d3"));
+        packet.extend(13_571_856_u32.to_be_bytes());
+        packet.extend(b"F0\x81\x8b\xe2\x895\xd9\x0e\x9a\x95PT\x01\xbe\x88^P\x00\x00");
+        assert_eq!(icrc(&packet), Some([0x78, 0xf3, 0x53, 0xf3]));
+    }
+
+    #[test]
+    fn what_may_change_on_the_way_does_not_count() {
+        let packet = bytes(
+            "45c2003c718c400040119161 0a001101 0a001201 000012b700280000 \
+             8100ffff40000118 00000000 00000000000000000000000000000000",
+        );
+        let whole = icrc(&packet);
+        for at in [1, 8, 10, 11, 26, 27, 32] {
+            let mut changed = packet.clone();
+            changed[at] ^= 0x55;
+            assert_eq!(icrc(&changed), whole, "byte {at}");
+        }
+        for at in [0, 4, 6, 9, 12, 16, 22, 28, 33, 40, 55] {
+            let mut changed = packet.clone();
+            changed[at] ^= 0x04;
+            assert_ne!(icrc(&changed), whole, "byte {at}");
+        }
+        assert_eq!(icrc(&packet[..32]), None);
+        assert_eq!(icrc(&[]), None);
+    }
+}

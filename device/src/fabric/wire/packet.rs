@@ -1,0 +1,460 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Packets of the transport, as bytes and as values (InfiniBand architecture specification, volume
+//! 1, chapter 9): base transport header, extension headers, payload, padding.
+use virtio_rdma_spec::facts::Kind;
+use virtio_rdma_spec::verbs::{wr_opcode, MASK_24};
+
+/// A packet sequence number: 24 bits, which wrap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Psn(u32);
+
+impl Psn {
+    pub(super) fn new(value: u32) -> Self {
+        Self(value & MASK_24)
+    }
+
+    pub(super) fn value(self) -> u32 {
+        self.0
+    }
+
+    /// The one that comes `packets` later.
+    pub(super) fn after(self, packets: u32) -> Self {
+        Self::new(self.0.wrapping_add(packets))
+    }
+
+    /// The one before.
+    pub(super) fn before(self) -> Self {
+        Self::new(self.0.wrapping_sub(1))
+    }
+
+    /// How many packets later than `earlier` it is, modulo 2^24.
+    pub(super) fn since(self, earlier: Self) -> u32 {
+        self.0.wrapping_sub(earlier.0) & MASK_24
+    }
+}
+
+/// Which part of a message a packet has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    First,
+    Middle,
+    Last,
+    Only,
+}
+
+impl Place {
+    pub(super) fn of(first: bool, last: bool) -> Self {
+        match (first, last) {
+            (true, true) => Self::Only,
+            (true, false) => Self::First,
+            (false, true) => Self::Last,
+            (false, false) => Self::Middle,
+        }
+    }
+
+    /// Whether it begins a message.
+    pub(super) fn begins(self) -> bool {
+        matches!(self, Self::First | Self::Only)
+    }
+
+    /// Whether it ends a message.
+    pub(super) fn ends(self) -> bool {
+        matches!(self, Self::Last | Self::Only)
+    }
+}
+
+/// What the packets of requests have in common that have the same opcode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Request {
+    /// The opcode on the wire, for reliable connections.
+    opcode: u8,
+    /// What its message does.
+    pub kind: Kind,
+    /// Its part of the message.
+    pub place: Place,
+    /// The opcode of the work request, as far as this packet tells: with immediate data or a key to
+    /// invalidate, the last one tells.
+    pub wr_opcode: u8,
+}
+
+const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8) -> Request {
+    Request {
+        opcode,
+        kind,
+        place,
+        wr_opcode,
+    }
+}
+
+/// The requests that there are so far.
+#[rustfmt::skip]
+const REQUESTS: [Request; 14] = {
+    use wr_opcode::{RDMA_WRITE, RDMA_WRITE_WITH_IMM, SEND, SEND_WITH_IMM, SEND_WITH_INV};
+    [
+        request(0x00, Kind::Send, Place::First, SEND),
+        request(0x01, Kind::Send, Place::Middle, SEND),
+        request(0x02, Kind::Send, Place::Last, SEND),
+        request(0x03, Kind::Send, Place::Last, SEND_WITH_IMM),
+        request(0x04, Kind::Send, Place::Only, SEND),
+        request(0x05, Kind::Send, Place::Only, SEND_WITH_IMM),
+        request(0x06, Kind::Write, Place::First, RDMA_WRITE),
+        request(0x07, Kind::Write, Place::Middle, RDMA_WRITE),
+        request(0x08, Kind::Write, Place::Last, RDMA_WRITE),
+        request(0x09, Kind::Write, Place::Last, RDMA_WRITE_WITH_IMM),
+        request(0x0a, Kind::Write, Place::Only, RDMA_WRITE),
+        request(0x0b, Kind::Write, Place::Only, RDMA_WRITE_WITH_IMM),
+        request(0x16, Kind::Send, Place::Last, SEND_WITH_INV),
+        request(0x17, Kind::Send, Place::Only, SEND_WITH_INV),
+    ]
+};
+
+/// ACKNOWLEDGE of reliable connections.
+const ACKNOWLEDGE: u8 = 0x11;
+
+impl Request {
+    fn of(opcode: u8) -> Option<Self> {
+        REQUESTS.into_iter().find(|known| known.opcode == opcode)
+    }
+
+    /// That of the packet at `place` of a work request's message; `None` if such a message does not
+    /// go over a fabric with packets (yet).
+    pub(super) fn at(wr_opcode: u8, place: Place) -> Option<Self> {
+        let plain = match wr_opcode {
+            wr_opcode::SEND_WITH_IMM | wr_opcode::SEND_WITH_INV => wr_opcode::SEND,
+            wr_opcode::RDMA_WRITE_WITH_IMM => wr_opcode::RDMA_WRITE,
+            other => other,
+        };
+        let told = if place.ends() { wr_opcode } else { plain };
+        let mut requests = REQUESTS.into_iter();
+        requests.find(|known| known.place == place && known.wr_opcode == told)
+    }
+
+    /// Whether it has an RDMA extended transport header.
+    fn has_reth(self) -> bool {
+        self.kind == Kind::Write && self.place.begins()
+    }
+
+    /// Whether it has four bytes of immediate data, or a key to invalidate.
+    fn has_immediate(self) -> bool {
+        matches!(
+            self.wr_opcode,
+            wr_opcode::SEND_WITH_IMM | wr_opcode::SEND_WITH_INV | wr_opcode::RDMA_WRITE_WITH_IMM
+        )
+    }
+}
+
+/// The remote range of an RDMA operation: the RDMA extended transport header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Reth {
+    pub addr: u64,
+    pub rkey: u32,
+    pub length: u32,
+}
+
+/// What an acknowledgement says: the ACK extended transport header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Syndrome {
+    /// All up to this packet came.
+    Ack,
+    /// There is no receive: try again after the time of this RNR NAK timer code.
+    RnrNak(u8),
+    /// Refused.
+    Nak(Nak),
+}
+
+/// Why a packet was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Nak {
+    /// Packets before it are missing.
+    Sequence,
+    /// The request is not one that the responder takes.
+    InvalidRequest,
+    /// The key or the queue pair does not grant the access.
+    RemoteAccess,
+    /// The responder cannot carry it out, for a reason of its own.
+    RemoteOperational,
+}
+
+impl Syndrome {
+    /// An ACK that grants no credits, since nobody counts them.
+    const ACK: u8 = 0x1f;
+
+    fn encode(self) -> u8 {
+        match self {
+            Self::Ack => Self::ACK,
+            Self::RnrNak(timer) => 0x20 | timer & 0x1f,
+            Self::Nak(Nak::Sequence) => 0x60,
+            Self::Nak(Nak::InvalidRequest) => 0x61,
+            Self::Nak(Nak::RemoteAccess) => 0x62,
+            Self::Nak(Nak::RemoteOperational) => 0x63,
+        }
+    }
+
+    fn decode(byte: u8) -> Option<Self> {
+        match byte {
+            0x00..=0x1f => Some(Self::Ack),
+            0x20..=0x3f => Some(Self::RnrNak(byte & 0x1f)),
+            0x60 => Some(Self::Nak(Nak::Sequence)),
+            0x61 => Some(Self::Nak(Nak::InvalidRequest)),
+            0x62 => Some(Self::Nak(Nak::RemoteAccess)),
+            0x63 => Some(Self::Nak(Nak::RemoteOperational)),
+            _ => None,
+        }
+    }
+}
+
+/// What a packet is, with its extension headers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Body<'a> {
+    /// A part of a message.
+    Request {
+        request: Request,
+        /// The remote range, in the first packet of an RDMA WRITE; otherwise zero.
+        reth: Reth,
+        /// Immediate data or the key to invalidate, where `request` has it; otherwise zero. As in
+        /// work requests: octets of the application, or a number.
+        immediate: u32,
+        payload: &'a [u8],
+    },
+    /// An answer.
+    Acknowledge {
+        syndrome: Syndrome,
+        /// Messages completed by the responder, 24 bits.
+        msn: u32,
+    },
+}
+
+/// A packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Packet<'a> {
+    pub dest_qp: u32,
+    pub psn: Psn,
+    /// The requester asks for an acknowledgement.
+    pub ack_request: bool,
+    pub solicited: bool,
+    pub body: Body<'a>,
+}
+
+/// The only partition.
+const PKEY: u16 = 0xffff;
+/// Bytes of a base transport header.
+const BTH: usize = 12;
+/// Migration state: migrated, as adapters send it.
+const MIGRATED: u8 = 0x40;
+
+/// Takes `N` bytes from the front.
+fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+    let (head, rest) = bytes.split_first_chunk()?;
+    *bytes = rest;
+    Some(*head)
+}
+
+fn take_u32(bytes: &mut &[u8]) -> Option<u32> {
+    take(bytes).map(u32::from_be_bytes)
+}
+
+impl<'a> Packet<'a> {
+    /// Appends its bytes, from the base transport header to the end of the padding.
+    pub(super) fn write(&self, out: &mut Vec<u8>) {
+        let (opcode, payload): (u8, &[u8]) = match self.body {
+            Body::Request {
+                request, payload, ..
+            } => (request.opcode, payload),
+            Body::Acknowledge { .. } => (ACKNOWLEDGE, &[]),
+        };
+        let padding = payload.len().wrapping_neg() & 3;
+        let solicited = if self.solicited { 0x80 } else { 0 };
+        out.push(opcode);
+        out.push(solicited | MIGRATED | (padding as u8) << 4);
+        out.extend_from_slice(&PKEY.to_be_bytes());
+        out.extend_from_slice(&(self.dest_qp & MASK_24).to_be_bytes());
+        let ack_request = u32::from(self.ack_request) << 31;
+        out.extend_from_slice(&(ack_request | self.psn.value()).to_be_bytes());
+        match self.body {
+            Body::Request {
+                request,
+                reth,
+                immediate,
+                ..
+            } => {
+                if request.has_reth() {
+                    out.extend_from_slice(&reth.addr.to_be_bytes());
+                    out.extend_from_slice(&reth.rkey.to_be_bytes());
+                    out.extend_from_slice(&reth.length.to_be_bytes());
+                }
+                if request.has_immediate() {
+                    let invalidates = request.wr_opcode == wr_opcode::SEND_WITH_INV;
+                    out.extend_from_slice(&if invalidates {
+                        immediate.to_be_bytes()
+                    } else {
+                        immediate.to_le_bytes()
+                    });
+                }
+            }
+            Body::Acknowledge { syndrome, msn } => {
+                let aeth = u32::from(syndrome.encode()) << 24 | msn & MASK_24;
+                out.extend_from_slice(&aeth.to_be_bytes());
+            }
+        }
+        out.extend_from_slice(payload);
+        out.resize(out.len() + padding, 0);
+    }
+
+    /// Reads a packet from the base transport header to the end of the padding. `None` if it is
+    /// none, or none that we know.
+    pub(super) fn read(mut bytes: &'a [u8]) -> Option<Self> {
+        const { assert!(BTH == 1 + 1 + 2 + 4 + 4) };
+        let [opcode, flags] = take(&mut bytes)?;
+        let pkey = take(&mut bytes).map(u16::from_be_bytes)?;
+        let dest_qp = take_u32(&mut bytes)? & MASK_24;
+        let sequence = take_u32(&mut bytes)?;
+        let version = flags & 0x0f;
+        // The highest bit of a P_Key says whether its holder is a full member.
+        if version != 0 || pkey & 0x7fff != PKEY & 0x7fff {
+            return None;
+        }
+        let body = if opcode == ACKNOWLEDGE {
+            let aeth = take_u32(&mut bytes)?;
+            if !bytes.is_empty() {
+                return None;
+            }
+            Body::Acknowledge {
+                syndrome: Syndrome::decode((aeth >> 24) as u8)?,
+                msn: aeth & MASK_24,
+            }
+        } else {
+            let request = Request::of(opcode)?;
+            let mut reth = Reth::default();
+            if request.has_reth() {
+                reth.addr = take(&mut bytes).map(u64::from_be_bytes)?;
+                reth.rkey = take_u32(&mut bytes)?;
+                reth.length = take_u32(&mut bytes)?;
+            }
+            let mut immediate = 0;
+            if request.has_immediate() {
+                let octets = take(&mut bytes)?;
+                immediate = if request.wr_opcode == wr_opcode::SEND_WITH_INV {
+                    u32::from_be_bytes(octets)
+                } else {
+                    u32::from_le_bytes(octets)
+                };
+            }
+            let padding = usize::from(flags >> 4 & 3);
+            let length = bytes.len().checked_sub(padding)?;
+            Body::Request {
+                request,
+                reth,
+                immediate,
+                payload: bytes.get(..length)?,
+            }
+        };
+        Some(Self {
+            dest_qp,
+            psn: Psn::new(sequence),
+            ack_request: sequence >> 31 != 0,
+            solicited: flags & 0x80 != 0,
+            body,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn bodies() -> impl Strategy<Value = (usize, Reth, u32, Vec<u8>)> {
+        let reth = (any::<u64>(), any::<u32>(), any::<u32>())
+            .prop_map(|(addr, rkey, length)| Reth { addr, rkey, length });
+        let payload = proptest::collection::vec(any::<u8>(), 0..200);
+        (0..REQUESTS.len(), reth, any::<u32>(), payload)
+    }
+
+    proptest! {
+        #[test]
+        fn requests_are_read_as_they_were_written(
+            (which, reth, immediate, payload) in bodies(),
+            (dest_qp, psn) in (0..=MASK_24, 0..=MASK_24),
+            (ack_request, solicited) in any::<(bool, bool)>(),
+        ) {
+            let request = REQUESTS[which];
+            let packet = Packet {
+                dest_qp,
+                psn: Psn::new(psn),
+                ack_request,
+                solicited,
+                body: Body::Request {
+                    request,
+                    reth: if request.has_reth() { reth } else { Reth::default() },
+                    immediate: if request.has_immediate() { immediate } else { 0 },
+                    payload: &payload,
+                },
+            };
+            let mut bytes = Vec::new();
+            packet.write(&mut bytes);
+            prop_assert_eq!(bytes.len() % 4, 0);
+            prop_assert_eq!(Packet::read(&bytes), Some(packet));
+        }
+
+        #[test]
+        fn anything_may_come(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+            if let Some(packet) = Packet::read(&bytes) {
+                let mut again = Vec::new();
+                packet.write(&mut again);
+                prop_assert_eq!(Packet::read(&again), Some(packet));
+            }
+        }
+    }
+
+    #[test]
+    fn acknowledgements_are_read_as_they_were_written() {
+        let naks = [
+            Nak::Sequence,
+            Nak::InvalidRequest,
+            Nak::RemoteAccess,
+            Nak::RemoteOperational,
+        ];
+        let syndromes = naks.map(Syndrome::Nak).into_iter();
+        let rnr = (0..32).map(Syndrome::RnrNak);
+        for syndrome in syndromes.chain(rnr).chain([Syndrome::Ack]) {
+            let packet = Packet {
+                dest_qp: 0x12_3456,
+                psn: Psn::new(0xab_cdef),
+                ack_request: false,
+                solicited: false,
+                body: Body::Acknowledge { syndrome, msn: 77 },
+            };
+            let mut bytes = Vec::new();
+            packet.write(&mut bytes);
+            assert_eq!((bytes.len(), bytes[0]), (16, 0x11));
+            assert_eq!(Packet::read(&bytes), Some(packet));
+        }
+    }
+
+    #[test]
+    fn each_work_request_has_a_packet_for_each_place() {
+        for opcode in [
+            wr_opcode::SEND,
+            wr_opcode::SEND_WITH_IMM,
+            wr_opcode::SEND_WITH_INV,
+            wr_opcode::RDMA_WRITE,
+            wr_opcode::RDMA_WRITE_WITH_IMM,
+        ] {
+            for place in [Place::First, Place::Middle, Place::Last, Place::Only] {
+                let request = Request::at(opcode, place).unwrap();
+                assert_eq!(request.place, place);
+                assert!(!place.ends() || request.wr_opcode == opcode);
+            }
+        }
+        assert_eq!(Request::at(wr_opcode::RDMA_READ, Place::Only), None);
+    }
+
+    #[test]
+    fn sequence_numbers_wrap() {
+        let last = Psn::new(MASK_24);
+        assert_eq!(last.after(1), Psn::new(0));
+        assert_eq!(Psn::new(0).before(), last);
+        assert_eq!(Psn::new(3).since(last), 4);
+        assert_eq!(last.since(last), 0);
+    }
+}

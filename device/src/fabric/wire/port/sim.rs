@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A simulated network with virtual time: frames take a while, and come in order.
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
+
+use super::Port;
+
+type Mac = [u8; 6];
+
+/// The frames on their way to each MAC address, with the time at which they come.
+#[derive(Debug, Default)]
+struct Links(BTreeMap<Mac, VecDeque<(u64, Vec<u8>)>>);
+
+/// A network: a switch that knows where each MAC address is.
+#[derive(Debug, Clone)]
+pub(in super::super) struct Network {
+    links: Rc<RefCell<Links>>,
+    /// How long a frame takes, nanoseconds.
+    latency: u64,
+}
+
+/// A port of it.
+#[derive(Debug)]
+pub(in super::super) struct SimPort {
+    network: Network,
+    mac: Mac,
+    mtu: usize,
+}
+
+impl Network {
+    /// One in which a frame takes `latency` nanoseconds.
+    pub(in super::super) fn new(latency: u64) -> Self {
+        Self {
+            links: Rc::default(),
+            latency,
+        }
+    }
+
+    /// The port with a MAC address.
+    pub(in super::super) fn port(&self, mac: Mac, mtu: usize) -> SimPort {
+        self.links.borrow_mut().0.entry(mac).or_default();
+        SimPort {
+            network: self.clone(),
+            mac,
+            mtu,
+        }
+    }
+}
+
+impl Port for SimPort {
+    fn mtu(&self) -> usize {
+        self.mtu
+    }
+
+    fn send(&mut self, now: u64, frame: &[u8]) {
+        assert!(frame.len() <= self.mtu + 14, "the frame is too long");
+        let destination: &Mac = frame.first_chunk().unwrap();
+        // Nobody has the address: the frame is lost.
+        if let Some(link) = self.network.links.borrow_mut().0.get_mut(destination) {
+            link.push_back((now + self.network.latency, frame.to_vec()));
+        }
+    }
+
+    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> bool {
+        let mut links = self.network.links.borrow_mut();
+        let link = links.0.get_mut(&self.mac).unwrap();
+        match link.front() {
+            Some((at, _)) if *at <= now => {
+                *frame = link.pop_front().unwrap().1;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn timer(&self) -> Option<u64> {
+        let links = self.network.links.borrow();
+        links.0.get(&self.mac)?.front().map(|(at, _)| *at)
+    }
+}
