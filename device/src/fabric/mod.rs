@@ -21,6 +21,8 @@
 //! under way, and learns of their fate later.
 pub mod local;
 pub mod registry;
+#[cfg(test)]
+mod scenario;
 #[cfg_attr(
     not(test),
     expect(

@@ -6,6 +6,8 @@ mod fast_path;
 pub(crate) mod lookup_cache;
 mod peer;
 mod requester;
+#[cfg(test)]
+mod tests;
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;

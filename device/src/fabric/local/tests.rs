@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Two VMs of one process, without threads and clock: what the requester of the local fabric makes
+//! of them.
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use vhost_device_rdma_sync::{Reader, Readers};
+use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::event::event_type;
+use virtio_rdma_spec::verbs::{
+    access, qp_attr, qp_state, send_flag, vendor_err, wc_opcode, wc_status, wr_opcode,
+};
+
+use super::busy_poll::{BusyPoll, Came};
+use super::lookup_cache::LookupCache;
+use super::{Local, LocalCarrier};
+use crate::engine::fixture::{Send, DATA};
+use crate::engine::queue_pair::Qp;
+use crate::engine::send_queue::Polled;
+use crate::engine::tables::Tables;
+use crate::engine::vm::Schedule;
+use crate::engine::{Budget, BUDGET, LONE_BUDGET};
+use crate::fabric::registry::Registry;
+use crate::fabric::scenario::{programs, verify, End, Pair, RECEIVES, SECOND, TIMEOUT_NANOSECONDS};
+use crate::fabric::{self, Fabric};
+
+/// Nobody busy polls.
+struct Never;
+
+impl BusyPoll for Never {
+    type Doorbell<'d> = ();
+
+    fn may(&self) -> bool {
+        false
+    }
+
+    fn others_ring<const N: usize>(&self, _: [Option<&()>; N]) -> bool {
+        false
+    }
+
+    fn spend(&mut self, _: Budget) {}
+
+    fn doorbell<'d>(&self, _: &'d Tables, _: &'d Qp) -> Option<()> {
+        None
+    }
+
+    fn wait<const N: usize>(
+        &mut self,
+        _: [&(); N],
+        _: bool,
+        _: impl Fn() -> Option<Came>,
+    ) -> Option<Came> {
+        None
+    }
+
+    fn next(&mut self, _: &Arc<Qp>) {}
+}
+
+/// The process that two ends are in, and its time.
+struct Process {
+    reader: Reader,
+    registry: Registry,
+    /// When the queue pair of each end is to be polled again.
+    timers: [Option<u64>; 2],
+    budget: Budget,
+    now: u64,
+}
+
+impl Process {
+    fn new(reader: Reader, pair: &Pair) -> Self {
+        let registry = Registry::default();
+        for end in &pair.ends {
+            assert!(registry.claim(end.guest.gid, &end.guest.vm));
+        }
+        Self {
+            reader,
+            registry,
+            timers: [None; 2],
+            budget: BUDGET,
+            now: 0,
+        }
+    }
+
+    /// Lets everything happen until nothing does, or until the time `until`.
+    fn run(&mut self, pair: &mut Pair, until: u64) {
+        for step in 0.. {
+            assert!(step < 1_000_000, "it does not come to an end");
+            if self.step(pair) {
+                continue;
+            }
+            let timers = self.timers.into_iter().flatten();
+            match timers.chain(pair.next_due()).min() {
+                Some(at) if at <= until => self.now = self.now.max(at),
+                _ => break,
+            }
+        }
+    }
+
+    fn step(&mut self, pair: &mut Pair) -> bool {
+        let mut any = pair.post_due(self.now);
+        let vms = [0, 1].map(|end| pair.ends[end].guest.vm.clone());
+        for (End { guest, qp, .. }, timer) in pair.ends.iter().zip(&mut self.timers) {
+            if timer.is_some_and(|at| at <= self.now) {
+                *timer = None;
+                guest.run_list.schedule(&qp.qp);
+            }
+            let section = self.reader.enter();
+            let tables = guest.vm.read_in(&section).unwrap();
+            while let Some(qp) = guest.run_list.take() {
+                any = true;
+                let mut cache = LookupCache::new(&section, &self.registry, &vms);
+                let mut carrier = LocalCarrier {
+                    cache: &mut cache,
+                    busy_poll: &mut Never,
+                };
+                match fabric::poll(&mut carrier, tables, &qp, self.now, self.budget) {
+                    Polled::Idle => *timer = None,
+                    Polled::Again | Polled::Long => {
+                        guest.run_list.schedule(&qp);
+                        // The other end has its share of the time, too.
+                        break;
+                    }
+                    Polled::Park(until) => *timer = Some(until),
+                }
+            }
+        }
+        any
+    }
+}
+
+fn start(change: impl Fn(&mut QpAttr)) -> (Pair, Process) {
+    let (readers, mut each) = Readers::new(1);
+    let pair = Pair::new(&readers, change);
+    let process = Process::new(each.pop().unwrap(), &pair);
+    (pair, process)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// The same programs as over a network, with the same outcome.
+    #[test]
+    fn messages_arrive_once_and_in_order(program in programs(), lone: bool) {
+        // What only this fabric carries does not fail here.
+        prop_assume!(!program.is_poisoned_by_opcode());
+        let (mut pair, mut process) = start(|attr| attr.path_mtu = program.path_mtu);
+        process.budget = if lone { LONE_BUDGET } else { BUDGET };
+        verify(&program, &mut pair, |pair| process.run(pair, 100 * SECOND))?;
+        prop_assert_eq!(process.timers, [None, None], "something is still waited for");
+    }
+}
+
+#[test]
+fn reads_and_atomics_bring_what_was_there() {
+    let (mut pair, mut process) = start(|_| {});
+    let there = pair.ends[1].allocate(4096);
+    let here = pair.ends[0].allocate(4096);
+    pair.ends[1].guest.write(there, &[7; 4096]);
+    pair.ends[1].guest.write(there, &40u64.to_le_bytes());
+    let (key, guest) = (pair.ends[1].guest.key, &pair.ends[0].guest);
+    let request = |opcode, wr_id, len| Send {
+        opcode,
+        wr_id,
+        flags: send_flag::SIGNALED,
+        remote_addr: DATA + there,
+        rkey: key,
+        operands: [2, 0],
+        sges: vec![guest.sge(here, len)],
+        ..Send::default()
+    };
+    let read = request(wr_opcode::RDMA_READ, 1, 4096);
+    let add = request(wr_opcode::ATOMIC_FETCH_AND_ADD, 2, 8);
+    let unaligned = Send {
+        remote_addr: DATA + there + 4,
+        ..request(wr_opcode::ATOMIC_FETCH_AND_ADD, 3, 8)
+    };
+    for send in [&read, &add] {
+        pair.post_send(0, send);
+        process.run(&mut pair, SECOND);
+    }
+    let brought: Vec<_> = pair
+        .completions(0)
+        .iter()
+        .map(|cqe| (cqe.wr_id, cqe.status, cqe.opcode, cqe.byte_len))
+        .collect();
+    let good = wc_status::SUCCESS;
+    let expected = [
+        (1, good, wc_opcode::RDMA_READ, 4096),
+        (2, good, wc_opcode::FETCH_ADD, 8),
+    ];
+    assert_eq!(brought, expected);
+    let bytes = pair.ends[0].guest.read(here, 4096);
+    assert_eq!((&bytes[..8], bytes[8]), (&40u64.to_le_bytes()[..], 7));
+    assert_eq!(pair.ends[1].guest.read(there, 8), 42u64.to_le_bytes());
+    pair.post_send(0, &unaligned);
+    process.run(&mut pair, SECOND);
+    let [cqe] = pair.completions(0)[..] else {
+        panic!("not one completion");
+    };
+    let told = (cqe.status, cqe.vendor_err);
+    assert_eq!(told, (wc_status::REM_INV_REQ_ERR, vendor_err::ALIGNMENT));
+    let events = pair.ends[1].guest.events.all();
+    let request_error = (event_type::QP_REQ_ERR, pair.ends[1].qp.qp.number);
+    assert!(events.contains(&request_error), "{events:?}");
+}
+
+#[test]
+fn a_queue_pair_that_grants_nothing_is_not_accessed() {
+    let (mut pair, mut process) = start(|attr| attr.access_flags = access::REMOTE_READ);
+    let there = pair.ends[1].allocate(64);
+    let send = Send {
+        opcode: wr_opcode::RDMA_WRITE,
+        remote_addr: DATA + there,
+        rkey: pair.ends[1].guest.key,
+        ..pair.a_send(0, 1, 64)
+    };
+    pair.ends[0].guest.write(0, &[9; 64]);
+    pair.post_send(0, &send);
+    process.run(&mut pair, SECOND);
+    let [cqe] = pair.completions(0)[..] else {
+        panic!("not one completion");
+    };
+    let told = (cqe.status, cqe.vendor_err);
+    assert_eq!(told, (wc_status::REM_INV_REQ_ERR, vendor_err::QP_ACCESS));
+    assert_eq!(pair.ends[1].guest.read(there, 64), [0; 64]);
+}
+
+// D-RTY-002.
+#[test]
+fn a_peer_that_is_nowhere_is_given_up_after_all_attempts_and_not_before() {
+    let (mut pair, mut process) = start(|attr| attr.retry_cnt = 3);
+    let gone = &pair.ends[1].guest;
+    process.registry.release(gone.gid, &gone.vm);
+    let send = pair.a_send(0, 5, 100);
+    pair.post_send(0, &send);
+    let waits = 4 * TIMEOUT_NANOSECONDS;
+    process.run(&mut pair, waits - 1);
+    assert_eq!(pair.completions(0), []);
+    process.run(&mut pair, waits);
+    let [cqe] = pair.completions(0)[..] else {
+        panic!("not one completion");
+    };
+    let told = (cqe.wr_id, cqe.status, cqe.vendor_err);
+    assert_eq!(told, (5, wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER));
+    assert_eq!(pair.state(0), qp_state::ERR);
+}
+
+#[test]
+fn a_peer_that_comes_is_met_at_once() {
+    let (mut pair, mut process) = start(|_| {});
+    let at = pair.ends[1].allocate(100);
+    pair.post_receive(1, RECEIVES, at, 100);
+    let (gid, vm) = (pair.ends[1].guest.gid, pair.ends[1].guest.vm.clone());
+    process.registry.release(gid, &vm);
+    let send = pair.a_send(0, 1, 100);
+    pair.post_send(0, &send);
+    process.run(&mut pair, 10);
+    assert_eq!(pair.completions(0), []);
+    assert!(process.registry.claim(gid, &vm));
+    pair.ends[0].guest.run_list.schedule(&pair.ends[0].qp.qp);
+    process.run(&mut pair, 20);
+    assert_eq!(pair.completions(0).len(), 1);
+    assert_eq!(pair.completions(1).len(), 1);
+}
+
+#[test]
+fn a_receive_that_never_comes_ends_the_retries() {
+    let (mut pair, mut process) = start(|attr| attr.rnr_retry = 2);
+    for wr_id in 0..3 {
+        let send = pair.a_send(0, wr_id, 3000);
+        pair.post_send(0, &send);
+    }
+    process.run(&mut pair, SECOND);
+    let cqes = pair.completions(0);
+    let statuses: Vec<_> = cqes.iter().map(|cqe| cqe.status).collect();
+    let flushed = wc_status::WR_FLUSH_ERR;
+    assert_eq!(statuses, [wc_status::RNR_RETRY_EXC_ERR, flushed, flushed]);
+    assert_eq!(pair.ends[0].guest.vm.totals().rnr_naks, 3);
+    // The responder has no fault in it.
+    assert_eq!(pair.state(1), qp_state::RTS);
+}
+
+#[test]
+fn a_receive_that_is_posted_wakes_the_sender() {
+    // The longest wait of all, were it not woken.
+    let (mut pair, mut process) = start(|attr| attr.min_rnr_timer = 0);
+    let send = pair.a_send(0, 1, 100);
+    pair.post_send(0, &send);
+    process.run(&mut pair, 1);
+    let at = pair.ends[1].allocate(100);
+    pair.post_receive(1, RECEIVES, at, 100);
+    process.run(&mut pair, SECOND / 1000);
+    assert_eq!(pair.completions(0).len(), 1);
+    assert_eq!(pair.completions(1).len(), 1);
+}
+
+#[test]
+fn a_peer_that_is_stopped_is_waited_for_and_nothing_is_lost() {
+    let (mut pair, mut process) = start(|attr| attr.retry_cnt = 0);
+    let at = pair.ends[1].allocate(100);
+    pair.post_receive(1, RECEIVES, at, 100);
+    pair.ends[1].guest.vm.tables_mut().running = false;
+    let send = pair.a_send(0, 1, 100);
+    pair.post_send(0, &send);
+    process.run(&mut pair, SECOND);
+    assert_eq!(pair.completions(0), []);
+    pair.ends[1].guest.vm.tables_mut().running = true;
+    process.run(&mut pair, 2 * SECOND);
+    let statuses = pair.completions(0).iter().map(|cqe| cqe.status).max();
+    assert_eq!(statuses, Some(wc_status::SUCCESS));
+    assert_eq!(pair.completions(1).len(), 1);
+}
+
+#[test]
+fn a_port_that_is_down_reaches_nobody() {
+    let (mut pair, mut process) = start(|attr| attr.retry_cnt = 1);
+    let (local, vm) = (
+        Local {
+            registry: &process.registry,
+        },
+        pair.ends[1].guest.vm.clone(),
+    );
+    assert!(local.port(&vm).up);
+    vm.set_up_for_driver(false);
+    local.set_link(&vm, false);
+    assert!(!local.port(&vm).up);
+    let send = pair.a_send(0, 1, 100);
+    pair.post_send(0, &send);
+    process.run(&mut pair, SECOND);
+    let statuses: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.status).collect();
+    assert_eq!(statuses, [wc_status::RETRY_EXC_ERR]);
+}
+
+#[test]
+fn a_queue_that_drains_begins_nothing_more() {
+    let (mut pair, mut process) = start(|_| {});
+    let send = pair.a_send(0, 1, 100);
+    pair.post_send(0, &send);
+    // It waits for a receive.
+    process.run(&mut pair, 1);
+    let drains = QpAttr {
+        qp_state: qp_state::SQD,
+        en_sqd_async_notify: 1,
+        ..QpAttr::default()
+    };
+    let mask = qp_attr::STATE | qp_attr::EN_SQD_ASYNC_NOTIFY;
+    pair.modify(0, mask, &drains);
+    let send = pair.a_send(0, 2, 100);
+    pair.post_send(0, &send);
+    for wr_id in [1, 2] {
+        let at = pair.ends[1].allocate(100);
+        pair.post_receive(1, RECEIVES + wr_id, at, 100);
+    }
+    process.run(&mut pair, SECOND);
+    let sent: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.wr_id).collect();
+    assert_eq!(sent, [1]);
+    let events = pair.ends[0].guest.events.all();
+    assert!(events
+        .iter()
+        .any(|(what, _)| *what == event_type::SQ_DRAINED));
+    pair.set_state(0, qp_state::RTS);
+    process.run(&mut pair, 2 * SECOND);
+    let sent: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.wr_id).collect();
+    assert_eq!(sent, [2]);
+}

@@ -1,0 +1,501 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Programs of verbs between two connected queue pairs, and what has to come of them, whichever
+//! fabric is between: for the tests of each fabric.
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use vhost_device_rdma_sync::Readers;
+use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::ring::Cqe;
+use virtio_rdma_spec::verbs::{
+    mtu, qp_attr, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wc_status, wr_opcode, MASK_24,
+};
+
+use crate::engine::fixture::{Guest, Send, TestQp, DATA, ENTRIES};
+
+/// Time-out code of the queue pairs: 1.05 ms.
+const TIMEOUT: u8 = 8;
+pub(super) const TIMEOUT_NANOSECONDS: u64 = 4096 << TIMEOUT;
+/// First PSN of each end: it wraps soon.
+pub(super) const FIRST: [u32; 2] = [MASK_24 - 3, 77];
+
+/// One of two VMs, with its queue pair.
+pub(super) struct End {
+    pub guest: Guest,
+    pub qp: TestQp,
+    /// Where the next buffer is, in the guest's data.
+    free: u64,
+}
+
+/// A receive that is posted later.
+#[derive(Debug, Clone)]
+struct Receive {
+    end: usize,
+    wr_id: u64,
+    at: u64,
+    len: u32,
+}
+
+/// Two VMs, each with a queue pair that is connected to the other's.
+pub(super) struct Pair {
+    pub ends: [End; 2],
+    later: BTreeMap<(u64, u64), Receive>,
+}
+
+impl Pair {
+    /// Both ends have the same attributes, with what `change` changes.
+    pub(super) fn new(readers: &Readers, change: impl Fn(&mut QpAttr)) -> Self {
+        let ends = [1, 2].map(|number| {
+            let mut guest = Guest::new(readers, number);
+            let qp = guest.queue_pair(qp_type::RC);
+            End { guest, qp, free: 0 }
+        });
+        let pair = Self {
+            ends,
+            later: BTreeMap::new(),
+        };
+        pair.connect(change);
+        pair
+    }
+
+    /// Connects the queue pairs, which are in RESET.
+    pub(super) fn connect(&self, change: impl Fn(&mut QpAttr)) {
+        for (own, other) in [(0, 1), (1, 0)] {
+            let [own_end, peer] = [&self.ends[own], &self.ends[other]];
+            let mac = peer.mac();
+            let (number, gid) = (peer.qp.qp.number, peer.guest.gid);
+            own_end.guest.connect(&own_end.qp, number, gid, |attr| {
+                attr.av.dmac = mac;
+                attr.timeout = TIMEOUT;
+                attr.sq_psn = FIRST[own];
+                attr.rq_psn = FIRST[other];
+                change(attr);
+            });
+        }
+    }
+
+    /// Posts the receives that are due; returns whether there are any.
+    pub(super) fn post_due(&mut self, now: u64) -> bool {
+        let mut any = false;
+        while let Some(entry) = self.later.first_entry() {
+            if entry.key().0 > now {
+                break;
+            }
+            let Receive {
+                end,
+                wr_id,
+                at,
+                len,
+            } = entry.remove();
+            self.post_receive(end, wr_id, at, len);
+            any = true;
+        }
+        any
+    }
+
+    /// When the next receive is due, nanoseconds.
+    pub(super) fn next_due(&self) -> Option<u64> {
+        self.later.keys().next().map(|(at, _)| *at)
+    }
+
+    pub(super) fn post_receive(&mut self, end: usize, wr_id: u64, at: u64, len: u32) {
+        let End { guest, qp, .. } = &mut self.ends[end];
+        // In two pieces, so that messages go over the end of one.
+        let first = len / 3;
+        let sges = [
+            guest.sge(at, first),
+            guest.sge(at + u64::from(first), len - first),
+        ];
+        guest.post_receive(qp, wr_id, &sges);
+    }
+
+    pub(super) fn post_send(&mut self, end: usize, send: &Send) {
+        let End { guest, qp, .. } = &mut self.ends[end];
+        guest.post_send(qp, send);
+    }
+
+    /// A SEND of `len` bytes.
+    pub(super) fn a_send(&mut self, end: usize, wr_id: u64, len: u32) -> Send {
+        let at = self.ends[end].allocate(u64::from(len));
+        Send {
+            opcode: wr_opcode::SEND,
+            flags: send_flag::SIGNALED,
+            wr_id,
+            sges: vec![self.ends[end].guest.sge(at, len)],
+            ..Send::default()
+        }
+    }
+
+    pub(super) fn completions(&mut self, end: usize) -> Vec<Cqe> {
+        self.ends[end].guest.poll_all()
+    }
+
+    pub(super) fn state(&self, end: usize) -> u8 {
+        self.ends[end].qp.qp.state()
+    }
+
+    pub(super) fn modify(&self, end: usize, mask: u32, attr: &QpAttr) {
+        let End { guest, qp, .. } = &self.ends[end];
+        let tables = guest.vm.tables();
+        qp.qp.modify(&tables, mask, attr).unwrap();
+    }
+
+    /// Brings a queue pair to a state that needs no further attribute.
+    pub(super) fn set_state(&self, end: usize, qp_state: u8) {
+        let attr = QpAttr {
+            qp_state,
+            ..QpAttr::default()
+        };
+        self.modify(end, qp_attr::STATE, &attr);
+    }
+}
+
+impl End {
+    /// Room for `len` bytes, and some that nobody writes.
+    pub(super) fn allocate(&mut self, len: u64) -> u64 {
+        let at = self.free;
+        self.free += (len + 64).next_multiple_of(64);
+        at
+    }
+
+    pub(super) fn mac(&self) -> [u8; 6] {
+        self.guest.vm.tables().sources[0].mac
+    }
+}
+
+/// A second of virtual time, nanoseconds.
+pub(super) const SECOND: u64 = 1_000_000_000;
+
+/// Ids of receives are above this, those of sends below.
+pub(super) const RECEIVES: u64 = 1 << 32;
+
+/// What makes a message fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Poison {
+    /// The peer's key is none.
+    RemoteKey,
+    /// Our own key is none.
+    LocalKey,
+    /// The receive that the message meets is too short.
+    ShortReceive,
+    /// This fabric does not carry it.
+    Opcode,
+}
+
+/// A message of a program.
+#[derive(Debug, Clone)]
+pub(super) struct Message {
+    opcode: u8,
+    len: u32,
+    inline: bool,
+    signaled: bool,
+    solicited: bool,
+    /// How long after the start its receive is posted, microseconds.
+    late: u64,
+}
+
+impl Message {
+    fn receives(&self) -> bool {
+        self.opcode != wr_opcode::RDMA_WRITE
+    }
+}
+
+/// What a case does.
+#[derive(Debug, Clone)]
+pub(super) struct Program {
+    pub path_mtu: u8,
+    pub messages: Vec<Message>,
+    pub poison: Option<(usize, Poison)>,
+    /// Both ends send.
+    pub both: bool,
+}
+
+impl Program {
+    /// A message of it is none that a fabric with packets carries so far.
+    pub(super) fn is_poisoned_by_opcode(&self) -> bool {
+        matches!(self.poison, Some((_, Poison::Opcode)))
+    }
+}
+
+fn messages() -> impl Strategy<Value = Message> {
+    let opcodes = prop_oneof![
+        Just(wr_opcode::SEND),
+        Just(wr_opcode::SEND_WITH_IMM),
+        Just(wr_opcode::RDMA_WRITE),
+        Just(wr_opcode::RDMA_WRITE_WITH_IMM),
+    ];
+    // Around multiples of the payload of a packet.
+    let len = prop_oneof![
+        0u32..64,
+        (0u32..9, -2i32..3).prop_map(|(n, d)| (n * 256).saturating_add_signed(d)),
+        (0u32..5, -2i32..3).prop_map(|(n, d)| (n * 4096).saturating_add_signed(d)),
+    ];
+    let late = prop_oneof![3 => Just(0u64), 1 => 0u64..3000];
+    let flags = any::<(bool, bool, bool)>();
+    (opcodes, len, late, flags).prop_map(|(opcode, len, late, flags)| {
+        let (inline, signaled, solicited) = flags;
+        Message {
+            opcode,
+            len,
+            inline: inline && len <= 48,
+            signaled,
+            solicited,
+            late,
+        }
+    })
+}
+
+pub(super) fn programs() -> impl Strategy<Value = Program> {
+    let poison = prop_oneof![
+        Just(Poison::RemoteKey),
+        Just(Poison::LocalKey),
+        Just(Poison::ShortReceive),
+        Just(Poison::Opcode),
+    ];
+    let poison = proptest::option::of((any::<proptest::sample::Index>(), poison));
+    (
+        mtu::MTU_256..=mtu::MTU_4096,
+        proptest::collection::vec(messages(), 1..24),
+        poison,
+        any::<bool>(),
+    )
+        .prop_map(|(path_mtu, mut messages, poison, both)| {
+            let poison = poison.map(|(at, poison)| {
+                let at = at.index(messages.len());
+                let message = &mut messages[at];
+                // Of a message without bytes no key is looked at.
+                message.len = message.len.max(2);
+                message.inline = false;
+                match poison {
+                    Poison::RemoteKey => message.opcode = wr_opcode::RDMA_WRITE,
+                    Poison::ShortReceive => message.opcode = wr_opcode::SEND,
+                    Poison::Opcode => {
+                        message.opcode = wr_opcode::RDMA_WRITE;
+                        message.len = 8;
+                    }
+                    Poison::LocalKey => {}
+                }
+                (at, poison)
+            });
+            Program {
+                path_mtu,
+                both: both && poison.is_none(),
+                messages,
+                poison,
+            }
+        })
+}
+
+/// What a message is to become, from `from` to the other end.
+pub(super) struct Expected {
+    send: Send,
+    content: Vec<u8>,
+    /// Where its bytes go, and the number of its receive.
+    to: u64,
+    receive: Option<u64>,
+    signaled: bool,
+}
+
+fn content(number: usize, from: usize, len: u32) -> Vec<u8> {
+    let byte = |i: u32| (i as usize * 7 + number * 31 + from * 101 + 1) as u8 | 1;
+    (0..len).map(byte).collect()
+}
+
+/// Posts what a program says for one direction.
+pub(super) fn post(pair: &mut Pair, from: usize, program: &Program) -> Vec<Expected> {
+    let to = 1 - from;
+    let mut expected = Vec::new();
+    let mut receives = 0;
+    let mut time = 0;
+    for (number, message) in program.messages.iter().enumerate() {
+        let poison = program.poison.filter(|(at, _)| *at == number);
+        let poison = poison.map(|(_, poison)| poison);
+        let content = content(number, from, message.len);
+        let source = pair.ends[from].allocate(u64::from(message.len));
+        pair.ends[from].guest.write(source, &content);
+        let place = pair.ends[to].allocate(u64::from(message.len));
+        let receive = message.receives().then(|| {
+            receives += 1;
+            let short = poison == Some(Poison::ShortReceive);
+            let receive = Receive {
+                end: to,
+                wr_id: RECEIVES + receives,
+                at: place,
+                len: message.len - u32::from(short),
+            };
+            // In order, as a queue is.
+            time = time.max(message.late * 1000);
+            pair.later.insert((time, receives * 2 + to as u64), receive);
+            RECEIVES + receives
+        });
+        let peer_key = pair.ends[to].guest.key;
+        let mut send = Send {
+            opcode: message.opcode,
+            flags: if message.signaled {
+                send_flag::SIGNALED
+            } else {
+                0
+            },
+            imm: 0xabcd_0000 + number as u32,
+            wr_id: number as u64,
+            remote_addr: DATA + place,
+            rkey: peer_key,
+            ..Send::default()
+        };
+        if message.solicited {
+            send.flags |= send_flag::SOLICITED;
+        }
+        if message.inline {
+            send.flags |= send_flag::INLINE;
+            send.inline.clone_from(&content);
+        } else {
+            // In pieces, one of them empty.
+            let guest = &pair.ends[from].guest;
+            let first = message.len / 2;
+            send.sges = vec![
+                guest.sge(source, first),
+                guest.sge(source, 0),
+                guest.sge(source + u64::from(first), message.len - first),
+            ];
+        }
+        match poison {
+            Some(Poison::RemoteKey) => send.rkey ^= 0x0100_0000,
+            Some(Poison::LocalKey) => send.sges[2].lkey ^= 0x0100_0000,
+            Some(Poison::Opcode) => {
+                send.opcode = wr_opcode::RDMA_READ;
+                send.imm = 0;
+            }
+            Some(Poison::ShortReceive) | None => {}
+        }
+        pair.post_send(from, &send);
+        expected.push(Expected {
+            send,
+            content,
+            to: place,
+            receive,
+            signaled: message.signaled,
+        });
+    }
+    expected
+}
+
+/// What became of the messages of one direction is as verbs say.
+fn check(
+    program: &Program,
+    pair: &Pair,
+    from: usize,
+    expected: &[Expected],
+    sent: &[Cqe],
+    received: &[Cqe],
+) -> Result<(), TestCaseError> {
+    let good = program.poison.map_or(expected.len(), |(at, _)| at);
+    // The requester: in order, those that are signaled, and then all in error.
+    let completes = |(number, one): &(usize, &Expected)| one.signaled || *number >= good;
+    let of = expected.iter().enumerate().filter(completes);
+    prop_assert_eq!(
+        sent.len(),
+        of.clone().count(),
+        "completions of sends: {:?}",
+        sent
+    );
+    for ((number, one), cqe) in of.zip(sent) {
+        prop_assert_eq!(cqe.wr_id, number as u64);
+        prop_assert_eq!(u32::from(cqe.wqe_index), number as u32 % ENTRIES);
+        let status = match program.poison {
+            Some((at, poison)) if at == number => match poison {
+                Poison::RemoteKey => wc_status::REM_ACCESS_ERR,
+                Poison::LocalKey => wc_status::LOC_PROT_ERR,
+                Poison::ShortReceive => wc_status::REM_INV_REQ_ERR,
+                Poison::Opcode => wc_status::LOC_QP_OP_ERR,
+            },
+            _ if number > good => wc_status::WR_FLUSH_ERR,
+            _ => wc_status::SUCCESS,
+        };
+        prop_assert_eq!(cqe.status, status, "message {}: {:?}", number, cqe);
+        if status == wc_status::SUCCESS {
+            let kind = match one.send.opcode {
+                wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM => wc_opcode::RDMA_WRITE,
+                _ => wc_opcode::SEND,
+            };
+            prop_assert_eq!(cqe.opcode, kind);
+        }
+    }
+    // The responder: each message that has a receive takes one, in order and once.
+    let arrived = expected
+        .iter()
+        .take(good)
+        .filter(|one| one.receive.is_some());
+    let mut cqes = received.iter();
+    for one in arrived {
+        let cqe = cqes.next();
+        prop_assert!(cqe.is_some(), "a message is lost: {:?}", one.send);
+        let cqe = cqe.unwrap();
+        prop_assert_eq!(Some(cqe.wr_id), one.receive);
+        prop_assert_eq!(cqe.status, wc_status::SUCCESS);
+        prop_assert_eq!(cqe.byte_len as usize, one.content.len());
+        let opcode = match one.send.opcode {
+            wr_opcode::RDMA_WRITE_WITH_IMM => wc_opcode::RECV_RDMA_WITH_IMM,
+            _ => wc_opcode::RECV,
+        };
+        prop_assert_eq!(cqe.opcode, opcode);
+        let with_imm = one.send.opcode != wr_opcode::SEND;
+        prop_assert_eq!(cqe.wc_flags & wc_flag::WITH_IMM != 0, with_imm);
+        prop_assert_eq!(cqe.imm, if with_imm { one.send.imm } else { 0 });
+        prop_assert_eq!(cqe.src_qp, pair.ends[from].qp.qp.number);
+    }
+    // What is left of the receives ends in error, if the responder failed, or waits.
+    let mut cqes = cqes.copied();
+    if program
+        .poison
+        .is_some_and(|(_, poison)| poison == Poison::ShortReceive)
+    {
+        let cqe = cqes.next().unwrap();
+        prop_assert_eq!(cqe.status, wc_status::LOC_LEN_ERR);
+        prop_assert_eq!(Some(cqe.wr_id), expected[good].receive);
+    }
+    for cqe in cqes {
+        prop_assert_eq!(cqe.status, wc_status::WR_FLUSH_ERR, "{:?}", cqe);
+    }
+    // Each byte is where it belongs, and nothing beside it.
+    let guest = &pair.ends[1 - from].guest;
+    for (number, one) in expected.iter().enumerate() {
+        let len = one.content.len();
+        let there = guest.read(one.to, len + 16);
+        if number < good {
+            prop_assert_eq!(&there[..len], &one.content[..], "message {}", number);
+        }
+        prop_assert_eq!(&there[len..], &[0; 16][..], "beside message {}", number);
+    }
+    Ok(())
+}
+
+fn is_send(cqe: &Cqe) -> bool {
+    cqe.wr_id < RECEIVES
+}
+
+/// Runs a program by `run`, which lets everything happen until nothing does, and checks what came
+/// of it.
+pub(super) fn verify(
+    program: &Program,
+    pair: &mut Pair,
+    run: impl FnOnce(&mut Pair),
+) -> Result<(), TestCaseError> {
+    let there = post(pair, 0, program);
+    let back = program.both.then(|| post(pair, 1, program));
+    run(pair);
+    let (sent, received): (Vec<_>, Vec<_>) = pair.completions(0).into_iter().partition(is_send);
+    let (sent_back, received_there): (Vec<_>, Vec<_>) =
+        pair.completions(1).into_iter().partition(is_send);
+    check(program, pair, 0, &there, &sent, &received_there)?;
+    if let Some(back) = back {
+        check(program, pair, 1, &back, &sent_back, &received)?;
+    }
+    let failed = program.poison.is_some();
+    prop_assert_eq!(pair.state(0) == qp_state::ERR, failed);
+    let warnings = pair.ends[0].guest.warnings.all();
+    prop_assert_eq!(warnings.is_empty(), !failed, "{:?}", warnings);
+    for end in &pair.ends {
+        prop_assert!(!end.qp.qp.send_queue().in_progress());
+    }
+    Ok(())
+}
