@@ -572,28 +572,36 @@ impl Responder {
             return Ok(());
         }
         let datagram = header != 0;
-        if datagram && !self.reach(message.length + header) {
-            // It stays claimed for the next datagram.
-            return Err(Answer::NoAnswer);
+        if !self.reach(message.length + header) {
+            if datagram {
+                // It stays claimed for the next datagram.
+                return Err(Answer::NoAnswer);
+            }
+            return Err(self.too_short(at));
         }
-        self.reach_on(at, message.length + header)
+        self.check_reached(at)
     }
 
     /// The message goes on to `length` bytes: so must the receive.
+    #[cold]
     fn reach_on(&mut self, at: &MessageContext<'_>, length: u64) -> Result<(), Answer> {
         if !self.reach(length) {
-            let (status, reason) = (wc_status::LOC_LEN_ERR, vendor_err::RECV_TOO_SHORT);
-            return Err(self.bad_receive(at, status, reason, wc_status::REM_INV_REQ_ERR));
+            return Err(self.too_short(at));
         }
-        if let Err(key) = check(at.tables, &self.reached, at.local(), access::LOCAL_WRITE) {
-            return Err(self.bad_receive(
-                at,
-                wc_status::LOC_PROT_ERR,
-                key.0,
-                wc_status::REM_OP_ERR,
-            ));
-        }
-        Ok(())
+        self.check_reached(at)
+    }
+
+    /// The receive is shorter than its message.
+    fn too_short(&mut self, at: &MessageContext<'_>) -> Answer {
+        let (status, reason) = (wc_status::LOC_LEN_ERR, vendor_err::RECV_TOO_SHORT);
+        self.bad_receive(at, status, reason, wc_status::REM_INV_REQ_ERR)
+    }
+
+    /// What the message reaches of the receive must be accessible.
+    fn check_reached(&mut self, at: &MessageContext<'_>) -> Result<(), Answer> {
+        check(at.tables, &self.reached, at.local(), access::LOCAL_WRITE).map_err(|key| {
+            self.bad_receive(at, wc_status::LOC_PROT_ERR, key.0, wc_status::REM_OP_ERR)
+        })
     }
 
     /// Finds the part of the receive that its first `length` bytes are in. Returns whether there is

@@ -4,8 +4,8 @@
 //! The engine owns the objects and decides what a work request means and what becomes of it. A
 //! fabric moves messages. The line between the two:
 //!
-//! - **Down**: [`Fabric`] answers for a port; [`Carrier`] carries the messages of queue pairs, for
-//!   a worker that polls them by [`poll`].
+//! - **Down**: `Fabric` answers for a port; `Carrier` carries the messages of queue pairs, for
+//!   a worker that polls them by `poll`.
 //! - **Up**, to the engine: a message came, or a part of one (`Responder::receive` and
 //!   `receive_datagram`; the answer is a value, for the fabric to bring back); how a message fared,
 //!   at once (`SendQueue::finish`, `fail`) or later (`take_begun`, then `complete_done` or
@@ -13,11 +13,11 @@
 //! - **Override**: a fabric may carry out work requests its own way, as long as they mean the same.
 //!   The fast path of [`local`] is that.
 //!
-//! Everything on the data path is dispatched statically: a worker has the [`Carrier`] of its fabric
+//! Everything on the data path is dispatched statically: a worker has the `Carrier` of its fabric
 //! by type. [`registry`] knows which VM has which GID; all fabrics of a process share it.
 //!
 //! Two fabrics show that the line is in the right place. [`local`] has both queue pairs in this
-//! process: it calls the responder and has its answer at once. [`wire`] has packets, many of them
+//! process: it calls the responder and has its answer at once. `wire` has packets, many of them
 //! under way, and learns of their fate later.
 pub mod local;
 pub mod registry;

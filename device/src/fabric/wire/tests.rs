@@ -347,7 +347,7 @@ fn nothing_of_an_earlier_life_is_left_after_a_reset() {
     }
     simulation.run(SECOND);
     // Other PSNs: what is left of before is none of theirs.
-    simulation.pair.connect(&|attr: &mut QpAttr| {
+    simulation.pair.connect(|attr: &mut QpAttr| {
         attr.sq_psn ^= 0x1000;
         attr.rq_psn ^= 0x1000;
     });
