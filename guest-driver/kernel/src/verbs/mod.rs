@@ -87,10 +87,7 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
         attr.max_ah = limit(limits.max_ah) as _;
         attr.max_mcast_grp = limit(limits.max_mcast_grp) as _;
         attr.max_mcast_qp_attach = limit(limits.max_mcast_qp_attach) as _;
-        let attachments = limits
-            .max_mcast_grp
-            .saturating_mul(limits.max_mcast_qp_attach);
-        attr.max_total_mcast_qp_attach = limit(attachments) as _;
+        attr.max_total_mcast_qp_attach = limit(limits.max_mcast_qp_attach) as _;
     }
     if features.has(feature::SRQ) {
         attr.max_srq = limit(limits.max_srq) as _;
