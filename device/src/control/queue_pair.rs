@@ -266,11 +266,11 @@ pub(super) fn fill_slot(
     context: u32,
     index: u16,
     slot: u32,
-    rung: DoorbellTarget,
+    target: DoorbellTarget,
 ) {
     if let Some(context) = tables.contexts.get_mut(context) {
         if let Some(slots) = context.workers.get_mut(usize::from(index)) {
-            slots.set(slot, rung);
+            slots.set(slot, target);
         }
     }
 }

@@ -143,7 +143,7 @@ impl<M: Memory> Doorbell<M> {
     #[must_use]
     pub fn ring(&self) -> bool {
         match &self.leaf {
-            // A worker that watches the queue leaves the bit standing: then the cache line stays
+            // A worker that busy-polls the queue leaves the bit standing: then the cache line stays
             // with it.
             None => announce(self.blocks.get(self.root_word), self.root),
             Some(leaf) => {

@@ -111,7 +111,7 @@ fn bit() -> u64 {
     (1u64 << DIRECT_SHIFT).to_le()
 }
 
-/// A poster and a worker that watches its queue: it takes the ring that it sees and looks for what
+/// A poster and a worker that busy-polls its queue: it takes the ring that it sees and looks for what
 /// was posted before. Either it finds that, or the ring stands.
 // D-DB-001.
 #[test]

@@ -19,7 +19,7 @@ pub(crate) use ah::{create_ah, multicast, Ah};
 pub(crate) use cq::{create_cq, destroy_cq, modify_cq, resize_cq, Cq, CqInit};
 pub(crate) use dm::{alloc_dm, dealloc_dm, reg_dm_mr, Dm};
 pub(crate) use fast::{alloc_mr, Extent, FastMr};
-pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, Mr, Place};
+pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, Mr, UserRange};
 pub(crate) use mw::{alloc_mw, dealloc_mw, Mw};
 pub(crate) use qp::{create_qp, destroy_qp, modify_qp, query_qp, Qp, QpInit};
 pub(crate) use srq::{
