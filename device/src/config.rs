@@ -148,7 +148,7 @@ pub struct ServeArgs {
     /// Worker threads that move data, 1 to 8 [default: half of the CPUs, at most 4].
     #[arg(long, value_name = "N")]
     pub workers: Option<u16>,
-    /// How long an idle worker polls before it sleeps, microseconds.
+    /// How long an idle worker polls before it sleeps, microseconds [default: 50].
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
     /// Give the status as JSON, and control over links, to everyone who connects to this socket.
