@@ -226,7 +226,7 @@ mod tests {
         let [a, b] = settings.map(|settings| adapter.attach(settings));
         adapter.set_link(&a.settings.link, false);
         assert_eq!((a.config().link_up, b.config().link_up), (0, 1));
-        // Whoever attaches with these settings finds it as it is.
+        // A VM that attaches with these settings finds it as it is.
         let again = adapter.attach(a.settings.clone());
         assert_eq!(again.config().link_up, 0);
         adapter.set_link(&a.settings.link, true);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The RNIC that a VM sees of the process's adapter: its life, its port, its doorbell queues.
 //!
-//! Its objects are in [`Tables`], which workers look at in bounded read sections (crate
-//! `vhost-device-rdma-sync`), and which commands and changes of memory or run state close to change
-//! them. Whoever has closed them knows that nobody accesses guest memory.
+//! Its objects are in [`Tables`], which workers read in bounded read sections (crate
+//! `vhost-device-rdma-sync`). Commands and changes of memory or run state lock them for writing: a
+//! writer waits for the readers, and then knows that nobody accesses guest memory.
 use std::fmt;
 use std::fs::File;
 use std::sync::atomic::AtomicU16;
@@ -184,7 +184,7 @@ impl Rnic {
         }
     }
 
-    /// Who has which GID.
+    /// The registry: which VM has which GID.
     pub(crate) fn registry(&self) -> &Registry {
         &self.registry
     }

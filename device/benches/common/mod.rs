@@ -103,8 +103,8 @@ impl Bed {
         }
     }
 
-    /// The same, with busy polling for what comes next. Returns whether that found more work for the
-    /// last queue pair.
+    /// The same, with busy polling for what comes next. Returns whether that found more work for
+    /// the last queue pair.
     #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn busy_round(&mut self) -> bool {
         self.work.as_mut().is_some_and(Loop::busy_round)

@@ -22,8 +22,8 @@ use crate::memory::{region, GuestMemory, Pages};
 use crate::rnic::{Rnic, RnicSettings};
 use crate::worker::Loop;
 
-/// Pages of each of the two ranges of a VM's memory, of which one follows the other. A page of 8 KiB
-/// can lie in both.
+/// Pages of each of the two ranges of a VM's memory, of which one follows the other. A page of 8
+/// KiB can lie in both.
 pub(crate) const PAGES: u64 = 63;
 /// Workers: doorbell queues.
 pub(crate) const WORKERS: u16 = 2;

@@ -97,8 +97,8 @@ fn keys_response(key: u32) -> Vec<u8> {
 }
 
 pub(super) fn deregister(rnic: &Arc<Rnic>, key: u32) -> Result<Vec<u8>, Error> {
-    // The write lock is the guarantee: whoever used the key holds the lock for reading until its
-    // access has ended.
+    // The write lock is the guarantee: a worker that uses the key holds the lock for reading until
+    // its access has ended.
     let mut tables = rnic.tables_mut();
     let removed = tables.keys.remove_region(key)?;
     if let Some(pd) = tables.pds.get_mut(removed.pd) {

@@ -164,9 +164,9 @@ impl<M: Memory> Doorbell<M> {
         status != worker_status::POLLING && !is_lost(status)
     }
 
-    /// Whether the device is lost. After a post this decides, for whoever is to be told of flushed
-    /// work requests: either the post is found by those who poll when the loss was made known, or
-    /// this says that it came too late for that.
+    /// Whether the device is lost. After a post this decides who tells of flushed work requests:
+    /// either the post is found by those who poll when the loss was made known, or this says that
+    /// it came too late for that.
     #[inline(always)]
     #[must_use]
     pub fn is_lost(&self) -> bool {

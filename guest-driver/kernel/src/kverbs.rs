@@ -185,7 +185,7 @@ impl KernelCq {
     pub(crate) fn arm(&self, device: &Device, mode: ArmMode) -> bool {
         self.lock.with(|| {
             self.queue.arm(mode);
-            // Whoever loses the device looks at this after it said that it is lost.
+            // The thread that loses the device looks at this after it said that it is lost.
             self.armed.store(true, Ordering::SeqCst);
             let mut pending = self.queue.is_pending();
             if device.is_lost() {

@@ -204,7 +204,7 @@ impl Region {
         };
         let mut body = ReregMr {
             lkey: self.lkey,
-            // Whoever was told of the region goes on to name it so.
+            // Users that were told of the region go on to name it so.
             key: self.lkey as u8,
             ..Default::default()
         };

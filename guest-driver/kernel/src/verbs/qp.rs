@@ -128,8 +128,8 @@ impl QpInit<'_> {
         let features = device.features();
         let of = QpType::of(self.qp_type).ok_or(Errno::EOPNOTSUPP)?;
         let gsi = self.qp_type == qp_type::GSI;
-        // (The core keeps an XRC target itself for those that share it: whoever asked for it, it is
-        // the kernel's.)
+        // (The core keeps an XRC target itself for those that share it: whichever process asked for
+        // it, it is the kernel's.)
         let supported = features.has(of.feature) && !(gsi && is_user);
         let shares = of.receives && !gsi;
         let flags = match self.qp_type {
