@@ -14,7 +14,7 @@ use vhost_device_rdma::memory::{
     copy, copy_last, copy_scattered, ContiguousRange, Form, GuestMemory, ListReader, Pages,
     RegionInfo, ScatterRange, Source, Way,
 };
-use vhost_device_rdma::verbs::cq::{Cq, Pushed, Ring, STRIDES};
+use vhost_device_rdma::verbs::cq::{Cq, CqRing, Pushed, STRIDES};
 use vhost_device_rdma::verbs::footprint::Footprint;
 use vhost_device_rdma::verbs::keys::{CachedRange, Keys};
 use vhost_device_rdma::verbs::mr::{Backing, Mr};
@@ -340,7 +340,7 @@ fn completions(c: &mut Criterion) {
     for stride in STRIDES {
         let pages = 1 + u64::from(ENTRIES * stride) / PAGE;
         let memory = memory(pages);
-        let ring = Ring {
+        let ring = CqRing {
             buffer: linear(&memory, 0, pages),
             offset: PAGE,
             entries: ENTRIES,

@@ -13,7 +13,7 @@ use crate::engine::events::notify;
 use crate::engine::tables::Tables;
 use crate::memory::Pages;
 use crate::rnic::Rnic;
-use crate::verbs::cq::{clock, Cq, Ring, STRIDES};
+use crate::verbs::cq::{clock, Cq, CqRing, STRIDES};
 use crate::verbs::Error;
 
 /// Checks a ring and resolves its buffer.
@@ -40,7 +40,7 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error
     let mut tables = rnic.tables_mut();
     let buffer = tables.adopt(pages)?;
     let footprint = buffer.footprint();
-    let ring = Ring {
+    let ring = CqRing {
         buffer,
         offset: u64::from(body.ring_offset),
         entries: body.entries,
@@ -70,7 +70,7 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeCq) -> Result<Vec<u8>, Error
     let cq = find(&tables, body.cqn)?;
     let buffer = tables.adopt(pages)?;
     let (old, new) = (cq.footprint(), buffer.footprint());
-    let ring = Ring {
+    let ring = CqRing {
         buffer,
         offset: u64::from(body.ring_offset),
         entries: body.entries,

@@ -2,7 +2,7 @@
 //! Blocks of guest memory, of any address and length, resolved to host addresses.
 use std::marker::PhantomData;
 
-use super::guest::{Host, Range};
+use super::guest::{Host, MappedRange};
 use super::{ContiguousRange, Error, GuestMemory};
 
 /// A list of blocks of guest memory, resolved, that are seen as one contiguous range. Keeps the
@@ -30,7 +30,7 @@ enum BlockMapping {
 #[derive(Debug)]
 pub(super) struct BlockResolver {
     /// Where the last block was: most likely the next one is there, too.
-    range: Option<Range>,
+    range: Option<MappedRange>,
     starts: Vec<u64>,
     hosts: Vec<Host>,
     len: u64,

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use virtio_rdma_spec::command::PageList;
 
-use super::guest::{Host, Range};
+use super::guest::{Host, MappedRange};
 use super::list::{Form, ListReader, Resolved};
 use super::{ContiguousRange, Error, GuestMemory, ScatterRange};
 
@@ -52,7 +52,7 @@ pub(super) struct Resolver {
     /// Pages that will come, at most.
     expected: usize,
     /// Where the last page was: most likely the next one is there, too.
-    range: Option<Range>,
+    range: Option<MappedRange>,
     first: Option<Host>,
     count: u64,
     /// Empty as long as all pages follow each other.
