@@ -461,106 +461,106 @@ bool all_zero(const void *data, size_t length)
 	return !memchr_inv(data, 0, length);
 }
 
-static unsigned int order_of(const struct piece *piece)
+static unsigned int order_of(const struct segment *segment)
 {
-	return get_order(piece->offset + piece->length);
+	return get_order(segment->offset + segment->length);
 }
 
-static void undo_pieces(void *what)
+static void undo_segments(void *what)
 {
-	struct pieces *pieces = what;
+	struct segments *segments = what;
 	unsigned int i;
 
-	if (pieces->nents)
-		ib_dma_unmap_sg(device, pieces->table.sgl, pieces->table.orig_nents, DMA_BIDIRECTIONAL);
-	sg_free_table(&pieces->table);
-	for (i = 0; pieces->pages && i < pieces->count; i++)
-		if (pieces->pages[i])
-			free_pages((unsigned long)pieces->pages[i], order_of(&pieces->piece[i]));
-	kvfree(pieces->pages);
-	kvfree(pieces->piece);
-	kfree(pieces);
+	if (segments->nents)
+		ib_dma_unmap_sg(device, segments->table.sgl, segments->table.orig_nents, DMA_BIDIRECTIONAL);
+	sg_free_table(&segments->table);
+	for (i = 0; segments->pages && i < segments->count; i++)
+		if (segments->pages[i])
+			free_pages((unsigned long)segments->pages[i], order_of(&segments->segment[i]));
+	kvfree(segments->pages);
+	kvfree(segments->segment);
+	kfree(segments);
 }
 
-struct pieces *make_pieces(const struct piece *list, unsigned int count)
+struct segments *make_segments(const struct segment *list, unsigned int count)
 {
-	struct pieces *pieces = kzalloc(sizeof(*pieces), GFP_KERNEL);
+	struct segments *segments = kzalloc(sizeof(*segments), GFP_KERNEL);
 	struct scatterlist *sg;
 	unsigned int i;
 
-	if (!pieces)
+	if (!segments)
 		fail("no memory");
-	defer(UNDO_LAST, undo_pieces, pieces);
-	pieces->piece = kvmemdup(list, count * sizeof(*list), GFP_KERNEL);
-	pieces->pages = kvcalloc(count, sizeof(*pieces->pages), GFP_KERNEL);
-	if (!pieces->piece || !pieces->pages || sg_alloc_table(&pieces->table, count, GFP_KERNEL))
+	defer(UNDO_LAST, undo_segments, segments);
+	segments->segment = kvmemdup(list, count * sizeof(*list), GFP_KERNEL);
+	segments->pages = kvcalloc(count, sizeof(*segments->pages), GFP_KERNEL);
+	if (!segments->segment || !segments->pages || sg_alloc_table(&segments->table, count, GFP_KERNEL))
 		fail("no memory");
-	pieces->count = count;
-	for_each_sg(pieces->table.sgl, sg, count, i) {
-		pieces->pages[i] = (u8 *)__get_free_pages(GFP_KERNEL | __GFP_ZERO | __GFP_COMP, order_of(&list[i]));
-		if (!pieces->pages[i])
+	segments->count = count;
+	for_each_sg(segments->table.sgl, sg, count, i) {
+		segments->pages[i] = (u8 *)__get_free_pages(GFP_KERNEL | __GFP_ZERO | __GFP_COMP, order_of(&list[i]));
+		if (!segments->pages[i])
 			fail("no memory");
-		sg_set_buf(sg, pieces->pages[i] + list[i].offset, list[i].length);
-		pieces->length += list[i].length;
+		sg_set_buf(sg, segments->pages[i] + list[i].offset, list[i].length);
+		segments->length += list[i].length;
 	}
-	pieces->nents = ib_dma_map_sg(device, pieces->table.sgl, count, DMA_BIDIRECTIONAL);
-	if (!pieces->nents)
+	segments->nents = ib_dma_map_sg(device, segments->table.sgl, count, DMA_BIDIRECTIONAL);
+	if (!segments->nents)
 		fail("cannot map a list");
-	return pieces;
+	return segments;
 }
 
-struct pieces *make_pages(unsigned int count)
+struct segments *make_pages(unsigned int count)
 {
-	struct piece *list = memory(count * sizeof(*list));
+	struct segment *list = memory(count * sizeof(*list));
 	unsigned int i;
 
 	for (i = 0; i < count; i++)
 		list[i].length = PAGE_SIZE;
-	return make_pieces(list, count);
+	return make_segments(list, count);
 }
 
-u8 *byte_of(struct pieces *pieces, size_t position)
+u8 *byte_of(struct segments *segments, size_t position)
 {
 	unsigned int i;
 
-	for (i = 0; i < pieces->count; i++) {
-		if (position < pieces->piece[i].length)
-			return pieces->pages[i] + pieces->piece[i].offset + position;
-		position -= pieces->piece[i].length;
+	for (i = 0; i < segments->count; i++) {
+		if (position < segments->segment[i].length)
+			return segments->pages[i] + segments->segment[i].offset + position;
+		position -= segments->segment[i].length;
 	}
-	fail("position beyond the pieces");
+	fail("position beyond the segments");
 }
 
-void fill_pieces(struct pieces *pieces, unsigned int seed)
+void fill_segments(struct segments *segments, unsigned int seed)
 {
 	size_t position = 0;
 	unsigned int i;
 	u32 j;
 
-	for (i = 0; i < pieces->count; i++)
-		for (j = 0; j < pieces->piece[i].length; j++)
-			pieces->pages[i][pieces->piece[i].offset + j] = byte_at(position++, seed);
+	for (i = 0; i < segments->count; i++)
+		for (j = 0; j < segments->segment[i].length; j++)
+			segments->pages[i][segments->segment[i].offset + j] = byte_at(position++, seed);
 }
 
-bool filled_pieces(struct pieces *pieces, unsigned int seed)
+bool filled_segments(struct segments *segments, unsigned int seed)
 {
 	size_t position = 0;
 	unsigned int i;
 	u32 j;
 
-	for (i = 0; i < pieces->count; i++)
-		for (j = 0; j < pieces->piece[i].length; j++)
-			if (pieces->pages[i][pieces->piece[i].offset + j] != byte_at(position++, seed))
+	for (i = 0; i < segments->count; i++)
+		for (j = 0; j < segments->segment[i].length; j++)
+			if (segments->pages[i][segments->segment[i].offset + j] != byte_at(position++, seed))
 				return false;
 	return true;
 }
 
-bool zero_pieces(struct pieces *pieces)
+bool zero_segments(struct segments *segments)
 {
 	unsigned int i;
 
-	for (i = 0; i < pieces->count; i++)
-		if (!all_zero(pieces->pages[i], PAGE_SIZE << order_of(&pieces->piece[i])))
+	for (i = 0; i < segments->count; i++)
+		if (!all_zero(segments->pages[i], PAGE_SIZE << order_of(&segments->segment[i])))
 			return false;
 	return true;
 }
@@ -677,10 +677,10 @@ struct receive *receive_into(struct end *end, const struct buffer *buffer, u32 l
 
 /* Fast registration. */
 
-void map(struct ib_mr *mr, struct pieces *pieces)
+void map(struct ib_mr *mr, struct segments *segments)
 {
-	EQ(ib_map_mr_sg(mr, pieces->table.sgl, pieces->nents, NULL, PAGE_SIZE), pieces->nents);
-	EQ(mr->length, pieces->length);
+	EQ(ib_map_mr_sg(mr, segments->table.sgl, segments->nents, NULL, PAGE_SIZE), segments->nents);
+	EQ(mr->length, segments->length);
 }
 
 struct request *make_reg(struct end *end, struct ib_mr *mr, int access)
@@ -702,20 +702,20 @@ struct request *make_inv(struct end *end, u32 key)
 	return request;
 }
 
-void registered(struct end *end, struct ib_mr *mr, struct pieces *pieces, int access)
+void registered(struct end *end, struct ib_mr *mr, struct segments *segments, int access)
 {
 	struct request *reg;
 
-	map(mr, pieces);
+	map(mr, segments);
 	reg = make_reg(end, mr, access);
 	post(end, reg);
 	expect_ok(&reg->op, IB_WC_REG_MR);
 }
 
-struct ib_mr *remote_region(struct pair *pair, struct pieces *pieces, int access)
+struct ib_mr *remote_region(struct pair *pair, struct segments *segments, int access)
 {
-	struct ib_mr *mr = make_mr(pair->b.pd, IB_MR_TYPE_MEM_REG, pieces->count + 1);
+	struct ib_mr *mr = make_mr(pair->b.pd, IB_MR_TYPE_MEM_REG, segments->count + 1);
 
-	registered(&pair->b, mr, pieces, access);
+	registered(&pair->b, mr, segments, access);
 	return mr;
 }

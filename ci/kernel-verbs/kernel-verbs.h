@@ -199,30 +199,30 @@ void fill(void *data, size_t length, unsigned int seed);
 bool filled(const void *data, size_t length, unsigned int seed);
 bool all_zero(const void *data, size_t length);
 
-/* Memory in pieces, mapped: each at an offset in pages of its own. */
-struct piece {
+/* Memory in segments, mapped: each at an offset in pages of its own. */
+struct segment {
 	u32 offset;
 	u32 length;
 };
 
-struct pieces {
+struct segments {
 	struct sg_table table;
 	u8 **pages;
-	const struct piece *piece;
+	const struct segment *segment;
 	unsigned int count;
 	size_t length;
 	/* As mapped. */
 	int nents;
 };
 
-struct pieces *make_pieces(const struct piece *list, unsigned int count);
+struct segments *make_segments(const struct segment *list, unsigned int count);
 /* `count` whole pages. */
-struct pieces *make_pages(unsigned int count);
-/* Fills or checks the bytes of all pieces as if they followed each other. */
-void fill_pieces(struct pieces *pieces, unsigned int seed);
-bool filled_pieces(struct pieces *pieces, unsigned int seed);
-bool zero_pieces(struct pieces *pieces);
-u8 *byte_of(struct pieces *pieces, size_t position);
+struct segments *make_pages(unsigned int count);
+/* Fills or checks the bytes of all segments as if they followed each other. */
+void fill_segments(struct segments *segments, unsigned int seed);
+bool filled_segments(struct segments *segments, unsigned int seed);
+bool zero_segments(struct segments *segments);
+u8 *byte_of(struct segments *segments, size_t position);
 
 /* Work requests. */
 
@@ -269,14 +269,14 @@ struct receive *receive_into(struct end *end, const struct buffer *buffer, u32 l
 
 /* Fast registration. */
 
-/* Maps all pieces; the pages have the size of the kernel's. */
-void map(struct ib_mr *mr, struct pieces *pieces);
+/* Maps all segments; the pages have the size of the kernel's. */
+void map(struct ib_mr *mr, struct segments *segments);
 /* The work request that registers what was mapped, with a new key. */
 struct request *make_reg(struct end *end, struct ib_mr *mr, int access);
 struct request *make_inv(struct end *end, u32 key);
 /* Maps and registers, and waits until it is done. */
-void registered(struct end *end, struct ib_mr *mr, struct pieces *pieces, int access);
+void registered(struct end *end, struct ib_mr *mr, struct segments *segments, int access);
 /* A region for remote access to pages of its own, in the domain of end b, registered through it. */
-struct ib_mr *remote_region(struct pair *pair, struct pieces *pieces, int access);
+struct ib_mr *remote_region(struct pair *pair, struct segments *segments, int access);
 
 #endif

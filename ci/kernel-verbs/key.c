@@ -5,13 +5,13 @@
 #include "kernel-verbs.h"
 
 /* A WRITE of a few bytes through a key that gives no access to them: they stay as they are. */
-static void no_write(struct pair *p, struct pieces *pieces, u64 addr, u32 length, u32 key)
+static void no_write(struct pair *p, struct segments *segments, u64 addr, u32 length, u32 key)
 {
 	struct buffer *from = make_buffer(PAGE_SIZE);
 
 	memset(from->data, 0xee, PAGE_SIZE);
 	run(&p->a, make_rdma(&p->a, IB_WR_RDMA_WRITE, from, length, addr, key), IB_WC_REM_ACCESS_ERR);
-	CHECK(zero_pieces(pieces));
+	CHECK(zero_segments(segments));
 	expect_state(&p->a, IB_QPS_ERR);
 	expect_state(&p->b, IB_QPS_ERR);
 }
@@ -19,24 +19,24 @@ static void no_write(struct pair *p, struct pieces *pieces, u64 addr, u32 length
 TEST(inv_local)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 	struct request *inv = make_inv(&p.b, mr->rkey);
 
 	post(&p.b, inv);
 	expect_ok(&inv->op, IB_WC_LOCAL_INV);
-	no_write(&p, pieces, mr->iova, 64, mr->rkey);
+	no_write(&p, segments, mr->iova, 64, mr->rkey);
 }
 
 /* Local users lose it, too. */
 TEST(inv_local_lkey)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
+	struct segments *segments = make_pages(2);
 	struct ib_mr *mr = make_mr(p.a.pd, IB_MR_TYPE_MEM_REG, 2);
 	struct request *send = make_request(&p.a, IB_WR_SEND);
 
-	registered(&p.a, mr, pieces, ALL_ACCESS);
+	registered(&p.a, mr, segments, ALL_ACCESS);
 	run(&p.a, make_inv(&p.a, mr->lkey), IB_WC_SUCCESS);
 	receive_into(&p.b, NULL, 0);
 	with_sge(send, mr->iova, 64, mr->lkey);
@@ -47,7 +47,7 @@ TEST(inv_local_lkey)
 TEST(inv_local_fenced)
 {
 	struct pair p = PAIR();
-	struct pieces *from = make_pages(32), *into = make_pages(32);
+	struct segments *from = make_pages(32), *into = make_pages(32);
 	struct ib_mr *source = remote_region(&p, from, ALL_ACCESS);
 	struct ib_mr *sink = make_mr(p.a.pd, IB_MR_TYPE_MEM_REG, 32);
 	int i;
@@ -55,7 +55,7 @@ TEST(inv_local_fenced)
 	for (i = 0; i < 16; i++) {
 		struct request *read, *inv;
 
-		fill_pieces(from, i);
+		fill_segments(from, i);
 		registered(&p.a, sink, into, IB_ACCESS_LOCAL_WRITE);
 		read = make_request(&p.a, IB_WR_RDMA_READ);
 		with_sge(read, sink->iova, sink->length, sink->lkey);
@@ -66,7 +66,7 @@ TEST(inv_local_fenced)
 		post(&p.a, read);
 		expect_ok(&read->op, IB_WC_RDMA_READ);
 		expect_ok(&inv->op, IB_WC_LOCAL_INV);
-		CHECK(filled_pieces(into, i));
+		CHECK(filled_segments(into, i));
 	}
 }
 
@@ -77,12 +77,12 @@ TEST(inv_local_fenced)
 TEST(inv_local_not_fenced)
 {
 	struct pair p = PAIR();
-	struct pieces *from = make_pages(32), *into = make_pages(32);
+	struct segments *from = make_pages(32), *into = make_pages(32);
 	struct ib_mr *source = remote_region(&p, from, ALL_ACCESS);
 	struct ib_mr *sink = make_mr(p.a.pd, IB_MR_TYPE_MEM_REG, 32);
 	struct request *read, *inv;
 
-	fill_pieces(from, 1);
+	fill_segments(from, 1);
 	registered(&p.a, sink, into, IB_ACCESS_LOCAL_WRITE);
 	read = make_request(&p.a, IB_WR_RDMA_READ);
 	with_sge(read, sink->iova, sink->length, sink->lkey);
@@ -93,7 +93,7 @@ TEST(inv_local_not_fenced)
 	CHECK(completes(&read->op, 10000));
 	CHECK(completes(&inv->op, 10000));
 	if (read->op.wc.status == IB_WC_SUCCESS) {
-		CHECK(filled_pieces(into, 1));
+		CHECK(filled_segments(into, 1));
 		EQ(inv->op.wc.status, IB_WC_SUCCESS);
 	} else {
 		EQ(read->op.wc.status, IB_WC_LOC_PROT_ERR);
@@ -104,14 +104,14 @@ TEST(inv_local_not_fenced)
 TEST(inv_local_after_writes)
 {
 	struct pair p = PAIR();
-	struct pieces *from = make_pages(16), *to = make_pages(16);
+	struct segments *from = make_pages(16), *to = make_pages(16);
 	struct ib_mr *sink = remote_region(&p, to, ALL_ACCESS);
 	struct ib_mr *source = make_mr(p.a.pd, IB_MR_TYPE_MEM_REG, 16);
 	struct request *writes[4], *inv;
 	int i;
 
 	registered(&p.a, source, from, 0);
-	fill_pieces(from, 4);
+	fill_segments(from, 4);
 	for (i = 0; i < 4; i++) {
 		writes[i] = make_request(&p.a, IB_WR_RDMA_WRITE);
 		with_sge(writes[i], source->iova, source->length, source->lkey);
@@ -123,7 +123,7 @@ TEST(inv_local_after_writes)
 	for (i = 0; i < 4; i++)
 		expect_ok(&writes[i]->op, IB_WC_RDMA_WRITE);
 	expect_ok(&inv->op, IB_WC_LOCAL_INV);
-	CHECK(filled_pieces(to, 4));
+	CHECK(filled_segments(to, 4));
 }
 
 static void bad_inv(struct pair *p, u32 key)
@@ -150,8 +150,8 @@ TEST(inv_unknown_key)
 TEST(inv_stale_key)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 
 	bad_inv(&p, ib_inc_rkey(mr->rkey));
 }
@@ -159,8 +159,8 @@ TEST(inv_stale_key)
 TEST(inv_of_other_pd)
 {
 	struct pair p = PAIR(), q = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&q, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&q, segments, ALL_ACCESS);
 
 	bad_inv(&p, mr->rkey);
 	/* It is as it was. */
@@ -189,8 +189,8 @@ TEST(inv_dma_key)
 TEST(inv_remote)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 	struct buffer *from = make_buffer(64), *to = make_buffer(64);
 	u32 key = mr->rkey;
 	int i;
@@ -210,11 +210,11 @@ TEST(inv_remote)
 		CHECK(filled(to->data, 64, i));
 		expect_ok(&request->op, IB_WC_SEND);
 		/* It is free, and can be registered again. */
-		registered(&p.b, mr, pieces, ALL_ACCESS);
+		registered(&p.b, mr, segments, ALL_ACCESS);
 		key = mr->rkey;
 	}
 	run(&p.b, make_inv(&p.b, key), IB_WC_SUCCESS);
-	no_write(&p, pieces, mr->iova, 64, key);
+	no_write(&p, segments, mr->iova, 64, key);
 }
 
 static void bad_remote_inv(struct pair *p, u32 key)
@@ -240,8 +240,8 @@ TEST(inv_remote_unknown_key)
 TEST(inv_remote_stale_key)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 
 	bad_remote_inv(&p, ib_inc_rkey(mr->rkey));
 }
@@ -249,8 +249,8 @@ TEST(inv_remote_stale_key)
 TEST(inv_remote_of_other_pd)
 {
 	struct pair p = PAIR(), q = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&q, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&q, segments, ALL_ACCESS);
 
 	bad_remote_inv(&p, mr->rkey);
 }
@@ -259,14 +259,14 @@ TEST(inv_remote_of_other_pd)
 TEST(read_with_inv)
 {
 	struct pair p = PAIR();
-	struct pieces *from = make_pages(8), *into = make_pages(8);
+	struct segments *from = make_pages(8), *into = make_pages(8);
 	struct ib_mr *source = remote_region(&p, from, ALL_ACCESS);
 	struct ib_mr *sink = make_mr(p.a.pd, IB_MR_TYPE_MEM_REG, 8);
 	struct request *read, *send;
 	int i;
 
 	for (i = 0; i < 4; i++) {
-		fill_pieces(from, i);
+		fill_segments(from, i);
 		registered(&p.a, sink, into, IB_ACCESS_LOCAL_WRITE);
 		read = make_request(&p.a, IB_WR_RDMA_READ_WITH_INV);
 		with_sge(read, sink->iova, sink->length, sink->lkey);
@@ -274,7 +274,7 @@ TEST(read_with_inv)
 		read->wr.ex.invalidate_rkey = sink->lkey;
 		post(&p.a, read);
 		expect_ok(&read->op, IB_WC_RDMA_READ);
-		CHECK(filled_pieces(into, i));
+		CHECK(filled_segments(into, i));
 	}
 	receive_into(&p.b, NULL, 0);
 	send = make_request(&p.a, IB_WR_SEND);
@@ -288,31 +288,31 @@ TEST(read_with_inv)
 TEST(key_stale)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 
-	no_write(&p, pieces, mr->iova, 64, (mr->rkey & ~0xffu) | ((mr->rkey - 1) & 0xff));
+	no_write(&p, segments, mr->iova, 64, (mr->rkey & ~0xffu) | ((mr->rkey - 1) & 0xff));
 }
 
 /* The key before the last binding. */
 TEST(key_of_last_binding)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 	u32 before = mr->rkey;
 
 	run(&p.b, make_inv(&p.b, mr->rkey), IB_WC_SUCCESS);
-	registered(&p.b, mr, pieces, ALL_ACCESS);
+	registered(&p.b, mr, segments, ALL_ACCESS);
 	EQ(mr->rkey, ib_inc_rkey(before));
-	no_write(&p, pieces, mr->iova, 64, before);
+	no_write(&p, segments, mr->iova, 64, before);
 }
 
 /* The low eight bits are the user's: all values, and around. */
 TEST(key_all_values)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(1);
+	struct segments *segments = make_pages(1);
 	struct ib_mr *mr = make_mr(p.b.pd, IB_MR_TYPE_MEM_REG, 1);
 	struct buffer *from = make_buffer(8);
 	u32 index = mr->rkey >> 8, i;
@@ -320,7 +320,7 @@ TEST(key_all_values)
 	for (i = 0; i < 260; i++) {
 		struct request *reg;
 
-		map(mr, pieces);
+		map(mr, segments);
 		reg = make_reg(&p.b, mr, ALL_ACCESS);
 		EQ(mr->rkey >> 8, index);
 		EQ(mr->rkey, mr->lkey);
@@ -335,27 +335,27 @@ TEST(key_all_values)
 TEST(key_before_registration)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
+	struct segments *segments = make_pages(2);
 	struct ib_mr *mr = make_mr(p.b.pd, IB_MR_TYPE_MEM_REG, 2);
 
-	map(mr, pieces);
-	no_write(&p, pieces, mr->iova, 64, mr->rkey);
+	map(mr, segments);
+	no_write(&p, segments, mr->iova, 64, mr->rkey);
 }
 
 TEST(key_of_other_pd)
 {
 	struct pair p = PAIR(), q = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&q, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&q, segments, ALL_ACCESS);
 
-	no_write(&p, pieces, mr->iova, 64, mr->rkey);
+	no_write(&p, segments, mr->iova, 64, mr->rkey);
 }
 
 TEST(key_of_other_pd_local)
 {
 	struct pair p = PAIR(), q = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&q, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&q, segments, ALL_ACCESS);
 	struct request *send = make_request(&p.a, IB_WR_SEND);
 
 	receive_into(&p.b, NULL, 0);
@@ -366,39 +366,39 @@ TEST(key_of_other_pd_local)
 TEST(key_beyond_end)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 
-	no_write(&p, pieces, mr->iova + 2 * PAGE_SIZE - 63, 64, mr->rkey);
+	no_write(&p, segments, mr->iova + 2 * PAGE_SIZE - 63, 64, mr->rkey);
 }
 
 TEST(key_before_start)
 {
-	static const struct piece piece = { 100, 1000 };
+	static const struct segment segment = { 100, 1000 };
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pieces(&piece, 1);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_segments(&segment, 1);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 
-	no_write(&p, pieces, mr->iova - 1, 64, mr->rkey);
+	no_write(&p, segments, mr->iova - 1, 64, mr->rkey);
 }
 
 TEST(key_wrapping_range)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, ALL_ACCESS);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, ALL_ACCESS);
 
-	no_write(&p, pieces, ~0ull - 10, 64, mr->rkey);
+	no_write(&p, segments, ~0ull - 10, 64, mr->rkey);
 }
 
 TEST(key_beyond_end_local)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
+	struct segments *segments = make_pages(2);
 	struct ib_mr *mr = make_mr(p.a.pd, IB_MR_TYPE_MEM_REG, 2);
 	struct request *send = make_request(&p.a, IB_WR_SEND);
 
-	registered(&p.a, mr, pieces, ALL_ACCESS);
+	registered(&p.a, mr, segments, ALL_ACCESS);
 	receive_into(&p.b, NULL, 0);
 	with_sge(send, mr->iova + PAGE_SIZE, PAGE_SIZE + 1, mr->lkey);
 	run(&p.a, send, IB_WC_LOC_PROT_ERR);
@@ -407,22 +407,22 @@ TEST(key_beyond_end_local)
 TEST(key_without_remote_write)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_READ);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_READ);
 	struct buffer *into = make_buffer(64);
 
 	run(&p.a, make_rdma(&p.a, IB_WR_RDMA_READ, into, 64, mr->iova, mr->rkey), IB_WC_SUCCESS);
-	no_write(&p, pieces, mr->iova, 64, mr->rkey);
+	no_write(&p, segments, mr->iova, 64, mr->rkey);
 }
 
 TEST(key_without_remote_read)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces, IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE);
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments, IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE);
 	struct buffer *into = make_buffer(64);
 
-	fill_pieces(pieces, 1);
+	fill_segments(segments, 1);
 	run(&p.a, make_rdma(&p.a, IB_WR_RDMA_READ, into, 64, mr->iova, mr->rkey), IB_WC_REM_ACCESS_ERR);
 	CHECK(all_zero(into->data, 64));
 }
@@ -430,8 +430,8 @@ TEST(key_without_remote_read)
 TEST(key_without_remote_atomic)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
-	struct ib_mr *mr = remote_region(&p, pieces,
+	struct segments *segments = make_pages(2);
+	struct ib_mr *mr = remote_region(&p, segments,
 					 IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE | IB_ACCESS_REMOTE_READ);
 	struct buffer *into = make_buffer(8);
 	struct request *request = make_rdma(&p.a, IB_WR_ATOMIC_FETCH_AND_ADD, into, 8, mr->iova, mr->rkey);
@@ -440,44 +440,44 @@ TEST(key_without_remote_atomic)
 		skip("the device has no atomic operations");
 	request->atomic.compare_add = 1;
 	run(&p.a, request, IB_WC_REM_ACCESS_ERR);
-	CHECK(zero_pieces(pieces));
+	CHECK(zero_segments(segments));
 }
 
 /* A receive into a region that is not for writing. */
 TEST(key_without_local_write)
 {
 	struct pair p = PAIR();
-	struct pieces *pieces = make_pages(2);
+	struct segments *segments = make_pages(2);
 	struct ib_mr *mr = make_mr(p.b.pd, IB_MR_TYPE_MEM_REG, 2);
 	struct receive *receive = make_receive(p.b.recv_cq);
 	struct request *send = make_request(&p.a, IB_WR_SEND);
 	struct buffer *from = make_buffer(64);
 
-	registered(&p.b, mr, pieces, IB_ACCESS_REMOTE_READ);
+	registered(&p.b, mr, segments, IB_ACCESS_REMOTE_READ);
 	receive_sge(receive, mr->iova, 64, mr->lkey);
 	post_receive(&p.b, receive);
 	memset(from->data, 0xee, 64);
 	with_buffer(&p.a, send, from, 0, 64);
 	run(&p.a, send, IB_WC_REM_OP_ERR);
 	expect(&receive->op, IB_WC_LOC_PROT_ERR);
-	CHECK(zero_pieces(pieces));
+	CHECK(zero_segments(segments));
 }
 
 /* A READ into a region that is not for writing. */
 TEST(key_read_without_local_write)
 {
 	struct pair p = PAIR();
-	struct pieces *from = make_pages(1), *into = make_pages(1);
+	struct segments *from = make_pages(1), *into = make_pages(1);
 	struct ib_mr *source = remote_region(&p, from, ALL_ACCESS);
 	struct ib_mr *sink = make_mr(p.a.pd, IB_MR_TYPE_MEM_REG, 1);
 	struct request *read = make_request(&p.a, IB_WR_RDMA_READ);
 
-	fill_pieces(from, 1);
+	fill_segments(from, 1);
 	registered(&p.a, sink, into, IB_ACCESS_REMOTE_READ);
 	with_sge(read, sink->iova, 64, sink->lkey);
 	to_remote(read, source->iova, source->rkey);
 	run(&p.a, read, IB_WC_LOC_PROT_ERR);
-	CHECK(zero_pieces(into));
+	CHECK(zero_segments(into));
 }
 
 const struct test key_tests[] = {

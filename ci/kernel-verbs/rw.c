@@ -27,21 +27,21 @@ static void undo_context(void *what)
 }
 
 /* Pages that are not mapped: the API does that. */
-static struct scatterlist *unmapped(struct pieces *pieces)
+static struct scatterlist *unmapped(struct segments *segments)
 {
-	struct scatterlist *list = memory(pieces->count * sizeof(*list));
+	struct scatterlist *list = memory(segments->count * sizeof(*list));
 	unsigned int i;
 
-	sg_init_table(list, pieces->count);
-	for (i = 0; i < pieces->count; i++)
-		sg_set_buf(&list[i], pieces->pages[i] + pieces->piece[i].offset, pieces->piece[i].length);
+	sg_init_table(list, segments->count);
+	for (i = 0; i < segments->count; i++)
+		sg_set_buf(&list[i], segments->pages[i] + segments->segment[i].offset, segments->segment[i].length);
 	return list;
 }
 
 /*
- * Between end a's pieces and end b's region: TO_DEVICE writes there, FROM_DEVICE reads from there.
+ * Between end a's segments and end b's region: TO_DEVICE writes there, FROM_DEVICE reads from there.
  */
-static struct context *transfer(struct pair *p, struct pieces *pieces, struct ib_mr *mr, u32 offset,
+static struct context *transfer(struct pair *p, struct segments *segments, struct ib_mr *mr, u32 offset,
 				enum dma_data_direction direction)
 {
 	struct context *context = memory(sizeof(*context));
@@ -49,8 +49,8 @@ static struct context *transfer(struct pair *p, struct pieces *pieces, struct ib
 
 	op_init(&context->op, p->a.send_cq);
 	context->qp = p->a.qp;
-	context->list = unmapped(pieces);
-	context->count = pieces->count;
+	context->list = unmapped(segments);
+	context->count = segments->count;
 	context->direction = direction;
 	ret = rdma_rw_ctx_init(&context->rw, p->a.qp, PORT, context->list, context->count, offset, mr->iova + offset,
 			       mr->rkey, direction);
@@ -78,15 +78,15 @@ static void both_ways(unsigned int pages)
 {
 	/* Room for a work request for each page, where the core uses no regions. */
 	struct pair p = PAIR(.entries = 64 + pages, .rdma_ctxs = 16, .sges = 1);
-	struct pieces *near = make_pages(pages), *far = make_pages(pages);
+	struct segments *near = make_pages(pages), *far = make_pages(pages);
 	struct ib_mr *mr = remote_region(&p, far, ALL_ACCESS);
 
-	fill_pieces(near, 1);
+	fill_segments(near, 1);
 	go(&p, transfer(&p, near, mr, 0, DMA_TO_DEVICE));
-	CHECK(filled_pieces(far, 1));
-	fill_pieces(far, 2);
+	CHECK(filled_segments(far, 1));
+	fill_segments(far, 2);
 	go(&p, transfer(&p, near, mr, 0, DMA_FROM_DEVICE));
-	CHECK(filled_pieces(near, 2));
+	CHECK(filled_segments(near, 2));
 }
 
 TEST(rw_one_page)
@@ -107,11 +107,11 @@ TEST(rw_most_pages)
 TEST(rw_offset)
 {
 	struct pair p = PAIR(.entries = 64, .rdma_ctxs = 16, .sges = 1);
-	struct pieces *near = make_pages(4), *far = make_pages(4);
+	struct segments *near = make_pages(4), *far = make_pages(4);
 	struct ib_mr *mr = remote_region(&p, far, ALL_ACCESS);
 	size_t at;
 
-	fill_pieces(near, 1);
+	fill_segments(near, 1);
 	go(&p, transfer(&p, near, mr, 5000, DMA_TO_DEVICE));
 	for (at = 0; at < near->length; at += 100)
 		EQ(*byte_of(far, at), at < 5000 ? 0 : *byte_of(near, at));
@@ -121,7 +121,7 @@ TEST(rw_offset)
 TEST(rw_several_and_chained_send)
 {
 	struct pair p = PAIR(.entries = 64, .rdma_ctxs = 16, .sges = 1);
-	struct pieces *near[8], *far[8];
+	struct segments *near[8], *far[8];
 	struct context *contexts[8];
 	struct request *sends[8];
 	struct receive *receives[8];
@@ -133,7 +133,7 @@ TEST(rw_several_and_chained_send)
 		near[i] = make_pages(8);
 		far[i] = make_pages(8);
 		mr = remote_region(&p, far[i], ALL_ACCESS);
-		fill_pieces(near[i], i);
+		fill_segments(near[i], i);
 		contexts[i] = transfer(&p, near[i], mr, 0, DMA_TO_DEVICE);
 		sends[i] = make_request(&p.a, IB_WR_SEND);
 		receives[i] = receive_into(&p.b, NULL, 0);
@@ -144,7 +144,7 @@ TEST(rw_several_and_chained_send)
 		expect_ok(&sends[i]->op, IB_WC_SEND);
 		expect_ok(&receives[i]->op, IB_WC_RECV);
 		done(contexts[i]);
-		CHECK(filled_pieces(far[i], i));
+		CHECK(filled_segments(far[i], i));
 	}
 }
 
@@ -152,7 +152,7 @@ TEST(rw_several_and_chained_send)
 TEST(rw_remote_error)
 {
 	struct pair p = PAIR(.entries = 64, .rdma_ctxs = 16, .sges = 1);
-	struct pieces *near = make_pages(4), *far = make_pages(4);
+	struct segments *near = make_pages(4), *far = make_pages(4);
 	struct ib_mr *mr = remote_region(&p, far, IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_READ);
 	struct context *context = transfer(&p, near, mr, 0, DMA_TO_DEVICE);
 
@@ -160,7 +160,7 @@ TEST(rw_remote_error)
 	CHECK(completes(&context->op, 10000));
 	CHECK(context->op.wc.status == IB_WC_REM_ACCESS_ERR || context->op.wc.status == IB_WC_WR_FLUSH_ERR);
 	done(context);
-	CHECK(zero_pieces(far));
+	CHECK(zero_segments(far));
 }
 
 TEST(rw_mr_factor)
@@ -182,7 +182,7 @@ TEST(mr_pool)
 {
 	struct pair *p = memory(sizeof(*p));
 	struct ib_mr *mrs[17];
-	struct pieces *pieces = make_pages(4);
+	struct segments *segments = make_pages(4);
 	int round, i;
 
 	need_fast_registration();
@@ -195,7 +195,7 @@ TEST(mr_pool)
 		CHECK(!mrs[16]);
 		for (i = 0; i < 16; i++) {
 			CHECK(mrs[i]);
-			registered(&p->a, mrs[i], pieces, ALL_ACCESS);
+			registered(&p->a, mrs[i], segments, ALL_ACCESS);
 			run(&p->a, make_inv(&p->a, mrs[i]->rkey), IB_WC_SUCCESS);
 			ib_mr_pool_put(p->a.qp, &p->a.qp->rdma_mrs, mrs[i]);
 		}

@@ -11,14 +11,14 @@ static const u32 sizes[] = { 0, 1, 64, 1000, 4096, 65536, 1000000 };
 /* End b's memory, for remote access. */
 static struct ib_mr *target(struct pair *p, struct buffer **buffer, size_t length)
 {
-	struct piece piece = { .length = length };
-	struct pieces *pieces = make_pieces(&piece, 1);
+	struct segment segment = { .length = length };
+	struct segments *segments = make_segments(&segment, 1);
 	struct ib_mr *mr;
 
 	mr = make_mr(p->b.pd, IB_MR_TYPE_MEM_REG, DIV_ROUND_UP(length, PAGE_SIZE) + 1);
-	registered(&p->b, mr, pieces, ALL_ACCESS);
+	registered(&p->b, mr, segments, ALL_ACCESS);
 	*buffer = memory(sizeof(**buffer));
-	(*buffer)->data = pieces->pages[0];
+	(*buffer)->data = segments->pages[0];
 	(*buffer)->length = length;
 	return mr;
 }

@@ -251,7 +251,7 @@ enum ibv_qp_state state_of(struct ibv_qp *qp)
 
 void wait_state(struct ibv_qp *qp, enum ibv_qp_state state)
 {
-	uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+	uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 
 	while (state_of(qp) != state)
 		if (now_ns() > deadline)
@@ -490,7 +490,7 @@ int post_srq(struct ibv_srq *srq, uint64_t id, const struct region *region, size
 
 struct ibv_wc wait_wc_at(const char *file, int line, struct ibv_cq *cq)
 {
-	uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+	uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 	struct ibv_wc wc = { 0 };
 	int n;
 
@@ -538,7 +538,7 @@ struct ibv_async_event wait_event_at(const char *file, int line, struct ibv_cont
 {
 	struct ibv_async_event event;
 
-	if (!readable(context->async_fd, PATIENCE))
+	if (!readable(context->async_fd, TIMEOUT_MS))
 		fail_at(file, line, "no event; %s should come", ibv_event_type_str(type));
 	OK(ibv_get_async_event(context, &event));
 	if (event.event_type != type)

@@ -96,7 +96,7 @@ LONG_TEST(cq_resize_under_load, 120)
 			OK(ibv_resize_cq(p.cq[0], resized++ & 1 ? 64 : 200));
 			/* The arming is not lost: there is an event, or a completion that came before. */
 			n = ibv_poll_cq(p.cq[0], 1, wc);
-			CHECK(n > 0 || channel_event(channel, p.cq[0], PATIENCE));
+			CHECK(n > 0 || channel_event(channel, p.cq[0], TIMEOUT_MS));
 			if (n > 0)
 				EQ(wc[0].wr_id, polled++);
 			while (channel_event(channel, p.cq[0], 0))
@@ -179,7 +179,7 @@ TEST(cq_moderation)
 		OK(ibv_req_notify_cq(p.cq[0], 0));
 		start = now_ns();
 		POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = id, .from = &p.mr[0], .length = 8, .to = &p.mr[1]);
-		CHECK(channel_event(channel, p.cq[0], PATIENCE));
+		CHECK(channel_event(channel, p.cq[0], TIMEOUT_MS));
 		/* The host's clock measures, and ours may be a little off it. */
 		CHECK(now_ns() - start >= PERIOD_US * 900ull);
 		expect_ok(p.cq[0], polled++, RDMA_WRITE);
@@ -193,7 +193,7 @@ TEST(cq_moderation)
 	while (polled < id) {
 		struct ibv_wc wc;
 
-		CHECK(channel_event(channel, p.cq[0], PATIENCE));
+		CHECK(channel_event(channel, p.cq[0], TIMEOUT_MS));
 		events++;
 		OK(ibv_req_notify_cq(p.cq[0], 0));
 		while (ibv_poll_cq(p.cq[0], 1, &wc) == 1) {
@@ -211,7 +211,7 @@ TEST(cq_moderation)
 		OK(ibv_req_notify_cq(p.cq[0], 0));
 		start = now_ns();
 		POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = id, .from = &p.mr[0], .length = 8, .to = &p.mr[1]);
-		CHECK(channel_event(channel, p.cq[0], PATIENCE));
+		CHECK(channel_event(channel, p.cq[0], TIMEOUT_MS));
 		if (now_ns() - start < quickest)
 			quickest = now_ns() - start;
 		expect_ok(p.cq[0], polled++, RDMA_WRITE);
@@ -297,7 +297,7 @@ static struct ibv_cq_ex *make_cq_ex(uint64_t wc_flags)
 static void start(struct ibv_cq_ex *cq)
 {
 	struct ibv_poll_cq_attr attr = { 0 };
-	uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+	uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 	int error;
 
 	while ((error = ibv_start_poll(cq, &attr)) == ENOENT)
@@ -501,7 +501,7 @@ struct shared {
 static void *poller(void *argument)
 {
 	struct shared *shared = argument;
-	uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+	uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 	struct ibv_wc wc[4];
 
 	while (__atomic_load_n(&shared->total, __ATOMIC_SEQ_CST) < 2000 && now_ns() < deadline) {

@@ -300,7 +300,7 @@ TEST(solicited_events)
 	CHECK(!channel_event(channel, p.cq[1], QUIET));
 	POST(p.qp[0], .opcode = IBV_WR_SEND, .id = 2, .from = &p.mr[0], .length = 8, .flags = IBV_SEND_SOLICITED);
 	expect_ok(p.cq[0], 2, SEND);
-	CHECK(channel_event(channel, p.cq[1], PATIENCE));
+	CHECK(channel_event(channel, p.cq[1], TIMEOUT_MS));
 	expect_ok(p.cq[1], 0, RECV);
 	expect_ok(p.cq[1], 1, RECV);
 	/* One event for one arming. */
@@ -313,13 +313,13 @@ TEST(solicited_events)
 	POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE_WITH_IMM, .id = 4, .from = &p.mr[0], .length = 8, .to = &p.mr[1],
 	     .flags = IBV_SEND_SOLICITED);
 	expect_ok(p.cq[0], 4, RDMA_WRITE);
-	CHECK(channel_event(channel, p.cq[1], PATIENCE));
+	CHECK(channel_event(channel, p.cq[1], TIMEOUT_MS));
 	expect_ok(p.cq[1], 3, RECV_RDMA_WITH_IMM);
 	/* Errors count as solicited. */
 	RECV(p.qp[1], 10, &p.mr[1], 0, 64);
 	OK(ibv_req_notify_cq(p.cq[1], 1));
 	set_state(p.qp[1], IBV_QPS_ERR);
-	CHECK(channel_event(channel, p.cq[1], PATIENCE));
+	CHECK(channel_event(channel, p.cq[1], TIMEOUT_MS));
 	expect_error(p.cq[1], 10, WR_FLUSH_ERR);
 }
 
@@ -332,14 +332,14 @@ TEST(notify_any)
 	OK(ibv_req_notify_cq(p.cq[0], 0));
 	OK(ibv_req_notify_cq(p.cq[0], 1));
 	POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 1, .from = &p.mr[0], .length = 8, .to = &p.mr[1]);
-	CHECK(channel_event(channel, p.cq[0], PATIENCE));
+	CHECK(channel_event(channel, p.cq[0], TIMEOUT_MS));
 	expect_ok(p.cq[0], 1, RDMA_WRITE);
 	CHECK(!channel_event(channel, p.cq[0], QUIET));
 	/* Many times over: none is lost. */
 	for (uint64_t i = 0; i < 200; i++) {
 		OK(ibv_req_notify_cq(p.cq[0], 0));
 		POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = i, .from = &p.mr[0], .length = 8, .to = &p.mr[1]);
-		CHECK(channel_event(channel, p.cq[0], PATIENCE));
+		CHECK(channel_event(channel, p.cq[0], TIMEOUT_MS));
 		expect_ok(p.cq[0], i, RDMA_WRITE);
 	}
 }

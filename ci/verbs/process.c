@@ -176,7 +176,7 @@ LONG_TEST(death_in_mid_traffic, 120)
 				CHECK(wc.status == IBV_WC_RETRY_EXC_ERR || wc.status == IBV_WC_WR_FLUSH_ERR ||
 				      wc.status == IBV_WC_REM_ACCESS_ERR || wc.status == IBV_WC_REM_OP_ERR);
 		}
-		uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+		uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 		while (resource("qp") > before && now_ns() < deadline)
 			sleep_ms(50);
 		EQ(resource("qp"), before);
@@ -558,7 +558,7 @@ static bool has_gid(const union ibv_gid *wanted)
 
 static void wait_gid(const union ibv_gid *wanted, bool there)
 {
-	uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+	uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 
 	while (has_gid(wanted) != there) {
 		if (now_ns() > deadline)
@@ -574,7 +574,7 @@ static void wait_gid_event(void)
 	do {
 		struct pollfd poll_fd = { .fd = ctx->async_fd, .events = POLLIN };
 
-		CHECK(poll(&poll_fd, 1, PATIENCE) > 0);
+		CHECK(poll(&poll_fd, 1, TIMEOUT_MS) > 0);
 		OK(ibv_get_async_event(ctx, &event));
 		ibv_ack_async_event(&event);
 	} while (event.event_type != IBV_EVENT_GID_CHANGE);
@@ -653,7 +653,7 @@ TEST(data_in_order)
 	if (!ibv_query_qp_data_in_order(p.qp[0], IBV_WR_RDMA_WRITE, 0))
 		skip("the device does not promise it");
 	for (int i = 1; i < 30; i++) {
-		uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+		uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 
 		memset(p.mr[0].p, i, 1 << 20);
 		POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = i, .from = &p.mr[0], .length = 1 << 20, .to = &p.mr[1]);

@@ -211,7 +211,7 @@ SIDES(two_rc_events)
 	if (number == 0)
 		POST(end.qp, .opcode = IBV_WR_SEND, .id = 0, .from = &end.mr, .length = 8);
 	while (received < rounds) {
-		CHECK(channel_event(channel, end.cq, PATIENCE));
+		CHECK(channel_event(channel, end.cq, TIMEOUT_MS));
 		OK(ibv_req_notify_cq(end.cq, 0));
 		while (ibv_poll_cq(end.cq, 1, &wc) == 1) {
 			EQ(wc.status, IBV_WC_SUCCESS);
@@ -300,7 +300,7 @@ SIDES(two_rc_poll_on_memory)
 			     .addr = end.peer.addr, .rkey = end.peer.rkey);
 			expect_ok(end.cq, i, RDMA_WRITE);
 		} else {
-			uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+			uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 
 			while (*last != i)
 				CHECK(now_ns() < deadline);

@@ -174,7 +174,7 @@ TEST(ud_sl_tells_the_header)
 		POST(a.qp, .opcode = IBV_WR_SEND, .id = 2, .from = &a.mr, .length = 64, .ah = ah, .qpn = qp_ex->qp_num,
 		     .qkey = QKEY);
 		expect_ok(a.cq, 2, SEND);
-		uint64_t deadline = now_ns() + PATIENCE * 1000000ull;
+		uint64_t deadline = now_ns() + TIMEOUT_MS * 1000000ull;
 		while (ibv_start_poll(cq_ex, &poll_attr))
 			CHECK(now_ns() < deadline);
 		EQ(cq_ex->status, IBV_WC_SUCCESS);

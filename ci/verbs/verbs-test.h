@@ -136,7 +136,7 @@ __attribute__((noreturn, format(printf, 1, 2))) void skip(const char *format, ..
 /* Time. */
 
 /* How long anything may take that has to happen, milliseconds: the machine may be busy. */
-#define PATIENCE 20000
+#define TIMEOUT_MS 20000
 /* How long to wait for what must not happen, milliseconds. */
 #define QUIET 150
 

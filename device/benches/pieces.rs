@@ -14,7 +14,7 @@ use vhost_device_rdma::memory::{
     copy, copy_last, copy_scattered, ContiguousRange, Form, GuestMemory, ListReader, Pages,
     RegionInfo, ScatterRange, Source, Way,
 };
-use vhost_device_rdma::verbs::cq::{Cq, Pushed, Ring, STRIDES};
+use vhost_device_rdma::verbs::cq::{Cq, CqRing, Pushed, STRIDES};
 use vhost_device_rdma::verbs::footprint::Footprint;
 use vhost_device_rdma::verbs::keys::{CachedRange, Keys};
 use vhost_device_rdma::verbs::mr::{Backing, Mr};
@@ -107,7 +107,7 @@ fn page_lists(c: &mut Criterion) {
     group.finish();
 }
 
-/// The same for registrations by work requests: turn by turn. And what is given back when they are
+/// The same for registrations by work requests: poll by poll. And what is given back when they are
 /// invalidated.
 fn page_lists_by_polls(c: &mut Criterion) {
     let pages = 1 << 20;
@@ -340,7 +340,7 @@ fn completions(c: &mut Criterion) {
     for stride in STRIDES {
         let pages = 1 + u64::from(ENTRIES * stride) / PAGE;
         let memory = memory(pages);
-        let ring = Ring {
+        let ring = CqRing {
             buffer: linear(&memory, 0, pages),
             offset: PAGE,
             entries: ENTRIES,
@@ -365,7 +365,7 @@ fn completions(c: &mut Criterion) {
 }
 
 /// The worker's scan of all doorbells, with polls of queue pairs that have no work.
-fn looks(c: &mut Criterion) {
+fn poll_iterations(c: &mut Criterion) {
     let mut bed = Bed::new();
     let many = WORKLOADS
         .iter()
@@ -373,7 +373,7 @@ fn looks(c: &mut Criterion) {
         .expect("the workload");
     let flow = Flow::new(&bed, *many);
     flow.step(|| bed.round());
-    let mut group = c.benchmark_group("look");
+    let mut group = c.benchmark_group("poll_iteration");
     for count in [0, 1, 32, 1000] {
         group.bench_function(BenchmarkId::new("rung", count), |b| {
             b.iter(|| {
@@ -405,7 +405,7 @@ fn main() {
     keys(&mut criterion);
     copies(&mut criterion);
     completions(&mut criterion);
-    looks(&mut criterion);
+    poll_iterations(&mut criterion);
     wake_up(&mut criterion);
     page_lists(&mut criterion);
     page_lists_by_polls(&mut criterion);

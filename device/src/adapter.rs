@@ -192,3 +192,44 @@ fn resident_bytes() -> Option<u64> {
     let kib: u64 = anonymous.trim().strip_suffix(" kB")?.parse().ok()?;
     kib.checked_mul(1024)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_adapter_has_as_many_workers_as_there_may_be() {
+        for workers in [0, MAX_WORKERS + 1, u16::MAX] {
+            let settings = AdapterSettings {
+                workers,
+                ..AdapterSettings::default()
+            };
+            let made = Adapter::without_threads(&settings).map(drop);
+            assert!(matches!(made, Err(Error::Workers(n)) if n == workers));
+        }
+        for workers in [1, MAX_WORKERS] {
+            let settings = AdapterSettings {
+                workers,
+                ..AdapterSettings::default()
+            };
+            let (adapter, loops) = Adapter::without_threads(&settings).unwrap();
+            assert_eq!((adapter.workers(), loops.len()), (workers, workers.into()));
+            let rnic = adapter.attach(RnicSettings::default());
+            assert_eq!(rnic.config().num_doorbell_queues, workers);
+        }
+    }
+
+    #[test]
+    fn a_link_is_that_of_the_devices_with_its_settings() {
+        let (adapter, _loops) = Adapter::without_threads(&AdapterSettings::default()).unwrap();
+        let settings = [RnicSettings::default(), RnicSettings::default()];
+        let [a, b] = settings.map(|settings| adapter.attach(settings));
+        adapter.set_link(&a.settings.link, false);
+        assert_eq!((a.config().link_up, b.config().link_up), (0, 1));
+        // A VM that attaches with these settings finds it as it is.
+        let again = adapter.attach(a.settings.clone());
+        assert_eq!(again.config().link_up, 0);
+        adapter.set_link(&a.settings.link, true);
+        assert_eq!((a.config().link_up, again.config().link_up), (1, 1));
+    }
+}

@@ -141,14 +141,14 @@ pub struct ServeArgs {
         value_name = "PATH[,mac=MAC][,network=NAME][,completion-queues=N]",
         verbatim_doc_comment
     )]
-    pub socket_path: Vec<Device>,
+    pub socket_path: Vec<DeviceConfig>,
     /// Read settings and devices from this TOML file; the command line has priority.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Worker threads that move data, 1 to 8 [default: half of the CPUs, at most 4].
     #[arg(long, value_name = "N")]
     pub workers: Option<u16>,
-    /// How long an idle worker polls before it sleeps, microseconds.
+    /// How long an idle worker polls before it sleeps, microseconds [default: 50].
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
     /// Give the status as JSON, and control over links, to everyone who connects to this socket.
@@ -159,7 +159,7 @@ pub struct ServeArgs {
 /// One VM to serve.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Device {
+pub struct DeviceConfig {
     /// Its socket.
     pub socket: PathBuf,
     /// MAC address of the network interface that is paired with the RNIC.
@@ -171,7 +171,7 @@ pub struct Device {
     pub completion_queues: Option<u16>,
 }
 
-impl FromStr for Device {
+impl FromStr for DeviceConfig {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
@@ -246,7 +246,7 @@ struct File {
     #[serde(alias = "status_socket")]
     status_socket: Option<PathBuf>,
     limits: Limits,
-    device: Vec<Device>,
+    device: Vec<DeviceConfig>,
 }
 
 /// A configuration that makes sense.
@@ -317,7 +317,7 @@ impl Config {
     }
 }
 
-impl Device {
+impl DeviceConfig {
     fn settings(self, limits: Limits) -> Result<(PathBuf, RnicSettings), Error> {
         let mut settings = RnicSettings {
             name: self.socket.display().to_string(),
@@ -362,7 +362,7 @@ fn default_workers() -> u16 {
 mod tests {
     use super::*;
 
-    fn device(text: &str) -> Result<Device, String> {
+    fn device(text: &str) -> Result<DeviceConfig, String> {
         text.parse().map_err(|e: Error| e.to_string())
     }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The RNIC that a VM sees of the process's adapter: its life, its port, its doorbell queues.
 //!
-//! Its objects are in [`Tables`], which workers look at in bounded read sections (crate
-//! `vhost-device-rdma-sync`), and which commands and changes of memory or run state close to change
-//! them. Whoever has closed them knows that nobody accesses guest memory.
+//! Its objects are in [`Tables`], which workers read in bounded read sections (crate
+//! `vhost-device-rdma-sync`). Commands and changes of memory or run state lock them for writing: a
+//! writer waits for the readers, and then knows that nobody accesses guest memory.
 use std::fmt;
 use std::fs::File;
 use std::sync::atomic::AtomicU16;
@@ -184,7 +184,7 @@ impl Rnic {
         }
     }
 
-    /// Who has which GID.
+    /// The registry: which VM has which GID.
     pub(crate) fn registry(&self) -> &Registry {
         &self.registry
     }
@@ -304,4 +304,185 @@ fn node_guid(settings: &RnicSettings) -> u64 {
         });
     // Locally administered.
     (hash & !(3 << 56)) | (2 << 56)
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_rdma_spec::command::opcode;
+    use virtio_rdma_spec::command::status::{EBUSY, EFAULT, ENOENT};
+    use virtio_rdma_spec::config::feature;
+    use virtio_rdma_spec::doorbell::worker_status::SLEEPING;
+    use virtio_rdma_spec::event::event_type::{PORT_ACTIVE, PORT_ERR};
+
+    use super::*;
+    use crate::control::fixture::{Host, TestVm, WORKERS};
+
+    const RC: u64 = 1 << feature::RC;
+
+    #[test]
+    fn a_guid_comes_from_the_mac_or_else_from_the_name() {
+        let of = |name: &str, mac| {
+            node_guid(&RnicSettings {
+                name: name.to_owned(),
+                mac,
+                ..RnicSettings::default()
+            })
+        };
+        assert_eq!(
+            of("a", [0x52, 0x54, 0, 0x12, 0x34, 1]),
+            0x5054_00ff_fe12_3401
+        );
+        let (a, b) = (of("a", [0; 6]), of("b", [0; 6]));
+        assert!(a != b && a == of("a", [0; 6]));
+        // Local, and of one device.
+        assert_eq!((a >> 56 & 3, b >> 56 & 3), (2, 2));
+    }
+
+    // D-CFG-001.
+    #[test]
+    fn the_configuration_tells_of_queues_and_link() {
+        let host = Host::new();
+        let vm = host.vm_with(
+            RC,
+            &RnicSettings {
+                mac: [1, 2, 3, 4, 5, 6],
+                completion_queues: 3,
+                ..RnicSettings::default()
+            },
+        );
+        let config = vm.rnic.config();
+        assert_eq!((config.mac, config.link_up), ([1, 2, 3, 4, 5, 6], 1));
+        assert_eq!(
+            (config.num_completion_queues, config.num_doorbell_queues),
+            (3, WORKERS)
+        );
+        host.adapter.set_link(&vm.rnic.settings.link, false);
+        let down = Config {
+            link_up: 0,
+            ..config
+        };
+        assert_eq!(vm.rnic.config(), down);
+    }
+
+    fn counts(vm: &TestVm) -> [u32; 4] {
+        let tables = vm.rnic.tables();
+        [
+            tables.pds.len(),
+            tables.cqs.len(),
+            tables.contexts.len(),
+            tables.qps.len(),
+        ]
+    }
+
+    // D-INIT-002, D-RST-001.
+    #[test]
+    fn a_reset_leaves_no_object_and_gives_gids_back() {
+        let host = Host::new();
+        let (vm, other) = (host.vm(RC), host.vm(RC));
+        let gid = TestVm::gid_body([7; 16]);
+        vm.set_gid(&gid).unwrap();
+        let body = vm.qp_body();
+        let qpn = vm.make_qp(&body).unwrap().qpn;
+        assert_eq!(counts(&vm), [1, 1, 1, 1]);
+        assert_eq!(other.set_gid(&gid), Err(EBUSY));
+        let qp = vm.rnic.tables().qps.get(qpn).unwrap().clone();
+        vm.rnic.reset();
+        assert_eq!(counts(&vm), [0; 4]);
+        assert_eq!(vm.rnic.tables().footprint.bytes(), 0);
+        assert!(qp.dead.load(std::sync::atomic::Ordering::SeqCst));
+        assert_eq!(vm.handle(opcode::DESTROY_QP, qpn), Err(ENOENT));
+        other.set_gid(&gid).unwrap();
+        // And it begins anew.
+        vm.make_qp(&vm.qp_body()).unwrap();
+    }
+
+    // D-STOP-001, D-STOP-002, D-STOP-004.
+    #[test]
+    fn a_stopped_vm_keeps_its_objects_and_its_memory_is_left_alone() {
+        let vm = Host::new().vm(RC);
+        let addr = 3 * virtio_rdma_spec::PAGE_SIZE;
+        let page = virtio_rdma_spec::command::SetStatusPage { addr };
+        vm.tell(opcode::SET_STATUS_PAGE, &page).unwrap();
+        let qpn = vm.make_qp(&vm.qp_body()).unwrap().qpn;
+        vm.rnic.stop();
+        assert!(!vm.rnic.tables().running && vm.rnic.tables().sink.is_none());
+        let marked = 7 << 32 | 7;
+        vm.write(3, &[marked; 512]);
+        vm.rnic.tables().announce_all(WORKERS.into(), SLEEPING);
+        assert_eq!(vm.read(3), 7, "no status word is written");
+        vm.rnic.start(vm.events.clone());
+        assert_ne!(vm.read(3), 7);
+        vm.init(qpn).unwrap();
+        assert_eq!(counts(&vm), [1, 1, 1, 1]);
+    }
+
+    // D-STOP-005.
+    #[test]
+    fn objects_find_their_memory_again() {
+        let vm = Host::new().vm(RC);
+        let body = vm.qp_body();
+        vm.make_qp(&body).unwrap();
+        let region = vm.register(&vm.mr_body()).unwrap();
+        let lost = || {
+            let tables = vm.rnic.tables();
+            let context = tables.contexts.get(body.context).unwrap();
+            context.doorbell.lost()
+        };
+        assert!(!lost());
+        vm.rnic.set_memory(None);
+        assert!(lost());
+        let mut again = vm.mr_body();
+        again.pd = body.pd;
+        assert_eq!(vm.register(&again).map(|keys| keys.lkey), Err(EFAULT));
+        vm.rnic.set_memory(Some(vm.memory.clone()));
+        assert!(!lost());
+        vm.register(&again).unwrap();
+        vm.handle(opcode::DEREG_MR, region.lkey).unwrap();
+    }
+
+    // D-LINK-001, D-LINK-004.
+    #[test]
+    fn a_driver_is_told_of_the_link_once_it_runs_and_only_if_it_changed() {
+        let host = Host::new();
+        let vm = host.vm(RC);
+        let link = vm.rnic.settings.link.clone();
+        assert_eq!(vm.events.take(), []);
+        host.adapter.set_link(&link, false);
+        host.adapter.set_link(&link, false);
+        assert_eq!(vm.events.take(), [(PORT_ERR, PORT)]);
+        // Up and down again while it is stopped: nothing new.
+        vm.rnic.stop();
+        host.adapter.set_link(&link, true);
+        host.adapter.set_link(&link, false);
+        vm.rnic.start(vm.events.clone());
+        assert_eq!(vm.events.take(), []);
+        vm.rnic.stop();
+        host.adapter.set_link(&link, true);
+        vm.rnic.start(vm.events.clone());
+        assert_eq!(vm.events.take(), [(PORT_ACTIVE, PORT)]);
+        // A reset changes no link, and who begins anew reads it.
+        host.adapter.set_link(&link, false);
+        vm.events.take();
+        vm.rnic.reset();
+        vm.rnic.start(vm.events.clone());
+        assert_eq!((vm.events.take(), vm.rnic.config().link_up), (vec![], 0));
+    }
+
+    #[test]
+    fn a_vm_that_goes_is_forgotten() {
+        let host = Host::new();
+        let (vm, other) = (host.vm(RC), host.vm(RC));
+        let gid = TestVm::gid_body([7; 16]);
+        vm.set_gid(&gid).unwrap();
+        vm.make_qp(&vm.qp_body()).unwrap();
+        let devices = || host.adapter.status()["devices"].as_array().unwrap().len();
+        assert_eq!(devices(), 2);
+        vm.rnic.detach();
+        assert_eq!((devices(), counts(&vm)), (1, [0; 4]));
+        assert!(vm.rnic.tables().memory.is_none());
+        other.set_gid(&gid).unwrap();
+        // Its link is still one that others may have.
+        host.adapter.set_link(&vm.rnic.settings.link, false);
+        assert_eq!(vm.events.take(), []);
+    }
 }

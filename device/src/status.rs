@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The status socket: whoever connects gets the state of all VMs as one line of JSON, or, after a
-//! line with a request, the answer to that.
+//! The status socket: a client that connects gets the state of all VMs as one line of JSON, or,
+//! after a line with a request, the answer to that.
 //!
 //! A client may send one line, `link DEVICE up` or `link DEVICE down`, or end its side of the
 //! connection to say that none comes. If it does neither for a while, none is expected.

@@ -27,7 +27,7 @@ use vhost_device_rdma_bare::{
 };
 
 /// Long enough for a busy machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// Everything that a key can grant.
 const ALL: u32 = access::LOCAL_WRITE
     | access::REMOTE_WRITE
@@ -96,7 +96,7 @@ impl Bed {
         }
     }
 
-    /// Each worker gives one queue pair a turn.
+    /// Each worker polls one queue pair.
     fn round(&self) {
         for worker in self.work.borrow_mut().iter_mut() {
             worker.step();
@@ -105,7 +105,7 @@ impl Bed {
 
     /// Rounds until `f` has something.
     fn until<T>(&self, mut f: impl FnMut() -> Option<T>) -> Result<T, TestCaseError> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             if let Some(found) = f() {
                 return Ok(found);
@@ -225,7 +225,7 @@ const PAIRS: usize = 2;
 const QUEUES: usize = 2 * PAIRS;
 const REGIONS: usize = 2;
 const BACKINGS: usize = 3;
-/// Pages of a long list: more than a turn reads.
+/// Pages of a long list: more than a poll reads.
 const LONG: usize = 20_000;
 
 /// A key, as the model names it: with the low 8 bits.
@@ -843,7 +843,7 @@ fn what_must_not_be_is_not_explained() {
 
 // Messages of many accesses, and changes between them.
 
-/// Bytes of a long message: of several turns.
+/// Bytes of a long message: of several polls.
 const MESSAGE: usize = 3 << 20;
 
 /// A pair whose second side has a fast region, and memory to register.
@@ -1287,7 +1287,7 @@ fn a_long_registration_keeps_nobody_waiting() {
         l.b.qp.post_reg(0, &reg).unwrap();
         let mut messages = 0;
         let done = loop {
-            // Another queue pair's message takes no more than its turn, and one of those who
+            // Another queue pair's message takes no more than its budget, and one of those who
             // registers.
             l.c.qp
                 .write(0, &[own], somewhere.page(0) + 8, l.physical)

@@ -166,7 +166,7 @@ layouts! {
         30 => sl: u8,
         /// Port, 1.
         31 => port_num: u8,
-        /// Static rate, as in verbs.
+        /// Static rate, a number of the driver's verbs layer.
         32 => static_rate: u8,
         /// Reserved, zero.
         33 => reserved: [u8; 7],
@@ -274,7 +274,7 @@ layouts! {
         116 => max_fast_reg_pages: u32,
         /// Multicast groups.
         120 => max_mcast_grp: u32,
-        /// Queue pairs attached to a multicast group.
+        /// Attachments of queue pairs to multicast groups, in all.
         124 => max_mcast_qp_attach: u32,
         /// XRC domains.
         128 => max_xrcd: u32,
@@ -299,19 +299,19 @@ layouts! {
 
     /// Response of QUERY_PORT.
     pub struct QueryPortResponse(96) {
-        /// Port state, as in verbs: 1 down, 4 active.
+        /// Port state: 1 down, 4 active.
         0 => state: u8,
-        /// Physical state, as in verbs: 3 disabled, 5 link up.
+        /// Physical state: 3 disabled, 5 link up.
         1 => phys_state: u8,
         /// Largest `mtu`.
         2 => max_mtu: u8,
         /// `mtu` in force.
         3 => active_mtu: u8,
-        /// Link width, as in verbs: 1 is 1X, 2 is 4X.
+        /// Lanes of the link: 1 is one, 2 is 4, 4 is 8, 8 is 12, 16 is 2.
         4 => active_width: u8,
         /// Reserved, zero.
         5 => reserved0: u8,
-        /// Link speed per lane, as in verbs.
+        /// Speed of a lane: the specification has a table.
         6 => active_speed: u16,
         /// Longest message, bytes.
         8 => max_msg_sz: u32,

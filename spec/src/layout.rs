@@ -3,7 +3,8 @@
 //! conversion from and to little-endian bytes, and a description that a test compares with the text
 //! of the specification.
 
-/// One field of a [`Layout`]: what the table in the specification says about it.
+/// One field of a [`Layout`]: what the specification says about it, in a declaration in C and in a
+/// table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FieldDesc {
     /// Name, as in the specification.
@@ -12,6 +13,8 @@ pub struct FieldDesc {
     pub offset: usize,
     /// Size, bytes.
     pub size: usize,
+    /// Its type, as Rust spells it.
+    pub of: &'static str,
 }
 
 /// A value with a fixed little-endian representation.
@@ -114,6 +117,7 @@ macro_rules! layouts {
                         name: stringify!($field),
                         offset: $off,
                         size: <$ty as $crate::layout::Layout>::SIZE,
+                        of: stringify!($ty),
                     }, )*
                 ];
 

@@ -344,7 +344,7 @@ constants! {
 }
 
 constants! {
-    /// Path MTU, as in verbs: 1 is 256 bytes, 5 is 4096.
+    /// Path MTU: 1 is 256 bytes, 5 is 4096.
     pub mod mtu: u8 {
         /// 256 bytes.
         MTU_256 = 1,

@@ -80,6 +80,15 @@ fn number(text: &str) -> u64 {
     parsed.unwrap_or_else(|e| panic!("{text:?}: {e}"))
 }
 
+/// What names of feature bits begin with in the text.
+const FEATURE: &str = "VIRTIO_RDMA_F_";
+
+/// `name`, which must begin with `prefix`, without it.
+fn without<'a>(prefix: &str, name: &'a str) -> &'a str {
+    let rest = name.strip_prefix(prefix);
+    rest.unwrap_or_else(|| panic!("{name} does not begin with {prefix}"))
+}
+
 /// `"name (N unit)"` taken apart.
 fn sized<'a>(name: &'a str, unit: &str) -> Option<(&'a str, u64)> {
     let (name, size) = name.split_once(" (")?;
@@ -136,10 +145,11 @@ fn groups_of_text() -> BTreeMap<String, Group> {
                 sized(&t.name, "bits").unwrap_or_else(|| panic!("constants without a name: {t:?}"))
             }
         };
+        let prefix = if name == "feature" { FEATURE } else { "" };
         let constants = t
             .rows
             .iter()
-            .map(|r| (number(&r[0]), r[1].clone()))
+            .map(|r| (number(&r[0]), without(prefix, &r[1]).to_owned()))
             .collect();
         assert!(
             t.rows.iter().all(|r| !r[2].is_empty()),
@@ -296,6 +306,81 @@ fn structures_agree() {
     let text = structures_of_text();
     assert!(!text.is_empty());
     assert_same("structure", &text, &structures_of_crate());
+}
+
+/// Fields of a structure as C declares them: type, name and number of elements.
+type Declaration = Vec<String>;
+
+/// The declarations in C, by the names of the structures, and the name of the table below each.
+fn declarations_of_text() -> BTreeMap<String, (Declaration, String)> {
+    let mut all = BTreeMap::new();
+    let mut lines = TEXT.lines().peekable();
+    while let Some(line) = lines.next() {
+        if line != "```c" {
+            continue;
+        }
+        let first = lines.next().and_then(|l| l.strip_suffix(" {"));
+        let name = first.and_then(|l| l.strip_prefix("struct "));
+        let name = name.unwrap_or_else(|| panic!("no structure after {line:?}"));
+        let mut fields = Vec::new();
+        for line in lines.by_ref().take_while(|line| *line != "};") {
+            let field = line
+                .strip_prefix("        ")
+                .and_then(|l| l.strip_suffix(';'));
+            fields.push(
+                field
+                    .unwrap_or_else(|| panic!("{name}: {line:?}"))
+                    .to_owned(),
+            );
+        }
+        assert_eq!(lines.next(), Some("```"), "{name}");
+        let below = lines.by_ref().find(|line| !line.is_empty());
+        let below = below.and_then(|l| l.strip_prefix("**")?.split(' ').next());
+        let below = below.unwrap_or_else(|| panic!("no table below {name}"));
+        let before = all.insert(name.to_owned(), (fields, below.to_owned()));
+        assert!(before.is_none(), "{name} is there twice");
+    }
+    all
+}
+
+/// The name in C of a structure of the crate.
+fn c_name(name: &str) -> String {
+    let mut snake = "virtio_rdma".to_owned();
+    for c in name.chars() {
+        if c.is_ascii_uppercase() {
+            snake.push('_');
+        }
+        snake.push(c.to_ascii_lowercase());
+    }
+    snake
+}
+
+/// A field of the crate as C declares it.
+fn c_field(of: &str, name: &str) -> String {
+    let array = of.strip_prefix("[u8; ").and_then(|n| n.strip_suffix(']'));
+    match (of, array) {
+        (_, Some(count)) => format!("u8 {name}[{count}]"),
+        ("u8", _) => format!("u8 {name}"),
+        ("u16" | "u32" | "u64", _) => format!("le{} {name}", &of[1..]),
+        _ => format!("struct {} {name}", c_name(of)),
+    }
+}
+
+#[test]
+fn declarations_agree() {
+    let mut text = declarations_of_text();
+    let modules = [
+        config::LAYOUTS,
+        ring::LAYOUTS,
+        event::LAYOUTS,
+        command::LAYOUTS,
+    ];
+    for (name, _, fields) in modules.into_iter().flatten() {
+        let fields: Vec<_> = fields.iter().map(|f| c_field(f.of, f.name)).collect();
+        let said = text.remove(&c_name(name));
+        assert_eq!(said, Some((fields, (*name).to_owned())), "{name}");
+    }
+    assert!(text.is_empty(), "of no structure of the crate: {text:?}");
 }
 
 #[test]
@@ -463,7 +548,7 @@ fn opcodes_and_types_need_the_features_that_the_text_says() {
     let table = table_of(&header);
     let feature = |row: &[String]| {
         let mut all = config::feature::ALL.iter();
-        let of = all.find(|(name, _)| *name == row[0]);
+        let of = all.find(|(name, _)| *name == without(FEATURE, &row[0]));
         of.unwrap_or_else(|| panic!("no feature {}", row[0])).1 as u32
     };
     let mut opcodes = BTreeMap::<&str, BTreeSet<u32>>::new();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The plots of the report, each as SVG and as PNG.
+//! The plots of the report, as SVG.
 use std::fs;
 use std::path::Path;
 
@@ -132,9 +132,6 @@ pub fn draw(report: &Report, directory: &Path) -> Result<Vec<(String, String)>> 
         let svg = path.with_extension("svg");
         let root = SVGBackend::new(&svg, SIZE).into_drawing_area();
         paint(&root, &picture).with_context(|| format!("cannot draw {}", svg.display()))?;
-        let png = path.with_extension("png");
-        let root = BitMapBackend::new(&png, SIZE).into_drawing_area();
-        paint(&root, &picture).with_context(|| format!("cannot draw {}", png.display()))?;
         let about = match &picture {
             Picture::Bars(bars) => bars.title.clone(),
             Picture::Curves(charts) => charts

@@ -24,7 +24,7 @@ use crate::images::{Image, Kernel};
 #[derive(Parser)]
 #[command(
     name = "cargo xtask",
-    about = "The developer commands of virtio-rdma",
+    about = "The developer commands of virtio-rdma, an RDMA network card for virtual machines",
     version
 )]
 struct Cli {
@@ -58,10 +58,12 @@ enum Command {
         #[arg(long, default_value_t = 1024)]
         memory: u32,
     },
+    /// Check everything that has to hold before a change goes in
+    ///
     /// Formatting, lints, documentation, unit and property tests, instruction counts, the VM lane
-    /// `smoke`, a part of `recovery`, and rdma-core's own tests in a VM
+    /// `smoke`, a part of `recovery`, and rdma-core's own tests in a VM.
     Test,
-    /// Run VM lanes; reports go to target/reports/
+    /// Run lanes, which are lists of tests in VMs; reports go to target/reports/
     #[command(after_help = format!("Lanes:{}", lanes::list()))]
     Lane {
         /// Names of lanes
@@ -77,7 +79,8 @@ enum Command {
         #[arg(long)]
         quick: bool,
     },
-    /// Random traffic and random events for some minutes; the report is target/reports/soak.md
+    /// Run random traffic through random events for some minutes; the report is
+    /// target/reports/soak.md
     Soak(commands::soak::Options),
     /// Measure how fast the device is, beside what it competes with; the report is
     /// target/reports/bench.md
@@ -96,8 +99,7 @@ enum Command {
     Setup,
     /// Make the guest images of Debian 13 (sid's are made when they are wanted)
     Images,
-    /// Print the path of the root in which the module for a guest kernel is compiled, or run a
-    /// command in it
+    /// Print where the module for a guest kernel is compiled, or run a command there
     BuildRoot {
         /// The guest kernel; its release is in KVER for the command
         #[arg(value_enum)]

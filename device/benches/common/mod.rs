@@ -23,7 +23,7 @@ use vhost_device_rdma_bare::{
 const SIZE: u32 = 64;
 /// Work requests of a list.
 const LIST: u32 = 32;
-/// Work requests of a list that is all of the turn of a queue pair that is alone.
+/// Work requests of a list that is the whole budget of a queue pair that is alone.
 const LONE_LIST: u32 = LONE_BUDGET.messages;
 /// Entries of the queues of a queue pair.
 const ENTRIES: u32 = 128;
@@ -32,7 +32,7 @@ const MANY: u32 = 1000;
 /// Queue pairs that are polled in one poll iteration.
 const SOME: u32 = 16;
 /// Rounds that a step may take.
-const PATIENCE: u32 = 100_000_000;
+const ROUNDS: u32 = 100_000_000;
 const QKEY: u32 = 0x1111;
 /// A datagram's receive begins with room for a GRH.
 const GRH: u32 = 40;
@@ -103,8 +103,8 @@ impl Bed {
         }
     }
 
-    /// The same, with busy polling for what comes next. Returns whether that found more work for the
-    /// last queue pair.
+    /// The same, with busy polling for what comes next. Returns whether that found more work for
+    /// the last queue pair.
     #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn busy_round(&mut self) -> bool {
         self.work.as_mut().is_some_and(Loop::busy_round)
@@ -123,7 +123,7 @@ impl Drop for Bed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verb {
     /// Nothing.
-    Look,
+    Nothing,
     Write,
     Send,
     /// To a queue pair with a shared receive queue.
@@ -164,7 +164,7 @@ const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Worklo
 
 /// All of them.
 pub const WORKLOADS: [Workload; 16] = [
-    workload("a look that finds nothing", Verb::Look, 1, 1),
+    workload("a poll iteration that finds nothing", Verb::Nothing, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
     workload("WRITE, lists of 32", Verb::Write, LIST, 1),
     workload("WRITE, lists of 96", Verb::Write, LONE_LIST, 1),
@@ -319,7 +319,7 @@ impl Flow {
             Verb::Send | Verb::SendShared | Verb::Datagram | Verb::DatagramInTurn
         );
         let mut left = match self.workload.verb {
-            Verb::Look => 0,
+            Verb::Nothing => 0,
             _ if receives => self.workload.qps + self.messages(),
             _ => self.workload.qps,
         };
@@ -327,11 +327,11 @@ impl Flow {
             if receives {
                 self.post_receives(qp, peer);
             }
-            if self.workload.verb != Verb::Look {
+            if self.workload.verb != Verb::Nothing {
                 self.post(qp, peer);
             }
         }
-        for _ in 0..PATIENCE {
+        for _ in 0..ROUNDS {
             round();
             left -= self.from.take() + self.to.take();
             if left == 0 {

@@ -13,7 +13,7 @@ use crate::engine::events::notify;
 use crate::engine::tables::Tables;
 use crate::memory::Pages;
 use crate::rnic::Rnic;
-use crate::verbs::cq::{clock, Cq, Ring, STRIDES};
+use crate::verbs::cq::{clock, Cq, CqRing, STRIDES};
 use crate::verbs::Error;
 
 /// Checks a ring and resolves its buffer.
@@ -40,7 +40,7 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error
     let mut tables = rnic.tables_mut();
     let buffer = tables.adopt(pages)?;
     let footprint = buffer.footprint();
-    let ring = Ring {
+    let ring = CqRing {
         buffer,
         offset: u64::from(body.ring_offset),
         entries: body.entries,
@@ -70,7 +70,7 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeCq) -> Result<Vec<u8>, Error
     let cq = find(&tables, body.cqn)?;
     let buffer = tables.adopt(pages)?;
     let (old, new) = (cq.footprint(), buffer.footprint());
-    let ring = Ring {
+    let ring = CqRing {
         buffer,
         offset: u64::from(body.ring_offset),
         entries: body.entries,
@@ -114,4 +114,134 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
         }
     }
     Ok(Vec::new())
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_rdma_spec::command::status::{EBUSY, EFAULT, EINVAL, ENOENT, ENOMEM};
+    use virtio_rdma_spec::command::{opcode, HandleResponse};
+
+    use super::super::fixture::{name, Host, LIMITS};
+    use super::*;
+
+    const FEATURES: u64 = 1 << feature::RC
+        | 1 << feature::RESIZE_CQ
+        | 1 << feature::CQ_MODERATION
+        | 1 << feature::CQ_TIMESTAMP;
+
+    type Change<T> = fn(&mut T);
+
+    // D-CMD-004, D-CMD-008.
+    #[test]
+    fn a_completion_queue_is_checked_before_it_is_created() {
+        let vm = Host::new().vm(1 << feature::RC);
+        let good = vm.cq_body();
+        let create = |change: Change<CreateCq>| {
+            let mut body = good;
+            change(&mut body);
+            let made = vm.ask::<_, HandleResponse>(opcode::CREATE_CQ, &body);
+            made.map(|made| made.handle).map_err(name)
+        };
+        for change in [
+            (|c| c.entries = 0) as Change<CreateCq>,
+            |c| c.entries = 63,
+            |c| c.entries = 2 * MAX_CQ_ENTRIES,
+            // A record of 128 bytes, 64 entries of 32 bytes, and two pages.
+            |c| c.entries = 256,
+            |c| c.comp_vector = 4,
+            |c| c.stride = 16,
+            // Without CQ_TIMESTAMP.
+            |c| c.stride = 64,
+            |c| c.ring_offset = 64,
+            |c| c.ring_offset = 127,
+            |c| c.ring_offset = 144,
+            |c| c.ring_offset = u32::MAX - 31,
+            |c| c.flags = 1,
+            |c| c.reserved = 1,
+            |c| c.buffer.count = 0,
+            |c| c.buffer.page_shift = 13,
+            |c| c.buffer.levels = 4,
+            |c| c.buffer.reserved = 1,
+        ] {
+            assert_eq!(create(change), Err(name(EINVAL)));
+        }
+        assert_eq!(create(|c| c.buffer.addr = 1 << 40), Err(name(EFAULT)));
+        assert_eq!(create(|c| c.buffer.addr += 8), Err(name(EFAULT)));
+        assert_eq!(vm.rnic.tables().footprint.bytes(), 0, "nothing is left");
+        let numbers: Vec<_> = (0..LIMITS.cqs).map(|_| create(|_| ()).unwrap()).collect();
+        assert_eq!(create(|_| ()), Err(name(ENOMEM)));
+        vm.handle(opcode::DESTROY_CQ, numbers[0]).unwrap();
+        assert_eq!(vm.handle(opcode::DESTROY_CQ, numbers[0]), Err(ENOENT));
+    }
+
+    // D-CMD-008.
+    #[test]
+    fn a_queue_that_is_used_is_not_destroyed() {
+        let vm = Host::new().vm(FEATURES);
+        let body = vm.qp_body();
+        let qp = vm.make_qp(&body).unwrap();
+        assert_eq!(vm.handle(opcode::DESTROY_CQ, body.send_cq), Err(EBUSY));
+        vm.handle(opcode::DESTROY_QP, qp.qpn).unwrap();
+        vm.handle(opcode::DESTROY_CQ, body.send_cq).unwrap();
+    }
+
+    // D-CMD-004, D-CMD-008.
+    #[test]
+    fn another_buffer_is_checked_as_the_first_was() {
+        let vm = Host::new().vm(FEATURES);
+        let cqn = vm.cq();
+        let good = ResizeCq {
+            cqn,
+            entries: 32,
+            ring_offset: 128,
+            buffer: vm.pages(12, &[12]),
+            ..ResizeCq::default()
+        };
+        let resize = |change: Change<ResizeCq>| {
+            let mut body = good;
+            change(&mut body);
+            let moved = vm.ask::<_, HandleResponse>(opcode::RESIZE_CQ, &body);
+            moved.map(|moved| moved.handle).map_err(name)
+        };
+        let before = vm.rnic.tables().footprint.bytes();
+        assert_eq!(resize(|r| r.cqn += 1), Err(name(ENOENT)));
+        for change in [
+            (|r| r.entries = 0) as Change<ResizeCq>,
+            |r| r.entries = 48,
+            |r| r.entries = 128,
+            |r| r.ring_offset = 64,
+            |r| r.ring_offset = 96,
+            |r| r.ring_offset = 130,
+            |r| r.reserved0 = 1,
+            |r| r.reserved1 = 1,
+        ] {
+            assert_eq!(resize(change), Err(name(EINVAL)));
+        }
+        assert_eq!(resize(|r| r.buffer.addr = 1 << 40), Err(name(EFAULT)));
+        assert_eq!(vm.rnic.tables().footprint.bytes(), before);
+        assert_eq!(resize(|_| ()), Ok(0), "there was nothing to move");
+        vm.handle(opcode::DESTROY_CQ, cqn).unwrap();
+        assert_eq!(vm.rnic.tables().footprint.bytes(), 0);
+    }
+
+    #[test]
+    fn a_clock_goes_forward_and_moderation_needs_a_queue() {
+        let vm = Host::new().vm(FEATURES);
+        let ask = || vm.ask::<[u8; 0], QueryClockResponse>(opcode::QUERY_CLOCK, &[]);
+        let (first, second) = (ask().unwrap().clock, ask().unwrap().clock);
+        assert!(first <= second);
+        let moderate = |cqn, reserved| {
+            let body = ModifyCq {
+                cqn,
+                count: 8,
+                period: 100,
+                reserved,
+            };
+            vm.tell(opcode::MODIFY_CQ, &body)
+        };
+        let cqn = vm.cq();
+        moderate(cqn, 0).unwrap();
+        assert_eq!(moderate(cqn, 1), Err(EINVAL));
+        assert_eq!(moderate(cqn + 1, 0), Err(ENOENT));
+    }
 }

@@ -4,6 +4,8 @@
 //! The command is a private copy already. Everything in it is checked here, before any object
 //! changes.
 mod cq;
+#[cfg(test)]
+pub(crate) mod fixture;
 mod memory;
 mod queue_pair;
 mod srq;
@@ -399,4 +401,301 @@ fn check_ring(
         .ok_or(Error::Invalid)?;
     let end = u64::from(offset).checked_add(size).ok_or(Error::Invalid)?;
     zero(offset as usize >= record && offset % stride.max(1) == 0 && end <= len)
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_rdma_spec::command::status::{EBUSY, EFAULT, EINVAL, ENOENT, ENOMEM, EOPNOTSUPP};
+    use virtio_rdma_spec::event::event_type;
+
+    use super::fixture::{name, page, Host, TestVm, LIMITS, PAGES, WORKERS};
+    use super::*;
+
+    const RC: u64 = 1 << feature::RC;
+
+    // D-CMD-004, D-CMD-005, D-CMD-008.
+    #[test]
+    fn a_command_is_as_long_as_it_says_and_zero_beyond_what_is_known() {
+        let vm = Host::new().vm(RC);
+        let command = |opcode: u16, reserved: u16, length: u32, body: &[u8]| {
+            let header = CommandHeader {
+                opcode,
+                reserved,
+                length,
+            };
+            vm.send(&[&header.to_bytes()[..], body].concat())
+        };
+        let pd = opcode::CREATE_PD;
+        for length in [0, 7, 9, u32::MAX] {
+            assert_eq!(command(pd, 0, length, &[]), Err(EINVAL), "{length}");
+        }
+        for short in 0..CommandHeader::SIZE {
+            let bytes = CommandHeader {
+                opcode: opcode::QUERY_DEVICE,
+                length: 8,
+                ..CommandHeader::default()
+            };
+            assert_eq!(vm.send(&bytes.to_bytes()[..short]), Err(EINVAL));
+        }
+        assert_eq!(command(pd, 1, 8, &[]), Err(EINVAL));
+        assert_eq!(command(pd, 0, 11, &[0, 0, 1]), Err(EINVAL));
+        let handle = [9, 0, 0, 0, 0, 0, 0, 0];
+        let destroy = opcode::DESTROY_PD;
+        assert_eq!(command(destroy, 0, 15, &handle), Err(EINVAL));
+        assert_eq!(
+            command(destroy, 0, 17, &[&handle[..], &[1]].concat()),
+            Err(EINVAL)
+        );
+        assert_eq!(
+            command(destroy, 0, 16, &[9, 0, 0, 0, 1, 0, 0, 0]),
+            Err(EINVAL)
+        );
+        assert_eq!(
+            command(destroy, 0, 17, &[&handle[..], &[0]].concat()),
+            Err(ENOENT)
+        );
+        // What is behind the length is another's affair.
+        assert_eq!(
+            command(destroy, 0, 16, &[&handle[..], &[1]].concat()),
+            Err(ENOENT)
+        );
+        for unknown in [0, 0x0f, 0x26, 0x54, 0xffff] {
+            assert_eq!(command(unknown, 1, 8, &[1]), Err(EOPNOTSUPP), "{unknown}");
+        }
+        assert_eq!(vm.rnic.tables().pds.len(), 0, "nothing was executed");
+    }
+
+    /// Every opcode is refused without the feature that it belongs to, whatever its body is.
+    // D-FEAT-004.
+    #[test]
+    fn commands_of_features_that_were_not_accepted_are_unknown() {
+        let vm = Host::new().vm(RC);
+        for (opcode, size) in [
+            (opcode::QUERY_CLOCK, 0),
+            (opcode::SET_PORT_STATE, 8),
+            (opcode::CREATE_XRCD, 0),
+            (opcode::DESTROY_XRCD, 8),
+            (opcode::REREG_MR, 72),
+            (opcode::ALLOC_MR, 16),
+            (opcode::ALLOC_MW, 16),
+            (opcode::RESIZE_CQ, 40),
+            (opcode::MODIFY_CQ, 16),
+            (opcode::CREATE_SRQ, 64),
+            (opcode::MODIFY_SRQ, 16),
+            (opcode::QUERY_SRQ, 8),
+            (opcode::DESTROY_SRQ, 8),
+            (opcode::RESIZE_SRQ, 48),
+            (opcode::ATTACH_MCAST, 24),
+            (opcode::DETACH_MCAST, 24),
+        ] {
+            let refused = vm.command(opcode, &vec![0; size]).map_err(name);
+            assert_eq!(refused, Err(name(EOPNOTSUPP)), "{:?}", opcode::name(opcode));
+        }
+    }
+
+    #[test]
+    fn the_device_tells_its_limits() {
+        let vm = Host::new().vm(RC);
+        let told: QueryDeviceResponse = vm.ask(opcode::QUERY_DEVICE, &[0u8; 0]).unwrap();
+        assert_eq!(told.node_guid, vm.rnic.config().node_guid);
+        assert_eq!(
+            [told.max_pd, told.max_mr, told.max_cq, told.max_qp],
+            [LIMITS.pds, LIMITS.mrs, LIMITS.cqs, LIMITS.qps]
+        );
+        assert_eq!(
+            [told.max_srq, told.max_mw, told.max_xrcd, told.max_context],
+            [LIMITS.srqs, LIMITS.mws, LIMITS.xrcds, LIMITS.contexts]
+        );
+        assert_eq!((told.pkey_table_len, told.max_qp_wr), (1, MAX_WQ_ENTRIES));
+        assert_eq!(vm.command(opcode::QUERY_DEVICE, &[1]), Err(EINVAL));
+    }
+
+    // D-QPORT-001.
+    #[test]
+    fn a_port_is_up_while_driver_and_link_have_it_up() {
+        let host = Host::new();
+        let vm = host.vm(RC | 1 << feature::PORT_STATE);
+        let query = |port_num| {
+            let body = QueryPort {
+                port_num,
+                reserved: [0; 7],
+            };
+            vm.ask::<_, QueryPortResponse>(opcode::QUERY_PORT, &body)
+        };
+        let state = || {
+            let port = query(1).unwrap();
+            (port.state, port.phys_state)
+        };
+        assert_eq!(query(0), Err(EINVAL));
+        assert_eq!(query(2), Err(EINVAL));
+        assert_eq!(state(), (4, 5));
+        let set = |port_num, up| {
+            let body = SetPortState {
+                port_num,
+                up,
+                reserved: [0; 6],
+            };
+            vm.tell(opcode::SET_PORT_STATE, &body)
+        };
+        assert_eq!((set(2, 1), set(1, 2)), (Err(EINVAL), Err(EINVAL)));
+        set(1, 0).unwrap();
+        assert_eq!(state(), (1, 3));
+        let link = vm.rnic.settings.link.clone();
+        host.adapter.set_link(&link, false);
+        set(1, 1).unwrap();
+        assert_eq!(state(), (1, 3), "the link is down");
+        host.adapter.set_link(&link, true);
+        assert_eq!(state(), (4, 5));
+        let told = [event_type::PORT_ERR, event_type::PORT_ACTIVE];
+        assert_eq!(vm.events.take(), told.map(|event| (event, 1)));
+    }
+
+    // D-GID-001, D-CMD-008.
+    #[test]
+    fn an_entry_of_the_gid_table_is_checked_and_belongs_to_one_vm() {
+        let host = Host::new();
+        let (a, b) = (host.vm(RC), host.vm(RC));
+        let gid = |last| {
+            let mut gid = [0xfe; 16];
+            gid[15] = last;
+            gid
+        };
+        let good = TestVm::gid_body(gid(1));
+        let refused = |change: fn(&mut SetGid)| {
+            let mut body = good;
+            change(&mut body);
+            a.set_gid(&body).map_err(name)
+        };
+        for change in [
+            (|g| g.port_num = 2) as fn(&mut SetGid),
+            |g| g.index = GID_TABLE_LEN as u16,
+            |g| g.gid_type = 2,
+            |g| g.vlan = 4095,
+            |g| g.vlan = 0xfffe,
+            |g| g.reserved[11] = 1,
+        ] {
+            assert_eq!(refused(change), Err(name(EINVAL)));
+        }
+        for vlan in [0, 4094, 0xffff] {
+            a.set_gid(&SetGid { vlan, ..good }).unwrap();
+        }
+        assert_eq!(b.set_gid(&good), Err(EBUSY));
+        // Twice in the table: it is given back with the second entry.
+        a.set_gid(&SetGid { index: 1, ..good }).unwrap();
+        a.set_gid(&TestVm::gid_body([0; 16])).unwrap();
+        assert_eq!(b.set_gid(&good), Err(EBUSY));
+        a.set_gid(&SetGid {
+            index: 1,
+            ..TestVm::gid_body(gid(2))
+        })
+        .unwrap();
+        b.set_gid(&good).unwrap();
+    }
+
+    // D-STS-001.
+    #[test]
+    fn the_status_page_has_the_words_of_all_workers() {
+        let vm = Host::new().vm(RC);
+        let set = |addr| vm.tell(opcode::SET_STATUS_PAGE, &SetStatusPage { addr });
+        assert_eq!(set(8), Err(EINVAL));
+        assert_eq!(set(2 * PAGES * PAGE_SIZE), Err(EFAULT));
+        let words = [7 << 32 | 7u64; 512];
+        vm.write(3, &words);
+        vm.write(4, &words);
+        set(3 * PAGE_SIZE).unwrap();
+        let polling = worker_status::POLLING;
+        assert!([polling, worker_status::SLEEPING].contains(&vm.read(3)));
+        set(4 * PAGE_SIZE).unwrap();
+        set(0).unwrap();
+        let last = vm.read(3);
+        vm.write(4, &words);
+        vm.rnic.tables().announce_all(WORKERS.into(), polling);
+        assert_eq!(
+            (vm.read(3), vm.read(4)),
+            (last, 7),
+            "there is no page any longer"
+        );
+    }
+
+    // D-CMD-008.
+    #[test]
+    fn contexts_have_doorbell_memory_for_each_worker() {
+        let vm = Host::new().vm(RC);
+        let good = vm.context_body();
+        let create = |change: &dyn Fn(&mut CreateContext)| {
+            let mut body = good;
+            change(&mut body);
+            let made = vm.ask::<_, HandleResponse>(opcode::CREATE_CONTEXT, &body);
+            made.map(|made| made.handle).map_err(name)
+        };
+        assert_eq!(good.doorbell.count, 3 * u32::from(WORKERS));
+        assert_eq!(create(&|c| c.doorbell.count -= 1), Err(name(EINVAL)));
+        assert_eq!(create(&|c| c.reserved = 1), Err(name(EINVAL)));
+        assert_eq!(create(&|c| c.doorbell.page_shift = 13), Err(name(EINVAL)));
+        assert_eq!(create(&|c| c.doorbell.addr += 8), Err(name(EFAULT)));
+        let contexts: Vec<_> = (0..LIMITS.contexts)
+            .map(|_| create(&|_| ()).unwrap())
+            .collect();
+        assert_eq!(create(&|_| ()), Err(name(ENOMEM)));
+        let footprint = vm.rnic.tables().footprint.bytes();
+        for context in contexts {
+            vm.handle(opcode::DESTROY_CONTEXT, context).unwrap();
+            assert_eq!(vm.handle(opcode::DESTROY_CONTEXT, context), Err(ENOENT));
+        }
+        assert!(footprint > vm.rnic.tables().footprint.bytes());
+        assert_eq!(vm.rnic.tables().footprint.bytes(), 0);
+    }
+
+    // D-CMD-008.
+    #[test]
+    fn protection_domains_come_and_go() {
+        let vm = Host::new().vm(RC | 1 << feature::MW);
+        let pds: Vec<_> = (0..LIMITS.pds).map(|_| vm.pd()).collect();
+        assert_eq!(vm.create(opcode::CREATE_PD), Err(ENOMEM));
+        vm.handle(opcode::DESTROY_PD, pds[0]).unwrap();
+        assert_eq!(vm.handle(opcode::DESTROY_PD, pds[0]), Err(ENOENT));
+        // The region's own, and the last that there may be.
+        let region = vm.register(&vm.mr_body()).unwrap();
+        let owner = vm.rnic.tables().keys.region(region.lkey).unwrap().pd;
+        assert_eq!(vm.handle(opcode::DESTROY_PD, owner), Err(EBUSY));
+        vm.handle(opcode::DEREG_MR, region.lkey).unwrap();
+        vm.handle(opcode::DESTROY_PD, owner).unwrap();
+    }
+
+    /// A page may be larger than 4 KiB, but lies in one range of guest memory.
+    // D-PAGE-002.
+    #[test]
+    fn a_page_does_not_lie_in_two_ranges() {
+        let vm = Host::new().vm(RC);
+        let pd = vm.pd();
+        let register = |first: u64, count: u32| {
+            let pages = PageList {
+                count,
+                page_shift: 13,
+                ..page(first)
+            };
+            let length = u64::from(count) << 13;
+            let body = virtio_rdma_spec::command::RegMr {
+                pd,
+                length,
+                pages,
+                ..Default::default()
+            };
+            vm.register(&body).map(|keys| keys.lkey)
+        };
+        // The first range ends within the page that begins here.
+        let last = PAGES - 1;
+        assert_eq!(last % 2, 0);
+        assert_eq!(register(last, 1), Err(EFAULT));
+        assert_eq!(register(2 * PAGES, 1), Err(EFAULT));
+        assert_eq!(
+            register(last + 1, 1),
+            Err(EINVAL),
+            "not aligned to its size"
+        );
+        register(last - 2, 1).unwrap();
+        register(last + 2, 1).unwrap();
+        // More pages than the list can have are not even looked for.
+        assert_eq!(register(0, 2), Err(EINVAL));
+    }
 }

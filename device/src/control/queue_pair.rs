@@ -266,11 +266,11 @@ pub(super) fn fill_slot(
     context: u32,
     index: u16,
     slot: u32,
-    rung: DoorbellTarget,
+    target: DoorbellTarget,
 ) {
     if let Some(context) = tables.contexts.get_mut(context) {
         if let Some(slots) = context.workers.get_mut(usize::from(index)) {
-            slots.set(slot, rung);
+            slots.set(slot, target);
         }
     }
 }
@@ -399,4 +399,337 @@ pub(super) fn detach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Erro
     }
     rnic.registry().leave(body.gid, rnic.vm(), Some(body.qpn));
     Ok(Vec::new())
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_rdma_spec::command::status::{EBUSY, EFAULT, EINVAL, ENOENT, ENOMEM, EOPNOTSUPP};
+    use virtio_rdma_spec::command::{opcode, Handle, QpAttr};
+    use virtio_rdma_spec::verbs::{access, qp_attr, qp_state};
+
+    use super::super::fixture::{name, Host, TestVm, LIMITS, WORKERS};
+    use super::*;
+    use crate::limits::GID_TABLE_LEN;
+
+    const RC: u64 = 1 << feature::RC;
+    const TYPES: u64 = RC | 1 << feature::UD | 1 << feature::SRQ | 1 << feature::XRC;
+
+    type Change<T> = fn(&mut T);
+
+    fn created(
+        vm: &TestVm,
+        good: &CreateQp,
+        change: Change<CreateQp>,
+    ) -> Result<u32, &'static str> {
+        let mut body = *good;
+        change(&mut body);
+        vm.make_qp(&body).map(|made| made.qpn).map_err(name)
+    }
+
+    // D-CMD-004, D-CMD-008.
+    #[test]
+    fn a_queue_pair_is_checked_before_it_is_created() {
+        let vm = Host::new().vm(RC);
+        let good = vm.qp_body();
+        let before = vm.rnic.tables().footprint.bytes();
+        let create = |change| created(&vm, &good, change);
+        for change in [
+            (|q| q.pd = 99) as Change<CreateQp>,
+            |q| q.context = 99,
+            |q| q.send_cq = 99,
+            |q| q.recv_cq = 99,
+        ] {
+            assert_eq!(create(change), Err(name(ENOENT)));
+        }
+        for change in [
+            (|q| q.qp_type = qp_type::UD) as Change<CreateQp>,
+            |q| q.qp_type = qp_type::UC,
+            |q| q.qp_type = qp_type::XRC_INI,
+            |q| (q.srq, q.rq_entries) = (1, 0),
+        ] {
+            assert_eq!(create(change), Err(name(EOPNOTSUPP)));
+        }
+        for change in [
+            (|q| q.qp_type = 0) as Change<CreateQp>,
+            |q| q.qp_type = 200,
+            |q| q.flags = 4,
+            |q| q.flags = create_qp_flag::BLOCK_MULTICAST_LOOPBACK,
+            |q| q.xrcd = 1,
+            |q| q.reserved0 = 1,
+            |q| q.reserved1[11] = 1,
+            |q| q.sq_entries = 3,
+            |q| q.sq_entries = 2 * MAX_WQ_ENTRIES,
+            |q| q.rq_entries = 5,
+            |q| q.sq_stride = 32,
+            |q| q.sq_stride = 96,
+            |q| q.sq_stride = 2 * MAX_WQE_STRIDE,
+            |q| q.rq_stride = 16,
+            |q| q.sq_offset = 0,
+            |q| q.sq_offset = 96,
+            |q| q.rq_offset = 64,
+            |q| q.rq_offset = 4096,
+            |q| q.max_send_sge = 33,
+            |q| q.max_send_sge = 2,
+            |q| q.max_recv_sge = 2,
+            |q| q.max_inline = 17,
+            |q| q.max_inline = u32::MAX,
+            |q| q.buffer.page_shift = 13,
+        ] {
+            assert_eq!(create(change), Err(name(EINVAL)));
+        }
+        assert_eq!(create(|q| q.buffer.addr = 1 << 40), Err(name(EFAULT)));
+        assert_eq!(
+            vm.rnic.tables().footprint.bytes(),
+            before,
+            "nothing is left"
+        );
+        assert_eq!(vm.handle(opcode::DESTROY_CONTEXT, good.context), Ok(()));
+        assert_eq!(create(|_| ()), Err(name(ENOENT)), "its context is gone");
+    }
+
+    // D-CMD-008, D-QP-001.
+    #[test]
+    fn queue_pairs_are_spread_over_workers_and_limited() {
+        let vm = Host::new().vm(RC);
+        let good = vm.qp_body();
+        let made: Vec<_> = (0..LIMITS.qps)
+            .map(|_| vm.make_qp(&good).unwrap())
+            .collect();
+        assert_eq!(vm.make_qp(&good).map_err(name), Err(name(ENOMEM)));
+        for (n, qp) in (0..).zip(&made) {
+            assert_eq!(qp.doorbell_queue, n % u32::from(WORKERS));
+            assert_eq!(qp.slot, n / u32::from(WORKERS));
+        }
+        assert_eq!(vm.handle(opcode::DESTROY_CONTEXT, good.context), Err(EBUSY));
+        assert_eq!(vm.handle(opcode::DESTROY_PD, good.pd), Err(EBUSY));
+        for qp in made {
+            vm.handle(opcode::DESTROY_QP, qp.qpn).unwrap();
+            assert_eq!(vm.handle(opcode::DESTROY_QP, qp.qpn), Err(ENOENT));
+        }
+        vm.handle(opcode::DESTROY_CONTEXT, good.context).unwrap();
+        vm.handle(opcode::DESTROY_PD, good.pd).unwrap();
+    }
+
+    // D-CMD-008.
+    #[test]
+    fn each_type_has_what_it_has() {
+        let vm = Host::new().vm(TYPES);
+        let good = vm.qp_body();
+        let create = |change| created(&vm, &good, change);
+        // A datagram's entry has 64 bytes before its list.
+        assert_eq!(create(|q| q.qp_type = qp_type::UD), Err(name(EINVAL)));
+        let datagram = CreateQp {
+            sq_stride: 128,
+            sq_offset: 128,
+            rq_offset: 128 + 16 * 128,
+            ..good
+        };
+        let gsi = |q: &mut CreateQp| q.qp_type = qp_type::GSI;
+        let first = created(&vm, &datagram, gsi).unwrap();
+        assert_eq!(created(&vm, &datagram, gsi), Err(name(EBUSY)));
+        vm.handle(opcode::DESTROY_QP, first).unwrap();
+        created(&vm, &datagram, gsi).unwrap();
+        for change in [
+            (|q| q.qp_type = qp_type::XRC_INI) as Change<CreateQp>,
+            |q| q.qp_type = qp_type::XRC_TGT,
+            |q| q.srq = 1,
+        ] {
+            assert_eq!(create(change), Err(name(EINVAL)));
+        }
+        assert_eq!(
+            create(|q| (q.srq, q.rq_entries) = (1, 0)),
+            Err(name(ENOENT))
+        );
+        let domain = vm.create(opcode::CREATE_XRCD).unwrap();
+        let target = CreateQp {
+            qp_type: qp_type::XRC_TGT,
+            xrcd: domain,
+            ..CreateQp::default()
+        };
+        assert_eq!(created(&vm, &target, |q| q.xrcd += 1), Err(name(ENOENT)));
+        let target = created(&vm, &target, |_| ()).unwrap();
+        assert_eq!(vm.handle(opcode::DESTROY_XRCD, domain), Err(EBUSY));
+        vm.handle(opcode::DESTROY_QP, target).unwrap();
+        vm.handle(opcode::DESTROY_XRCD, domain).unwrap();
+    }
+
+    fn query(vm: &TestVm, handle: u32) -> Result<QpAttr, &'static str> {
+        let body = Handle {
+            handle,
+            reserved: 0,
+        };
+        let response = vm.ask::<_, QueryQpResponse>(opcode::QUERY_QP, &body);
+        response.map(|response| response.attr).map_err(name)
+    }
+
+    const RTR: u32 = qp_attr::STATE
+        | qp_attr::AV
+        | qp_attr::PATH_MTU
+        | qp_attr::DEST_QPN
+        | qp_attr::RQ_PSN
+        | qp_attr::MAX_DEST_RD_ATOMIC
+        | qp_attr::MIN_RNR_TIMER;
+
+    fn ready_to_receive() -> QpAttr {
+        let mut attr = QpAttr {
+            qp_state: qp_state::RTR,
+            path_mtu: 5,
+            dest_qp_num: 77,
+            max_dest_rd_atomic: 4,
+            ..QpAttr::default()
+        };
+        attr.av.port_num = 1;
+        attr.av.dgid = [1; 16];
+        attr
+    }
+
+    // D-CMD-004, D-CMD-008, D-MOD-002, D-QPS-001.
+    #[test]
+    fn attributes_are_checked_and_told() {
+        let vm = Host::new().vm(RC);
+        let qpn = vm.make_qp(&vm.qp_body()).unwrap().qpn;
+        let modify = |mask, attr| vm.modify(qpn, mask, attr).map_err(name);
+        assert_eq!(query(&vm, qpn + 1), Err(name(ENOENT)));
+        assert_eq!(
+            vm.modify(qpn + 1, qp_attr::STATE, QpAttr::default()),
+            Err(ENOENT)
+        );
+        let reset = QpAttr {
+            port_num: 1,
+            ..QpAttr::default()
+        };
+        assert_eq!(query(&vm, qpn), Ok(reset));
+        // Not from here, not without what it needs, and not with what there is not.
+        assert_eq!(modify(RTR, ready_to_receive()), Err(name(EINVAL)));
+        let init = QpAttr {
+            qp_state: qp_state::INIT,
+            ..reset
+        };
+        let mask = qp_attr::STATE | qp_attr::PKEY_INDEX | qp_attr::PORT | qp_attr::ACCESS_FLAGS;
+        assert_eq!(modify(mask & !qp_attr::PORT, init), Err(name(EINVAL)));
+        assert_eq!(modify(mask | qp_attr::TIMEOUT, init), Err(name(EINVAL)));
+        assert_eq!(modify(mask | 1 << 31, init), Err(name(EINVAL)));
+        assert_eq!(
+            modify(mask | qp_attr::ALT_PATH, init),
+            Err(name(EOPNOTSUPP))
+        );
+        for change in [
+            (|a| a.port_num = 2) as Change<QpAttr>,
+            |a| a.pkey_index = 1,
+            |a| a.access_flags = 1 << 30,
+            |a| a.reserved0[5] = 1,
+            |a| a.reserved1[15] = 1,
+            |a| a.av.reserved[6] = 1,
+        ] {
+            let mut attr = init;
+            change(&mut attr);
+            assert_eq!(modify(mask, attr), Err(name(EINVAL)));
+        }
+        // Whether the queue drains is the device's to say: a driver may pass on what it read.
+        let draining = QpAttr {
+            sq_draining: 1,
+            access_flags: access::REMOTE_READ,
+            ..init
+        };
+        assert_eq!(modify(mask, draining), Ok(()));
+        let told = query(&vm, qpn).unwrap();
+        assert_eq!(
+            (told.qp_state, told.cur_qp_state),
+            (qp_state::INIT, qp_state::INIT)
+        );
+        assert_eq!(
+            (told.access_flags, told.sq_draining),
+            (access::REMOTE_READ, 0)
+        );
+    }
+
+    /// A fabric without packets goes by no index, but it is one of the table.
+    // D-CMD-008.
+    #[test]
+    fn an_address_is_checked_where_it_is_set() {
+        let vm = Host::new().vm(RC);
+        let qpn = vm.make_qp(&vm.qp_body()).unwrap().qpn;
+        vm.init(qpn).unwrap();
+        for change in [
+            (|a| a.av.port_num = 0) as Change<QpAttr>,
+            |a| a.av.sl = 16,
+            |a| a.av.flow_label = 1 << 20,
+            |a| a.av.sgid_index = GID_TABLE_LEN as u16,
+            |a| a.av.dgid = [0; 16],
+            |a| a.path_mtu = 0,
+            |a| a.path_mtu = 6,
+            |a| a.rq_psn = 1 << 24,
+            |a| a.dest_qp_num = 1 << 24,
+            |a| a.min_rnr_timer = 32,
+            |a| a.max_dest_rd_atomic = 129,
+        ] {
+            let mut attr = ready_to_receive();
+            change(&mut attr);
+            assert_eq!(vm.modify(qpn, RTR, attr).map_err(name), Err(name(EINVAL)));
+        }
+        let mut attr = ready_to_receive();
+        // No GID is there.
+        attr.av.sgid_index = GID_TABLE_LEN as u16 - 1;
+        attr.av.static_rate = 18;
+        vm.modify(qpn, RTR, attr).unwrap();
+        let told = query(&vm, qpn).unwrap();
+        assert_eq!(told.av, attr.av);
+        // What is asked of the state is the state.
+        let mask = qp_attr::STATE | qp_attr::CUR_STATE;
+        let wrong = QpAttr {
+            qp_state: qp_state::ERR,
+            cur_qp_state: qp_state::RTS,
+            ..QpAttr::default()
+        };
+        assert_eq!(vm.modify(qpn, mask, wrong), Err(EINVAL));
+        let reset = QpAttr::default();
+        vm.modify(qpn, qp_attr::STATE, reset).unwrap();
+        assert_eq!(query(&vm, qpn).unwrap().dest_qp_num, 0);
+    }
+
+    // D-CMD-008.
+    #[test]
+    fn attachments_to_groups_are_checked_and_limited_in_all() {
+        let vm = Host::new().vm(TYPES);
+        let body = vm.qp_body();
+        let rc = vm.make_qp(&body).unwrap().qpn;
+        let ud = vm
+            .make_qp(&CreateQp {
+                qp_type: qp_type::UD,
+                sq_stride: 128,
+                sq_offset: 128,
+                rq_offset: 128 + 16 * 128,
+                ..body
+            })
+            .unwrap()
+            .qpn;
+        let group = |n: u8| {
+            let mut gid = [0; 16];
+            (gid[0], gid[15]) = (0xff, n);
+            gid
+        };
+        let send = |opcode, gid, qpn, reserved| {
+            let body = Multicast { gid, qpn, reserved };
+            vm.tell(opcode, &body).map_err(name)
+        };
+        let attach = |gid, qpn| send(opcode::ATTACH_MCAST, gid, qpn, 0);
+        let detach = |gid, qpn| send(opcode::DETACH_MCAST, gid, qpn, 0);
+        assert_eq!(attach([0; 16], ud), Err(name(EINVAL)));
+        assert_eq!(attach(group(1), rc), Err(name(EINVAL)));
+        assert_eq!(attach(group(1), ud + 1000), Err(name(ENOENT)));
+        assert_eq!(
+            send(opcode::ATTACH_MCAST, group(1), ud, 1),
+            Err(name(EINVAL))
+        );
+        assert_eq!(detach(group(1), ud), Err(name(ENOENT)));
+        for n in 0..LIMITS.multicast as u8 {
+            assert_eq!(attach(group(n), ud), Ok(()));
+            assert_eq!(attach(group(n), ud), Ok(()), "once more changes nothing");
+        }
+        assert_eq!(attach(group(9), ud), Err(name(ENOMEM)));
+        assert_eq!(detach(group(0), ud), Ok(()));
+        assert_eq!(attach(group(9), ud), Ok(()));
+        vm.handle(opcode::DESTROY_QP, ud).unwrap();
+        assert!(vm.rnic.tables().multicast.is_empty());
+    }
 }

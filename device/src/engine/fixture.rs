@@ -29,7 +29,7 @@ use super::tables::{Gid, Pd};
 use super::vm::{Link, Network, Schedule, Vm, VmSettings, Warn};
 use crate::limits::Limits;
 use crate::memory::{fetch_bytes, region, GuestMemory, Pages};
-use crate::verbs::cq::{Cq, Ring};
+use crate::verbs::cq::{Cq, CqRing};
 use crate::verbs::footprint::Footprint;
 use crate::verbs::mr::{Backing, Mr};
 use crate::verbs::numbers::NUMBERS;
@@ -207,7 +207,7 @@ impl Guest {
         let record = CqRecord::SIZE as u64;
         let ring_pages = (record + u64::from(CQ_ENTRIES) * Cqe::SIZE as u64).div_ceil(PAGE_SIZE);
         let pages: Vec<u64> = (0..ring_pages).map(|n| n * PAGE_SIZE).collect();
-        let ring = Ring {
+        let ring = CqRing {
             buffer: Pages::resolve(&memory, &pages, 12).unwrap(),
             offset: record,
             entries: CQ_ENTRIES,

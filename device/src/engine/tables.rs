@@ -62,9 +62,9 @@ impl Slots {
     }
 
     /// Fills a reserved slot.
-    pub fn set(&mut self, slot: u32, rung: DoorbellTarget) {
+    pub fn set(&mut self, slot: u32, target: DoorbellTarget) {
         if let Some(entry) = self.entries.get_mut(slot as usize) {
-            *entry = Some(rung);
+            *entry = Some(target);
         }
     }
 

@@ -2,14 +2,14 @@
 //! Blocks of guest memory, of any address and length, resolved to host addresses.
 use std::marker::PhantomData;
 
-use super::guest::{Host, Range};
+use super::guest::{Host, MappedRange};
 use super::{ContiguousRange, Error, GuestMemory};
 
 /// A list of blocks of guest memory, resolved, that are seen as one contiguous range. Keeps the
 /// mapping that it was resolved in alive.
 #[derive(Debug)]
 pub struct Blocks {
-    place: Place,
+    mapping: BlockMapping,
     /// Where each block starts, counted from the first.
     starts: Box<[u64]>,
     /// Length of all, bytes.
@@ -18,7 +18,7 @@ pub struct Blocks {
 
 /// Where blocks are known to be.
 #[derive(Debug)]
-enum Place {
+enum BlockMapping {
     /// In this memory, at these host addresses.
     Mapped(GuestMemory, Box<[Host]>),
     /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be
@@ -30,7 +30,7 @@ enum Place {
 #[derive(Debug)]
 pub(super) struct BlockResolver {
     /// Where the last block was: most likely the next one is there, too.
-    range: Option<Range>,
+    range: Option<MappedRange>,
     starts: Vec<u64>,
     hosts: Vec<Host>,
     len: u64,
@@ -75,7 +75,7 @@ impl BlockResolver {
 
     pub(super) fn finish(self, memory: &GuestMemory) -> Result<Blocks, Error> {
         Ok(Blocks {
-            place: Place::Mapped(memory.clone(), self.hosts.into()),
+            mapping: BlockMapping::Mapped(memory.clone(), self.hosts.into()),
             starts: self.starts.into(),
             len: self.len,
         })
@@ -102,9 +102,11 @@ impl Blocks {
     /// call finds them.
     #[must_use]
     pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
-        let guest: Box<[u64]> = match &self.place {
-            Place::Mapped(memory, hosts) => hosts.iter().filter_map(|h| memory.guest(*h)).collect(),
-            Place::Lost(guest) => guest.clone(),
+        let guest: Box<[u64]> = match &self.mapping {
+            BlockMapping::Mapped(memory, hosts) => {
+                hosts.iter().filter_map(|h| memory.guest(*h)).collect()
+            }
+            BlockMapping::Lost(guest) => guest.clone(),
         };
         let ends = self.starts.iter().skip(1).chain([&self.len]);
         let lengths: Vec<u64> = self.starts.iter().zip(ends).map(|(a, b)| b - a).collect();
@@ -112,7 +114,7 @@ impl Blocks {
         memory
             .and_then(|memory| Self::resolve(memory, blocks).ok())
             .unwrap_or_else(|| Self {
-                place: Place::Lost(guest),
+                mapping: BlockMapping::Lost(guest),
                 starts: self.starts.clone(),
                 len: self.len,
             })
@@ -154,7 +156,7 @@ impl Blocks {
     /// The block that `offset` is in, and at which offset it starts; `None` beyond the end.
     #[must_use]
     pub fn contiguous(&self, offset: u64) -> Option<(u64, ContiguousRange<'_>)> {
-        let Place::Mapped(_, hosts) = &self.place else {
+        let BlockMapping::Mapped(_, hosts) = &self.mapping else {
             return None;
         };
         if offset >= self.len {

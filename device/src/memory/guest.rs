@@ -67,14 +67,14 @@ unsafe impl Sync for Host {}
 
 /// Where a region is.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Range {
+pub(super) struct MappedRange {
     user: u64,
     guest: u64,
     host: Host,
     size: u64,
 }
 
-impl Range {
+impl MappedRange {
     /// The host address of `len` bytes at `guest_addr`, if all are in the region.
     #[inline]
     pub(super) fn host(&self, guest_addr: u64, len: u64) -> Option<Host> {
@@ -88,7 +88,7 @@ impl Range {
 struct Inner {
     mmap: GuestMemoryMmap,
     /// The regions by guest-physical address.
-    ranges: Vec<Range>,
+    ranges: Vec<MappedRange>,
 }
 
 /// The memory of a VM. Cloning is cheap; a clone keeps its mappings alive.
@@ -161,7 +161,7 @@ impl GuestMemory {
             .map_err(|_| Error::Overlap(guest_addr))?;
         let mut ranges = self.0.ranges.clone();
         let at = ranges.partition_point(|range| range.guest < guest_addr);
-        let range = Range {
+        let range = MappedRange {
             user: user_addr,
             guest: guest_addr,
             host,
@@ -251,7 +251,7 @@ impl GuestMemory {
 
     /// The region that may have `guest_addr`, if one has.
     #[inline]
-    pub(super) fn range(&self, guest_addr: u64) -> Option<&Range> {
+    pub(super) fn range(&self, guest_addr: u64) -> Option<&MappedRange> {
         let ranges = &self.0.ranges;
         let after = ranges.partition_point(|range| range.guest <= guest_addr);
         ranges.get(after.checked_sub(1)?)

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use super::range::ContiguousRange;
 
-/// Size of a piece, bytes.
+/// Size of a contiguous range, bytes.
 const SIZE: usize = 64 * 1024;
 
 /// Memory of this process that is treated like a guest's.

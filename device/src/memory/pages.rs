@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use virtio_rdma_spec::command::PageList;
 
-use super::guest::{Host, Range};
+use super::guest::{Host, MappedRange};
 use super::list::{Form, ListReader, Resolved};
 use super::{ContiguousRange, Error, GuestMemory, ScatterRange};
 
 /// Where pages are known to be.
 #[derive(Debug)]
-enum Place {
+enum PageMapping {
     /// In this memory.
     Mapped(GuestMemory),
     /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be
@@ -26,7 +26,7 @@ enum Place {
 /// first unit stays within this.
 #[derive(Debug)]
 pub struct Pages {
-    place: Place,
+    mapping: PageMapping,
     /// Address of the first unit, if any page is mapped.
     first: Host,
     /// Addresses of all units; empty if there is only one.
@@ -52,7 +52,7 @@ pub(super) struct Resolver {
     /// Pages that will come, at most.
     expected: usize,
     /// Where the last page was: most likely the next one is there, too.
-    range: Option<Range>,
+    range: Option<MappedRange>,
     first: Option<Host>,
     count: u64,
     /// Empty as long as all pages follow each other.
@@ -153,7 +153,7 @@ impl Resolver {
             shift
         };
         Ok(Pages {
-            place: Place::Mapped(memory.clone()),
+            mapping: PageMapping::Mapped(memory.clone()),
             first: self.first.ok_or(Error::PageList)?,
             list: self.scattered.into(),
             mapped,
@@ -206,7 +206,7 @@ impl Pages {
 
     fn not_mapped(guest: Box<[u64]>, shift: u8) -> Self {
         Self {
-            place: Place::Lost(guest),
+            mapping: PageMapping::Lost(guest),
             first: Host(std::ptr::null_mut()),
             list: Box::default(),
             mapped: 0,
@@ -228,24 +228,24 @@ impl Pages {
 
     /// The guest-physical addresses of the pages.
     fn guest(&self) -> Box<[u64]> {
-        match &self.place {
-            Place::Mapped(memory) => (0..self.count())
+        match &self.mapping {
+            PageMapping::Mapped(memory) => (0..self.count())
                 .filter_map(|i| memory.guest(Host(self.at(i << self.shift)?.0)))
                 .collect(),
-            Place::Lost(guest) => guest.clone(),
+            PageMapping::Lost(guest) => guest.clone(),
         }
     }
 
     /// Whether the pages are not in guest memory any longer.
     #[must_use]
     pub fn lost(&self) -> bool {
-        matches!(self.place, Place::Lost(_))
+        matches!(self.mapping, PageMapping::Lost(_))
     }
 
     /// Whether the pages were resolved in this very memory.
     #[must_use]
     pub fn resolved_in(&self, memory: &GuestMemory) -> bool {
-        matches!(&self.place, Place::Mapped(own) if own.same(memory))
+        matches!(&self.mapping, PageMapping::Mapped(own) if own.same(memory))
     }
 
     /// Number of pages.
@@ -258,9 +258,9 @@ impl Pages {
     #[must_use]
     #[allow(clippy::len_without_is_empty)] // only `none` has no page
     pub fn len(&self) -> u64 {
-        match &self.place {
-            Place::Mapped(_) => self.mapped,
-            Place::Lost(guest) => (guest.len() as u64) << self.shift,
+        match &self.mapping {
+            PageMapping::Mapped(_) => self.mapped,
+            PageMapping::Lost(guest) => (guest.len() as u64) << self.shift,
         }
     }
 
@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stretch_has_all_that_is_asked_for_or_nothing() {
+    fn a_scatter_range_has_all_that_is_asked_for_or_nothing() {
         let memory = GuestMemory::new(vec![region(0, 5)]).unwrap();
         let len = |pages: &Pages, offset, len| pages.scattered(offset, len).map(|all| all.len());
         for guest in [[0x1000, 0x2000, 0x3000], [0x3000, 0, 0x4000]] {
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_pages_or_all() {
+    fn contiguous_ranges_are_pages_or_all() {
         let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
         let whole = Pages::resolve(&memory, &[0x1000, 0x2000], 12).unwrap();
         assert_eq!(

@@ -45,10 +45,10 @@ impl<'a> ScatterRange<'a> {
         size: usize,
         left: u64,
     ) -> Option<Self> {
-        let pieces = left.div_ceil(size as u64);
+        let count = left.div_ceil(size as u64);
         Some(Self {
             first,
-            more: more.get(..usize::try_from(pieces).ok()?)?,
+            more: more.get(..usize::try_from(count).ok()?)?,
             size,
             left,
         })

@@ -35,7 +35,7 @@ pub struct L2Source {
 
 /// A ring of completions in its buffer. It was checked to lie within it.
 #[derive(Debug)]
-pub struct Ring {
+pub struct CqRing {
     /// The buffer, with the `CqRecord` at its start.
     pub buffer: Pages,
     /// Offset of the first entry in the buffer, bytes.
@@ -46,7 +46,7 @@ pub struct Ring {
     pub stride: u32,
 }
 
-impl Ring {
+impl CqRing {
     fn at(&self, position: u32) -> u64 {
         let index = position & self.entries.wrapping_sub(1);
         self.offset + u64::from(index) * u64::from(self.stride)
@@ -112,7 +112,7 @@ struct Hold {
 
 #[derive(Debug)]
 struct Producer {
-    ring: Ring,
+    ring: CqRing,
     /// What the page list took of our memory when we got it, bytes.
     footprint: u64,
     /// Entries written so far.
@@ -164,7 +164,7 @@ pub struct Cq {
 impl Cq {
     /// A queue with an empty ring.
     #[must_use]
-    pub fn new(number: u32, vector: u16, ring: Ring) -> Self {
+    pub fn new(number: u32, vector: u16, ring: CqRing) -> Self {
         let fired = ring
             .buffer
             .half_word(ARM)
@@ -314,7 +314,7 @@ impl Cq {
     /// # Errors
     /// [`Error::Invalid`] if they do not fit or the queue is in error, [`Error::Fault`] if a ring
     /// is not guest memory: nothing has changed then.
-    pub fn resize(&self, ring: Ring) -> Result<(u32, bool), Error> {
+    pub fn resize(&self, ring: CqRing) -> Result<(u32, bool), Error> {
         let mut guard = self.producer();
         let producer = &mut *guard;
         let old = &producer.ring;
@@ -464,7 +464,7 @@ impl Producer {
 
 /// Writes the second half of an entry, which starts at `at`.
 #[inline(never)]
-fn extend(ring: &Ring, at: u64, source: &L2Source) -> Option<()> {
+fn extend(ring: &CqRing, at: u64, source: &L2Source) -> Option<()> {
     let extension = CqeExtension {
         timestamp: clock(),
         smac: source.mac,
@@ -476,7 +476,7 @@ fn extend(ring: &Ring, at: u64, source: &L2Source) -> Option<()> {
 
 /// Stores the half of an entry that starts at `at`, its last word after all else.
 #[inline(always)]
-fn store(ring: &Ring, at: u64, bytes: &[u8; Cqe::SIZE]) -> Option<()> {
+fn store(ring: &CqRing, at: u64, bytes: &[u8; Cqe::SIZE]) -> Option<()> {
     const WORDS: usize = Cqe::SIZE / 8;
     let words = ring.buffer.words::<{ Cqe::SIZE }>(at)?;
     for (i, (word, chunk)) in words.iter().zip(bytes.chunks_exact(8)).enumerate() {
@@ -512,10 +512,10 @@ mod tests {
     use std::collections::VecDeque;
 
     /// Rings of up to 64 KiB.
-    fn ring(entries: u32, stride: u32) -> (Ring, GuestMemory) {
+    fn ring(entries: u32, stride: u32) -> (CqRing, GuestMemory) {
         let memory = GuestMemory::new(vec![region(0, 17)]).unwrap();
         let pages: Vec<u64> = (0..17).map(|page| page << 12).collect();
-        let ring = Ring {
+        let ring = CqRing {
             buffer: Pages::resolve(&memory, &pages, 12).unwrap(),
             offset: 4096,
             entries,
@@ -822,7 +822,7 @@ mod tests {
             assert_eq!(consumer.poll().unwrap().0.wr_id, i);
         }
         let lost = ring(8, 32).0;
-        let lost = Ring {
+        let lost = CqRing {
             buffer: lost.buffer.rebase(None),
             ..lost
         };

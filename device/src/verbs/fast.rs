@@ -13,13 +13,12 @@ use crate::memory::{Form, GuestMemory};
 
 /// A fast region.
 ///
-/// Whoever accesses memory through it holds its state for reading meanwhile, so that an
-/// invalidation, which takes it for writing, returns when nobody accesses the memory any longer.
-/// Who wants to read never waits: where somebody has the state for writing, or waits for it, the
-/// region is about to be registered or invalidated, and counts as free. (A message may read one
-/// region and write another, or the same; if it waited, it could wait for one who waits for it.) So
-/// only who is sure to change the state takes it for writing: `change` is held from before that is
-/// looked at.
+/// An access to memory through it holds its state for reading meanwhile, so that an invalidation,
+/// which takes it for writing, returns when nobody accesses the memory any longer. A reader never
+/// waits: where the state is locked for writing, or a writer waits for it, the region is about to
+/// be registered or invalidated, and counts as free. (A message may read one region and write
+/// another, or the same; if it waited, it could wait for one that waits for it.) So only a change
+/// that is sure to happen takes it for writing: `change` is held from before that is looked at.
 #[derive(Debug)]
 pub struct FastMr {
     /// Protection domain.

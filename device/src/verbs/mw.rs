@@ -30,7 +30,7 @@ pub struct State {
 
 /// A memory window.
 ///
-/// Whoever accesses memory through it holds its state for reading meanwhile. So a bind or an
+/// An access to memory through it holds its state for reading meanwhile. So a bind or an
 /// invalidation, which takes it for writing, returns when nobody accesses memory by the old binding
 /// any longer.
 #[derive(Debug)]

@@ -49,8 +49,8 @@ pub struct Entries<'a> {
 
 /// The word of an entry that has its phase. All else of the entry was written before that.
 ///
-/// Whoever took the doorbell's bit before sees what was posted before the bit was set, or was seen
-/// to be set: both are sequentially consistent, and so is this.
+/// A worker that took the doorbell's bit before sees what was posted before the bit was set, or was
+/// seen to be set: both are sequentially consistent, and so is this.
 #[inline(always)]
 fn load_head(word: &AtomicU64) -> [u8; 8] {
     word.load(Ordering::SeqCst).to_ne_bytes()

@@ -224,13 +224,13 @@ impl Worker {
             EpollEvent::new(events, KICK),
         ) {
             log::error!(
-                "worker {}: cannot watch a doorbell queue: {error}",
+                "worker {}: cannot wait for a doorbell queue: {error}",
                 self.index
             );
         }
     }
 
-    /// No longer watches `fd`.
+    /// No longer waits for `fd`.
     pub fn remove_kick(&self, fd: &File) {
         let event = EpollEvent::new(EventSet::empty(), KICK);
         if let Err(error) = self
@@ -238,7 +238,7 @@ impl Worker {
             .ctl(ControlOperation::Delete, fd.as_raw_fd(), event)
         {
             log::error!(
-                "worker {}: cannot stop watching a doorbell queue: {error}",
+                "worker {}: cannot stop waiting for a doorbell queue: {error}",
                 self.index
             );
         }

@@ -66,6 +66,24 @@ fn counters_of_the_port_count_up() {
     let after = two.a.query_port().unwrap();
     assert_eq!(after.tx_messages, before.tx_messages + 10);
     assert_eq!(after.tx_bytes, before.tx_bytes + 1000);
+    // A message counts where it was asked for: a READ is sent by its requester.
+    let peer = two.b.query_port().unwrap();
+    a.qp.read(10, &[a.mr.sge(0, 300)], b.mr.iova, b.mr.rkey)
+        .unwrap();
+    assert_success(&a.sent());
+    let (read, asked) = (two.a.query_port().unwrap(), two.b.query_port().unwrap());
+    assert_eq!(read.tx_messages, after.tx_messages + 1);
+    assert_eq!(read.tx_bytes, after.tx_bytes + 300);
+    assert_eq!(
+        (read.rx_messages, read.rx_bytes),
+        (after.rx_messages, after.rx_bytes)
+    );
+    assert_eq!(asked.rx_messages, peer.rx_messages + 1);
+    assert_eq!(asked.rx_bytes, peer.rx_bytes + 300);
+    assert_eq!(
+        (asked.tx_messages, asked.tx_bytes),
+        (peer.tx_messages, peer.tx_bytes)
+    );
     drop(pair);
     let later = two.a.query_port().unwrap();
     assert!(later.tx_messages >= after.tx_messages && later.tx_bytes >= after.tx_bytes);

@@ -713,7 +713,7 @@ fn multicast_messages_reach_all_members() {
 fn large_groups_take_many_polls() {
     const MEMBERS: u64 = 100;
     const MESSAGES: u64 = 20;
-    /// Messages moved in a turn.
+    /// Messages moved in a poll.
     const BURST: u64 = 32;
     let two = Two::with_all_types();
     let group = mapped([224, 0, 1, 7]);

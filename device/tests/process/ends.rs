@@ -18,8 +18,8 @@ use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::BindMw;
 use vhost_device_rdma_bare::spec::verbs::{access, qp_state, qp_type, vendor_err, wc_status};
 use vhost_device_rdma_bare::{
-    page_list, Connection, Context, Cq, Mr, Piece, Placement, Qp, QpOptions, View, Vm, VmOptions,
-    PAGE,
+    page_list, Connection, Context, Cq, Descriptor, Mr, Placement, Qp, QpOptions, View, Vm,
+    VmOptions, PAGE,
 };
 
 use crate::common::{
@@ -461,7 +461,7 @@ fn commands_wait_until_the_queues_run() {
     };
     buffer.view().write(0, &header.to_bytes());
     let (addr, room) = (buffer.page(0), buffer.page(0) + 64);
-    let command = [(addr, 8, false), (room, 16, true)].map(|(addr, len, writable)| Piece {
+    let command = [(addr, 8, false), (room, 16, true)].map(|(addr, len, writable)| Descriptor {
         addr,
         len,
         writable,

@@ -978,7 +978,16 @@ fn overflow_is_an_error(list: u64) {
     let two = Two::new();
     let pair = overflown_by_lists(&two, list);
     let a = &pair.a;
-    assert_event(&two.a, event_type::CQ_ERR, a.send_cq.number());
+    let event = two.a.wait_async_event(TIMEOUT).unwrap();
+    let event = event.expect("CQ_ERR");
+    assert_eq!(
+        (event.event_type, event.number, event.reason),
+        (
+            event_type::CQ_ERR,
+            a.send_cq.number(),
+            vendor_err::NONE.into()
+        )
+    );
     assert_reaches(&a.qp, qp_state::ERR);
     // What is in the queue is right, and no more comes.
     for i in 0..16 {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Tests of the real process, driven over vhost-user by bare VMs.
+mod appendix;
 mod attributes;
 mod commands;
 mod common;

@@ -3,7 +3,7 @@
 //! queues that are resized and have time stamps.
 use std::sync::Arc;
 
-use vhost_device_rdma_bare::core::command::{QueryClock, ReregMr};
+use vhost_device_rdma_bare::core::command::{DeregMr, QueryClock, RegMr, ReregMr};
 use vhost_device_rdma_bare::core::ArmMode;
 use vhost_device_rdma_bare::spec::command::{self, mw_type, rereg_flag, status, PageList};
 use vhost_device_rdma_bare::spec::config::feature;
@@ -243,6 +243,36 @@ fn bad_atomic_operations_are_refused() {
             vendor_err::ALIGNMENT,
             event_type::QP_REQ_ERR,
         );
+        // The same of the memory behind the address.
+        let f = vms.pair();
+        let buffer = f.vm_b.buffer(PAGE, Placement::Contiguous).unwrap();
+        let (pages, _tables) = buffer.page_list().unwrap();
+        let body = command::RegMr {
+            pd: f.pair.b.pd.handle(),
+            access: EVERYTHING,
+            iova: 0x10000,
+            length: 64,
+            offset: 4,
+            pages,
+            ..command::RegMr::default()
+        };
+        let keys = f.vm_b.execute::<RegMr>(&body).unwrap();
+        let wqe = SendWqe {
+            remote_addr: 0x10000,
+            rkey: keys.rkey,
+            ..f.wqe(opcode, 0)
+        };
+        post(&f, &wqe, 8);
+        f.refused(
+            wc_status::REM_INV_REQ_ERR,
+            vendor_err::ALIGNMENT,
+            event_type::QP_REQ_ERR,
+        );
+        let handle = command::Handle {
+            handle: keys.lkey,
+            ..command::Handle::default()
+        };
+        f.vm_b.execute::<DeregMr>(&handle).unwrap();
         let f = vms.pair();
         post(&f, &f.wqe(opcode, 2 * PAGE as u64), 8);
         f.refused(

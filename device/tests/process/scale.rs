@@ -318,8 +318,8 @@ fn two_that_always_have_work_keep_nobody_waiting() {
     /// Bytes, and messages of each: there is always something to send.
     const LENGTH: u32 = 64 << 10;
     const OUTSTANDING: u32 = 8;
-    /// What the two may send while another waits for its turn: more than a turn that nobody else
-    /// waits for.
+    /// What the two may send while another waits for its poll: more than the budget that nobody
+    /// else waits for.
     const FEW: u32 = 256;
     let two = Two::with(&["--workers", "1", "--poll-us", "5000000"]);
     let (busy, other) = (two.pair(), two.pair());
@@ -353,7 +353,7 @@ fn two_that_always_have_work_keep_nobody_waiting() {
                         assert_success(&cqe);
                         break;
                     }
-                    assert!(sent - before < FEW, "its turn does not come");
+                    assert!(sent - before < FEW, "it is not polled");
                 }
             }
         }

@@ -33,7 +33,7 @@ pub use verbs::{
 };
 pub use virtio_rdma_driver_core as core;
 pub use virtio_rdma_spec as spec;
-pub use virtqueue::{Piece, Virtqueue};
+pub use virtqueue::{Descriptor, Virtqueue};
 pub use vm::{Vm, VmOptions};
 
 use virtio_rdma_driver_core::command::CommandError;

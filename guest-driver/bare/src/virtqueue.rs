@@ -17,9 +17,9 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// A piece of a descriptor chain.
+/// A descriptor of a chain.
 #[derive(Debug, Clone, Copy)]
-pub struct Piece {
+pub struct Descriptor {
     /// Guest-physical address.
     pub addr: u64,
     /// Length, bytes.
@@ -130,18 +130,18 @@ impl Virtqueue {
     }
 
     /// Adds a chain, and returns its number.
-    pub fn add(&mut self, pieces: &[Piece]) -> Result<u16, Error> {
-        if self.free.len() < pieces.len() || pieces.is_empty() {
+    pub fn add(&mut self, descriptors: &[Descriptor]) -> Result<u16, Error> {
+        if self.free.len() < descriptors.len() || descriptors.is_empty() {
             return Err(Error::QueueFull);
         }
-        let chain: Vec<u16> = self.free.split_off(self.free.len() - pieces.len());
-        for (i, piece) in pieces.iter().enumerate() {
-            let write = if piece.writable { WRITE } else { 0 };
+        let chain: Vec<u16> = self.free.split_off(self.free.len() - descriptors.len());
+        for (i, descriptor) in descriptors.iter().enumerate() {
+            let write = if descriptor.writable { WRITE } else { 0 };
             let (flags, next) = match chain.get(i + 1) {
                 Some(next) => (write | NEXT, *next),
                 None => (write, 0),
             };
-            self.put_descriptor(chain[i], piece.addr, piece.len, flags, next);
+            self.put_descriptor(chain[i], descriptor.addr, descriptor.len, flags, next);
         }
         let head = chain[0];
         self.chains[usize::from(head)] = chain;
@@ -150,21 +150,38 @@ impl Virtqueue {
     }
 
     /// Adds a chain as an indirect table in `table`, which must stay until it is used.
-    pub fn add_indirect(&mut self, table: &Buffer, pieces: &[Piece]) -> Result<u16, Error> {
+    pub fn add_indirect(
+        &mut self,
+        table: &Buffer,
+        descriptors: &[Descriptor],
+    ) -> Result<u16, Error> {
         let head = self.free.pop().ok_or(Error::QueueFull)?;
-        if pieces.len() * 16 > PAGE {
+        if descriptors.len() * 16 > PAGE {
             return Err(Error::QueueFull);
         }
-        for (i, piece) in (0u16..).zip(pieces) {
-            let write = if piece.writable { WRITE } else { 0 };
-            let more = if usize::from(i) + 1 < pieces.len() {
+        for (i, descriptor) in (0u16..).zip(descriptors) {
+            let write = if descriptor.writable { WRITE } else { 0 };
+            let more = if usize::from(i) + 1 < descriptors.len() {
                 NEXT
             } else {
                 0
             };
-            put_descriptor(table.view(), i, piece.addr, piece.len, write | more, i + 1);
+            put_descriptor(
+                table.view(),
+                i,
+                descriptor.addr,
+                descriptor.len,
+                write | more,
+                i + 1,
+            );
         }
-        self.put_descriptor(head, table.page(0), pieces.len() as u32 * 16, INDIRECT, 0);
+        self.put_descriptor(
+            head,
+            table.page(0),
+            descriptors.len() as u32 * 16,
+            INDIRECT,
+            0,
+        );
         self.chains[usize::from(head)] = vec![head];
         self.publish(head);
         Ok(head)

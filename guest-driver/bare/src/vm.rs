@@ -21,7 +21,7 @@ use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 
 use crate::mapping::View;
 use crate::memory::{Buffer, Placement, Region};
-use crate::virtqueue::{Piece, Virtqueue};
+use crate::virtqueue::{Descriptor, Virtqueue};
 use crate::{Error, PAGE};
 
 const VERSION_1: u64 = 1 << 32;
@@ -119,7 +119,7 @@ impl EventQueue {
     fn post(&mut self, slot: usize) -> Result<(), Error> {
         let offset = slot * EVENT_SIZE;
         let addr = self.buffers.page(offset / PAGE) + (offset % PAGE) as u64;
-        let head = self.queue.add(&[Piece {
+        let head = self.queue.add(&[Descriptor {
             addr,
             len: self.length as u32,
             writable: true,
@@ -567,7 +567,7 @@ impl Vm {
         for (buffer, lengths, writable) in sides {
             let mut addr = buffer.page(0);
             for len in lengths {
-                pieces.push(Piece {
+                pieces.push(Descriptor {
                     addr,
                     len: *len as u32,
                     writable,

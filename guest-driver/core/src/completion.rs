@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Completion queues: polling and arming (specification: "Rings", "Completion events").
 //!
-//! A completion queue is used by one thread at a time; whoever shares it brings the lock.
+//! A completion queue is used by one thread at a time; threads that share it bring the lock.
 use virtio_rdma_spec::ring::{
     CqRecord, Cqe, CqeExtension, ARM_NEXT, ARM_SEQUENCE, ARM_SOLICITED, CQE_PHASE_WORD,
     CQ_ARM_OFFSET, MAX_CQ_ENTRIES,

@@ -143,7 +143,7 @@ impl<M: Memory> Doorbell<M> {
     #[must_use]
     pub fn ring(&self) -> bool {
         match &self.leaf {
-            // A worker that watches the queue leaves the bit standing: then the cache line stays
+            // A worker that busy-polls the queue leaves the bit standing: then the cache line stays
             // with it.
             None => announce(self.blocks.get(self.root_word), self.root),
             Some(leaf) => {
@@ -164,9 +164,9 @@ impl<M: Memory> Doorbell<M> {
         status != worker_status::POLLING && !is_lost(status)
     }
 
-    /// Whether the device is lost. After a post this decides, for whoever is to be told of flushed
-    /// work requests: either the post is found by those who poll when the loss was made known, or
-    /// this says that it came too late for that.
+    /// Whether the device is lost. After a post this decides who tells of flushed work requests:
+    /// either the post is found by those who poll when the loss was made known, or this says that
+    /// it came too late for that.
     #[inline(always)]
     #[must_use]
     pub fn is_lost(&self) -> bool {

@@ -3,10 +3,10 @@
 //! entries, completion parsing, doorbells, control commands, and the private interface between
 //! module and provider.
 //!
-//! Memory shared with the device is seen as words of [`sync::AtomicU64`] ([`Memory`]); whoever maps
-//! it makes that view of it, and everything here, but for a hint to the processor, is safe code on
-//! it. Posting a work request is [`SendQueue::post`] and then [`Doorbell::ring`]; its completion
-//! comes from [`CompletionQueue::poll`], and frees the entry by [`SendQueue::complete`].
+//! Memory shared with the device is seen as words of [`sync::AtomicU64`] ([`Memory`]); the code
+//! that maps it makes that view of it, and everything here, but for a hint to the processor, is
+//! safe code on it. Posting a work request is [`SendQueue::post`] and then [`Doorbell::ring`]; its
+//! completion comes from [`CompletionQueue::poll`], and frees the entry by [`SendQueue::complete`].
 #![no_std]
 #![deny(unsafe_code)]
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Send and receive queues: posting and freeing entries (specification: "Rings").
 //!
-//! A queue is posted to by one thread at a time; whoever shares it brings the lock. (Posting from
-//! two threads at once is no memory error, but mixes up their work requests.) Entries are freed by
-//! any thread, without a lock against posting: but by one at a time, under the lock of the
+//! A queue is posted to by one thread at a time; threads that share it bring the lock. (Posting
+//! from two threads at once is no memory error, but mixes up their work requests.) Entries are
+//! freed by any thread, without a lock against posting: but by one at a time, under the lock of the
 //! completion queue they complete to.
 use core::ops::Range;
 
@@ -141,9 +141,9 @@ impl<'q, M: Memory> Batch<'q, M> {
         if self.room == 0 {
             return Err(PostError::Full);
         }
-        // Who posts many would have to wait for the cache line of each entry, which the device has
-        // from the last lap, or nobody has any more. Those who post one and wait for its completion
-        // need no more.
+        // A thread that posts many would wait for the cache line of each entry, which the device
+        // has from the last lap, or nobody has any more. One that posts one entry and waits for its
+        // completion needs no more.
         let ring = &self.queue.ring;
         let used = ring.entries().wrapping_sub(self.room);
         if used == 1 && self.first.is_some() {

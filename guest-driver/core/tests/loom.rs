@@ -111,8 +111,8 @@ fn bit() -> u64 {
     (1u64 << DIRECT_SHIFT).to_le()
 }
 
-/// A poster and a worker that watches its queue: it takes the ring that it sees and looks for what
-/// was posted before. Either it finds that, or the ring stands.
+/// A poster and a worker that busy-polls its queue: it takes the ring that it sees and looks for
+/// what was posted before. Either it finds that, or the ring stands.
 // D-DB-001.
 #[test]
 fn no_ring_is_taken_for_nothing() {

@@ -413,11 +413,11 @@ impl Device {
     }
 
     /// What follows when the device was lost: its users are told, all work requests complete (by
-    /// the driver, in whoever polls), and the device is taken into use again. The work item for
-    /// that, and for what is posted later.
+    /// the driver, in the thread that polls), and the device is taken into use again. The work item
+    /// for that, and for what is posted later.
     fn after_loss(&self) {
-        // Returns when the device is reset, whoever does it: so it overwrites the status words no
-        // more.
+        // Returns when the device is reset, by this thread or another: so it overwrites the status
+        // words no more.
         self.commands.die();
         self.status_page
             .words()

@@ -72,12 +72,12 @@ impl KernelContext {
 }
 
 /// Tells the device of new work in a queue.
-struct Bell {
+struct DeviceDoorbell {
     doorbell: Doorbell<Words>,
     notifier: Notifier,
 }
 
-impl Bell {
+impl DeviceDoorbell {
     fn new(device: &Device, queue: u32, slot: u32) -> Result<Self> {
         let context = device.kernel_context().ok_or(Errno::EOPNOTSUPP)?;
         Ok(Self {
@@ -185,7 +185,7 @@ impl KernelCq {
     pub(crate) fn arm(&self, device: &Device, mode: ArmMode) -> bool {
         self.lock.with(|| {
             self.queue.arm(mode);
-            // Whoever loses the device looks at this after it said that it is lost.
+            // The thread that loses the device looks at this after it said that it is lost.
             self.armed.store(true, Ordering::SeqCst);
             let mut pending = self.queue.is_pending();
             if device.is_lost() {
@@ -216,7 +216,7 @@ impl KernelCq {
 
 /// A shared receive queue.
 pub(crate) struct KernelSrq {
-    bell: Bell,
+    doorbell: DeviceDoorbell,
     lock: SpinLock,
     queue: SharedRecvQueue<Words>,
 }
@@ -231,7 +231,7 @@ impl KernelSrq {
         made: &CreateSrqResponse,
     ) -> Result<Self> {
         Ok(Self {
-            bell: Bell::new(device, made.doorbell_queue, made.slot)?,
+            doorbell: DeviceDoorbell::new(device, made.doorbell_queue, made.slot)?,
             lock: SpinLock::new(which::RECV)?,
             queue: SharedRecvQueue::new(Words(memory), ring, max_sge)?,
         })
@@ -248,7 +248,7 @@ impl KernelSrq {
             (result, batch.commit())
         });
         if waited {
-            self.bell.ring();
+            self.doorbell.ring();
         }
         result
     }
@@ -334,7 +334,7 @@ pub(crate) struct KernelQp {
     failed: AtomicBool,
     /// The state that it was last brought to by its user.
     state: AtomicU8,
-    bell: Bell,
+    doorbell: DeviceDoorbell,
     send_lock: SpinLock,
     send: Option<SendQueue<Words>>,
     /// What registrations in the send queue need until they have completed, by the index of their
@@ -372,7 +372,7 @@ impl KernelQp {
             management: management.transpose()?,
             failed: AtomicBool::new(false),
             state: AtomicU8::new(qp_state::RESET),
-            bell: Bell::new(device, init.doorbell_queue, init.slot)?,
+            doorbell: DeviceDoorbell::new(device, init.doorbell_queue, init.slot)?,
             send_lock: SpinLock::new(which::SEND)?,
             send: send.transpose()?,
             registrations: Array::new(registrations, |_| Ok(Slot::new()))?,
@@ -402,7 +402,7 @@ impl KernelQp {
             (result, batch.commit())
         });
         if any {
-            self.bell.ring();
+            self.doorbell.ring();
         }
         result
     }
@@ -422,7 +422,7 @@ impl KernelQp {
             (result, batch.commit())
         });
         if waited {
-            self.bell.ring();
+            self.doorbell.ring();
         }
         result
     }

@@ -4,7 +4,7 @@
 //!
 //! The tree of a command lives as long as the command: the device takes what it needs before it
 //! answers. The tables of a fast registration are written again and again ([`ListWriter`]), by
-//! whoever owns them alone.
+//! their one owner.
 use crate::sys::alloc::{Array, Wait};
 use crate::sys::dma::{DmaDevice, DmaPage};
 use crate::sys::error::{Errno, Result};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
-//! What events of the device are for: objects of the core, with the data path of those that users in
-//! the kernel have.
+//! What events of the device are for: objects of the core, with the data path of those that users
+//! in the kernel have.
 use crate::kverbs::{KernelCq, KernelQp};
 use crate::sys::alloc::Arc;
 use crate::sys::rdma::{CqHandle, QpHandle};

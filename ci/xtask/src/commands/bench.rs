@@ -12,8 +12,16 @@ use crate::{commands, report, setup, shell};
 /// What the native part competes with, and the font of the plots.
 const PACKAGES: &[&str] = &["fonts-dejavu-core", "libfabric-bin", "ucx-utils"];
 
-/// What the report is named by, and the parts it is made of.
-const PREFIX: &str = "bench";
+/// The report. Its figures as JSON, and those of its parts, stay where they were made.
+const REPORT: &str = "bench.md";
+/// Plots that are published with it.
+const PLOTS: &[&str] = &[
+    "bench-latency.svg",
+    "bench-message-rate.svg",
+    "bench-bandwidth.svg",
+    "bench-vm-latency-by-size.svg",
+    "bench-vm-bandwidth-by-size.svg",
+];
 
 /// What to do.
 #[derive(Clone, Debug, clap::Args)]
@@ -31,7 +39,7 @@ pub struct Options {
     /// be repeated
     #[arg(long, conflicts_with = "publish")]
     only: Vec<String>,
-    /// Copy report, figures and plots to ci/bench/
+    /// Copy the report and a few of its plots to ci/bench/
     #[arg(long)]
     publish: bool,
 }
@@ -86,25 +94,74 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(good)
 }
 
-/// Copies the report and what belongs to it.
+/// Copies the report and the plots that it keeps.
 fn publish() -> Result<()> {
-    let to = shell::root().join("ci/bench");
-    for entry in fs::read_dir(report::directory())? {
-        let path = entry?.path();
-        // What the lane collected is in directories.
-        if !path.is_file() {
-            continue;
-        }
-        let name = path.file_name().and_then(|name| name.to_str());
-        let Some(name) = name.filter(|name| name.starts_with(PREFIX)) else {
-            continue;
-        };
-        // The parts are in bench.json; the lane's own report is not of interest to readers.
-        let part = ["bench-native.json", "bench-vm.json", "bench-vm.md"].contains(&name);
-        if !part {
-            fs::copy(&path, to.join(name))?;
+    let (from, to) = (report::directory(), shell::root().join("ci/bench"));
+    let report = fs::read_to_string(from.join(REPORT))?;
+    fs::write(to.join(REPORT), published(&report))?;
+    for plot in PLOTS {
+        let published = to.join(plot);
+        // A part that was not measured has no plots.
+        if report.contains(&link(plot)) {
+            fs::copy(from.join(plot), published)?;
+        } else if published.exists() {
+            fs::remove_file(published)?;
         }
     }
-    shell::say(format_args!("published: {}", to.join("bench.md").display()));
+    shell::say(format_args!("published: {}", to.join(REPORT).display()));
     Ok(())
+}
+
+/// How the report ends the line that shows a plot.
+fn link(plot: &str) -> String {
+    format!("]({plot})")
+}
+
+/// The report without the plots that are not published.
+fn published(report: &str) -> String {
+    let mut text = String::new();
+    let mut lines = report.lines();
+    while let Some(line) = lines.next() {
+        let kept = || PLOTS.iter().any(|plot| line.ends_with(&link(plot)));
+        if line.starts_with("![") && !kept() {
+            // And the empty line below it.
+            lines.next();
+            continue;
+        }
+        text.push_str(line);
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_published_report_shows_published_plots_only() {
+        let report =
+            "# A\n\n![one](bench-latency.svg)\n\n| a |\n\n## B\n\n![two](bench-vms.svg)\n\n| b |\n";
+        let expected = "# A\n\n![one](bench-latency.svg)\n\n| a |\n\n## B\n\n| b |\n";
+        assert_eq!(published(report), expected);
+        assert_eq!(published(expected), expected);
+    }
+
+    /// What is in the tree is what would be published.
+    #[test]
+    fn the_tree_has_the_report_and_its_plots_and_nothing_else_of_it() {
+        let directory = shell::root().join("ci/bench");
+        let report = fs::read_to_string(directory.join(REPORT)).unwrap();
+        assert_eq!(published(&report), report);
+        let mut found: Vec<_> = fs::read_dir(&directory)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.starts_with("bench"))
+            .collect();
+        found.sort_unstable();
+        let shown = PLOTS.iter().filter(|plot| report.contains(&link(plot)));
+        let mut expected: Vec<_> = [REPORT].iter().chain(shown).copied().collect();
+        expected.sort_unstable();
+        assert_eq!(found, expected);
+    }
 }

@@ -61,11 +61,11 @@ pub fn run(update: bool, only: Option<&str>) -> Result<bool> {
         shell::say(format_args!("written: {}", path.display()));
         return Ok(true);
     }
-    let complaints = compare(&counted, &committed, only.is_none());
-    for complaint in &complaints {
-        println!("{complaint}");
+    let failures = compare(&counted, &committed, only.is_none());
+    for failure in &failures {
+        println!("{failure}");
     }
-    if !complaints.is_empty() {
+    if !failures.is_empty() {
         if compiler != committed.compiler {
             println!(
                 "the ceilings were made with {}, this is {compiler}",
@@ -78,7 +78,7 @@ pub fn run(update: bool, only: Option<&str>) -> Result<bool> {
             directory().display()
         );
     }
-    Ok(complaints.is_empty())
+    Ok(failures.is_empty())
 }
 
 fn directory() -> PathBuf {
@@ -159,25 +159,25 @@ fn ceiling(counted: &Counted) -> Ceiling {
 
 /// What is wrong. `all`: everything that is committed must have been counted.
 fn compare(counted: &[Counted], committed: &Committed, all: bool) -> Vec<String> {
-    let mut complaints = Vec::new();
+    let mut failures = Vec::new();
     for Counted {
         name, instructions, ..
     } in counted
     {
         match committed.workloads.iter().find(|known| known.name == *name) {
-            Some(known) if *instructions > known.ceiling => complaints.push(format!(
+            Some(known) if *instructions > known.ceiling => failures.push(format!(
                 "{name}: {instructions} instructions per message, more than the ceiling of {} ({} when it was made)",
                 known.ceiling, known.instructions
             )),
             Some(_) => {}
-            None => complaints.push(format!("{name}: there is no ceiling")),
+            None => failures.push(format!("{name}: there is no ceiling")),
         }
     }
     let gone = |known: &&Ceiling| !counted.iter().any(|counted| counted.name == known.name);
     for known in committed.workloads.iter().filter(gone).filter(|_| all) {
-        complaints.push(format!("{}: it was not counted", known.name));
+        failures.push(format!("{}: it was not counted", known.name));
     }
-    complaints
+    failures
 }
 
 fn print(counted: &[Counted], committed: &Committed) {
@@ -229,11 +229,11 @@ mod tests {
             compiler: String::new(),
             workloads: vec![ceiling(&of("a", 1000.0)), ceiling(&of("b", 100.0))],
         };
-        let complaints = |counted: &[Counted], all| compare(counted, &committed, all).len();
-        assert_eq!(complaints(&[of("a", 1030.0), of("b", 1.0)], true), 0);
-        assert_eq!(complaints(&[of("a", 1030.1), of("b", 103.0)], true), 1);
-        assert_eq!(complaints(&[of("a", 1000.0)], true), 1);
-        assert_eq!(complaints(&[of("a", 1000.0)], false), 0);
-        assert_eq!(complaints(&[of("c", 1.0)], false), 1);
+        let failures = |counted: &[Counted], all| compare(counted, &committed, all).len();
+        assert_eq!(failures(&[of("a", 1030.0), of("b", 1.0)], true), 0);
+        assert_eq!(failures(&[of("a", 1030.1), of("b", 103.0)], true), 1);
+        assert_eq!(failures(&[of("a", 1000.0)], true), 1);
+        assert_eq!(failures(&[of("a", 1000.0)], false), 0);
+        assert_eq!(failures(&[of("c", 1.0)], false), 1);
     }
 }

@@ -55,27 +55,27 @@ const CASES: &[Case] = &[
 
 /// An RDMA device of the guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Device {
+enum RdmaDevice {
     Ours,
     Rxe,
 }
 
-impl Device {
-    const BOTH: [Device; 2] = [Device::Ours, Device::Rxe];
+impl RdmaDevice {
+    const BOTH: [RdmaDevice; 2] = [RdmaDevice::Ours, RdmaDevice::Rxe];
 
     /// Its name in the guests.
     fn name(self) -> &'static str {
         match self {
-            Device::Ours => "vrdma0",
-            Device::Rxe => "rxe0",
+            RdmaDevice::Ours => "vrdma0",
+            RdmaDevice::Rxe => "rxe0",
         }
     }
 
     /// Its name in reports.
     fn title(self) -> &'static str {
         match self {
-            Device::Ours => "ours",
-            Device::Rxe => "rxe",
+            RdmaDevice::Ours => "ours",
+            RdmaDevice::Rxe => "rxe",
         }
     }
 }
@@ -173,14 +173,14 @@ impl Measurement {
     }
 
     /// How many messages: of each device about as much as it moves in half a second.
-    fn iterations(self, device: Device) -> u32 {
+    fn iterations(self, device: RdmaDevice) -> u32 {
         match (self.quantity, device) {
-            (Quantity::Latency, Device::Ours) => 10_000,
-            (Quantity::Latency, Device::Rxe) => 400,
-            (Quantity::Bandwidth, Device::Ours) => 2_000,
-            (Quantity::Bandwidth, Device::Rxe) => 20,
-            (Quantity::Rate, Device::Ours) => 100_000,
-            (Quantity::Rate, Device::Rxe) => 4_000,
+            (Quantity::Latency, RdmaDevice::Ours) => 10_000,
+            (Quantity::Latency, RdmaDevice::Rxe) => 400,
+            (Quantity::Bandwidth, RdmaDevice::Ours) => 2_000,
+            (Quantity::Bandwidth, RdmaDevice::Rxe) => 20,
+            (Quantity::Rate, RdmaDevice::Ours) => 100_000,
+            (Quantity::Rate, RdmaDevice::Rxe) => 4_000,
         }
     }
 
@@ -239,7 +239,12 @@ fn set_up(fixture: &mut Fixture) -> Result<()> {
 }
 
 /// Runs a tool of perftest between the VMs on a device of theirs.
-fn perftest(fixture: &mut Fixture, device: Device, tool: &str, arguments: &str) -> Result<Table> {
+fn perftest(
+    fixture: &mut Fixture,
+    device: RdmaDevice,
+    tool: &str,
+    arguments: &str,
+) -> Result<Table> {
     let pair = fixture.pair(2, 1);
     let name = device.name();
     let start = |host: &str| {
@@ -287,7 +292,7 @@ fn rounds(fixture: &mut Fixture) -> Result<()> {
         tcp: Vec::new(),
     };
     for round in 1..=ROUNDS {
-        for (at, device) in Device::BOTH.into_iter().enumerate() {
+        for (at, device) in RdmaDevice::BOTH.into_iter().enumerate() {
             for (measurement, of) in MEASUREMENTS.iter().zip(&mut values.perftest) {
                 let arguments = format!(
                     "-s {} -n {}",
@@ -384,14 +389,14 @@ const CURVES: &[Measurement] = &[
 fn curves(fixture: &mut Fixture) -> Result<()> {
     for curve in CURVES {
         let iterations = |device| match device {
-            Device::Ours => 500,
-            Device::Rxe => 10,
+            RdmaDevice::Ours => 500,
+            RdmaDevice::Rxe => 10,
         };
         let mut of = |device| {
             let arguments = format!("-a -n {}", iterations(device));
             perftest(fixture, device, &curve.tool(), &arguments)
         };
-        let (ours, rxe) = (of(Device::Ours)?, of(Device::Rxe)?);
+        let (ours, rxe) = (of(RdmaDevice::Ours)?, of(RdmaDevice::Rxe)?);
         for size in ours.sizes() {
             let figure = Figure::new(
                 Part::Vm,

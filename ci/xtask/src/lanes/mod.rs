@@ -61,7 +61,7 @@ pub struct Lane {
 const STORAGE_DISK: u64 = 512;
 
 /// What a guest's kernel says when something has gone wrong in it, or was left behind.
-const COMPLAINTS: [&str; 15] = [
+const KERNEL_WARNINGS: [&str; 15] = [
     "WARNING:",
     "BUG:",
     "Oops",
@@ -87,7 +87,7 @@ const COMPLAINTS: [&str; 15] = [
 /// computes it from retries, of which listeners have none).
 fn is_complaint(line: &str) -> bool {
     let at_once = line.contains("cm_destroy_id_wait_timeout") && line.contains("state 1 -> 0");
-    !at_once && COMPLAINTS.iter().any(|word| line.contains(word))
+    !at_once && KERNEL_WARNINGS.iter().any(|word| line.contains(word))
 }
 
 /// One case.
@@ -546,7 +546,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn complaints_are_told_from_what_is_none() {
+    fn kernel_warnings_are_told_from_what_is_none() {
         let waited =
             |states| format!("cm_destroy_id_wait_timeout: cm_id=0 timed out. {states}, refcnt=1");
         assert!(is_complaint(&waited("state 10 -> 0")));

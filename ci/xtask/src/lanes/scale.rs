@@ -13,7 +13,7 @@ use crate::images::{Image, Kernel};
 const COUNT: u64 = 65_536;
 
 /// How long it may take to make them on a slow machine.
-const PATIENCE: Duration = Duration::from_secs(900);
+const TIMEOUT: Duration = Duration::from_secs(900);
 
 pub fn lane() -> Lane {
     Lane {
@@ -40,7 +40,7 @@ fn queue_pairs(fixture: &mut Fixture) -> Result<()> {
     let job = fixture
         .vm(1)?
         .spawn(&format!("/payload/rdma.py scale {COUNT}"))?;
-    job.wait_text(PATIENCE, |text| text.contains("all there"))?;
+    job.wait_text(TIMEOUT, |text| text.contains("all there"))?;
     let during = counts(&fixture.bed)?;
     for kind in ["qps", "cqs"] {
         let count = |counts: &[super::tools::Counts]| {
@@ -59,7 +59,7 @@ fn queue_pairs(fixture: &mut Fixture) -> Result<()> {
     let each = (device_memory(&fixture.bed)?.saturating_sub(resident)) / COUNT;
     fixture.figure("device_bytes_per_qp_and_cq", each);
     fixture.vm(1)?.sh("touch /tmp/counted")?;
-    let output = job.wait(PATIENCE)?;
+    let output = job.wait(TIMEOUT)?;
     ensure!(
         output.status == 0 && output.text.contains("all gone"),
         "scale ended with {}:\n{}",

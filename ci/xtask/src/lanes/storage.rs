@@ -22,7 +22,7 @@ pub const SERVER: u8 = 2;
 /// How long traffic may take to begin, and to go on after the server came back. A client of NFS
 /// gives way to its server for longer each time it finds nobody, and the server asks its clients of
 /// before first.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,18 +95,18 @@ impl Way {
 
 /// Where the server has its data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Medium {
     /// Gone with the VM.
     Memory,
     /// A disk that outlives the VM.
     Disk,
 }
 
-impl Place {
+impl Medium {
     fn word(self) -> &'static str {
         match self {
-            Place::Memory => "memory",
-            Place::Disk => "disk",
+            Medium::Memory => "memory",
+            Medium::Disk => "disk",
         }
     }
 }
@@ -117,7 +117,7 @@ pub struct Storage {
     pub protocol: Protocol,
     /// By which way.
     pub way: Way,
-    place: Place,
+    medium: Medium,
     /// What the client reads and writes: a block device, or a directory.
     pub path: String,
     /// What the device held before.
@@ -130,7 +130,7 @@ impl Storage {
         fixture: &mut Fixture,
         protocol: Protocol,
         way: Way,
-        place: Place,
+        medium: Medium,
     ) -> Result<Self> {
         if clean(fixture).is_err() {
             fixture.restart()?;
@@ -141,13 +141,13 @@ impl Storage {
                 .vm(number)?
                 .sh(&format!("/payload/rdma-device {device}"))?;
         }
-        if place == Place::Disk && protocol == Protocol::Nfs {
+        if medium == Medium::Disk && protocol == Protocol::Nfs {
             fixture.vm(SERVER)?.sh("/payload/storage-server format")?;
         }
         let mut storage = Storage {
             protocol,
             way,
-            place,
+            medium,
             path: "/mnt".to_owned(),
             // With rxe, there is no driver for ours in the guests.
             before: counts(&fixture.bed)?,
@@ -168,13 +168,13 @@ impl Storage {
 
     /// Starts the server.
     fn serve(&self, fixture: &Fixture) -> Result<()> {
-        let place = self.place.word();
+        let medium = self.medium.word();
         let command = match self.protocol {
             Protocol::Nvme => {
                 let transport = self.way.transport();
-                format!("nvme {place} {} {transport}", address(SERVER))
+                format!("nvme {medium} {} {transport}", address(SERVER))
             }
-            Protocol::Nfs => format!("nfs {place}"),
+            Protocol::Nfs => format!("nfs {medium}"),
         };
         let server = fixture.vm(SERVER)?;
         server
@@ -397,7 +397,7 @@ pub fn moved(fixture: &Fixture, name: &str) -> Result<u64> {
 
 /// Waits until a fio has moved some MiB beyond so many bytes.
 pub fn wait_moved(fixture: &Fixture, fio: &Fio, job: &Job, from: u64) -> Result<()> {
-    let there = wait_for(PATIENCE, || {
+    let there = wait_for(TIMEOUT, || {
         if !job.running() {
             let ended = job.wait(SHORT)?;
             bail!(
@@ -408,7 +408,7 @@ pub fn wait_moved(fixture: &Fixture, fio: &Fio, job: &Job, from: u64) -> Result<
         }
         Ok((moved(fixture, fio.name)? >= from + (4 << 20)).then_some(()))
     })?;
-    there.with_context(|| format!("no traffic for {PATIENCE:?}, with {from} bytes moved"))
+    there.with_context(|| format!("no traffic for {TIMEOUT:?}, with {from} bytes moved"))
 }
 
 #[cfg(test)]

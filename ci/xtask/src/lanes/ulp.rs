@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Result};
 
 use super::storage::{
-    address, moved, wait_moved, Fio, Place, Protocol, Storage, Way, CLIENT, SERVER,
+    address, moved, wait_moved, Fio, Medium, Protocol, Storage, Way, CLIENT, SERVER,
 };
 use super::tools::device_memory;
 use super::{Case, Fixture, Lane};
@@ -86,7 +86,7 @@ fn large(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
 
 /// Five minutes of fio on our device; what is there to compare with is measured for one.
 fn fio(fixture: &mut Fixture, protocol: Protocol, way: Way, block: u32) -> Result<()> {
-    let storage = Storage::set_up(fixture, protocol, way, Place::Memory)?;
+    let storage = Storage::set_up(fixture, protocol, way, Medium::Memory)?;
     let seconds = match (fixture.quick, way) {
         (false, Way::Ours) => 300,
         (false, _) => 60,
@@ -119,7 +119,7 @@ fn fio(fixture: &mut Fixture, protocol: Protocol, way: Way, block: u32) -> Resul
 /// Kills the server in the middle of fio's traffic.
 fn killed(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
     let memory = device_memory(&fixture.bed)?;
-    let storage = Storage::set_up(fixture, protocol, way, Place::Disk)?;
+    let storage = Storage::set_up(fixture, protocol, way, Medium::Disk)?;
     // The server is away for half a minute, on a busy machine for one and a half.
     let seconds = if fixture.quick { 180 } else { 300 };
     let fio = Fio::new(storage.fio_file(fixture)?, 4 << 10, seconds);
@@ -165,7 +165,7 @@ const LEAK: u64 = 4 << 20;
 
 /// fio finds a byte that another one changed: or its silence would prove nothing.
 fn changed(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
-    let storage = Storage::set_up(fixture, protocol, way, Place::Memory)?;
+    let storage = Storage::set_up(fixture, protocol, way, Medium::Memory)?;
     let path = &storage.path;
     let command = |what: &str| {
         format!("fio --name=changed --filename={path} --bs=4k --size=8m --direct=1 --verify=crc32c --eta=never {what}")
@@ -224,7 +224,7 @@ fn check_tree(fixture: &Fixture, storage: &Storage) -> Result<()> {
 }
 
 fn tree(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
-    let storage = Storage::set_up(fixture, protocol, way, Place::Memory)?;
+    let storage = Storage::set_up(fixture, protocol, way, Medium::Memory)?;
     let files = make_tree(fixture)?;
     let start = Instant::now();
     let output = fixture.vm(CLIENT)?.run("cp -a /tmp/tree /mnt/tree", TREE)?;
@@ -252,7 +252,7 @@ fn tree(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
 /// Kills the server in the middle of a copy of many files.
 fn tree_killed(fixture: &mut Fixture, protocol: Protocol, way: Way) -> Result<()> {
     let memory = device_memory(&fixture.bed)?;
-    let storage = Storage::set_up(fixture, protocol, way, Place::Disk)?;
+    let storage = Storage::set_up(fixture, protocol, way, Medium::Disk)?;
     let files = make_tree(fixture)?;
     let job = fixture.vm(CLIENT)?.spawn("cp -av /tmp/tree /mnt/tree")?;
     let part = usize::try_from(files / 4)?;

@@ -15,7 +15,7 @@ use serde_json::Value;
 use super::{signal_child, spawn, wait_for};
 
 /// A running `vhost-device-rdma`.
-pub struct Device {
+pub struct DeviceProcess {
     child: Child,
     status: PathBuf,
     log: PathBuf,
@@ -23,7 +23,7 @@ pub struct Device {
     sockets: Vec<PathBuf>,
 }
 
-impl Device {
+impl DeviceProcess {
     /// Starts the process with a socket and a MAC address for each VM.
     pub fn start(
         binary: &Path,
@@ -38,7 +38,7 @@ impl Device {
         }
         command.push("--status-socket".to_owned());
         command.push(status.display().to_string());
-        let mut device = Device {
+        let mut device = DeviceProcess {
             child: spawn(&command, log)?,
             status: status.to_owned(),
             log: log.to_owned(),
@@ -146,7 +146,7 @@ impl Device {
     }
 }
 
-impl Drop for Device {
+impl Drop for DeviceProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -19,7 +19,7 @@ use rustix::process::{kill_process, Pid, Signal};
 use serde_json::{json, Value};
 
 pub use agent::{Job, Output};
-pub use device::Device;
+pub use device::DeviceProcess;
 
 use crate::artifacts::Stack;
 use crate::images::KernelImage;
@@ -67,7 +67,7 @@ pub struct Plan<'a> {
 /// A device process and VMs on it.
 pub struct Bed {
     /// The device; None for stock guests.
-    pub device: Option<Device>,
+    pub device: Option<DeviceProcess>,
     /// The VMs; `vms[0]` is number 1.
     pub vms: Vec<Vm>,
     directory: PathBuf,
@@ -91,7 +91,12 @@ impl Bed {
                 .map(|number| (bed.directory.join(format!("rdma-{number}")), mac(number)))
                 .collect();
             let (status, log) = (bed.directory.join("status"), plan.logs.join("device.log"));
-            bed.device = Some(Device::start(&stack.device, &sockets, &status, &log)?);
+            bed.device = Some(DeviceProcess::start(
+                &stack.device,
+                &sockets,
+                &status,
+                &log,
+            )?);
         }
         for number in 1..=plan.vms {
             let vm = Vm::start(plan, number, &bed.directory)?;

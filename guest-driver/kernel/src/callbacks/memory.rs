@@ -8,7 +8,7 @@ use crate::sys::alloc::Box;
 use crate::sys::bindings::*;
 use crate::sys::error::{code, Errno, Result};
 use crate::sys::rdma::{SgList, Udata, UserContext};
-use crate::verbs::{self, Change, Place};
+use crate::verbs::{self, Change, UserRange};
 use core::ffi::c_int;
 use core::ptr::NonNull;
 use virtio_rdma_spec::command::rereg_flag;
@@ -46,7 +46,7 @@ pub(super) unsafe extern "C" fn reg_user_mr(
     if !dmah.is_null() {
         return pointer(Err(Errno::EOPNOTSUPP));
     }
-    let place = Place {
+    let place = UserRange {
         start,
         length,
         virt,
@@ -179,7 +179,7 @@ pub(super) unsafe extern "C" fn rereg_user_mr(
                 0 => None,
                 _ => Some(Object::data(NonNull::new(pd).ok_or(Errno::EINVAL)?)),
             };
-            let place = Place {
+            let place = UserRange {
                 start,
                 length,
                 virt,

@@ -204,13 +204,13 @@ pub(super) unsafe extern "C" fn fill_res_qp_entry(msg: *mut sk_buff, qp: *mut ib
     // SAFETY: see the module; the core holds the object.
     unsafe {
         let data: &verbs::Qp = Object::data(qp);
-        let (caps, bell) = (data.caps(), data.bell());
+        let (caps, doorbell) = (data.caps(), data.doorbell());
         let entries = [
             detail(c"sq_entries", caps.max_send_wr),
             detail(c"rq_entries", caps.max_recv_wr),
             detail(c"max_inline", caps.max_inline),
-            detail(c"doorbell_queue", bell.0),
-            detail(c"doorbell_slot", bell.1),
+            detail(c"doorbell_queue", doorbell.0),
+            detail(c"doorbell_slot", doorbell.1),
         ];
         fill(msg, entries)
     }

@@ -242,8 +242,8 @@ impl<T> Slot<T> {
 
     fn swap(&self, new: *mut Counted<T>) {
         if let Some(old) = NonNull::new(self.0.swap(new, Ordering::AcqRel)) {
-            // SAFETY: only `put` stores pointers, those of Arc::into_raw, and whoever swaps one out
-            // has it alone.
+            // SAFETY: only `put` stores pointers, those of Arc::into_raw, and the thread that swaps
+            // one out has it alone.
             drop(unsafe { Arc::from_raw(old) });
         }
     }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! What the kernel offers. Raw pointers, bindings and calls into C are in here and in
-//! [`callbacks`](crate::callbacks), what the kernel calls, and nowhere else. Nothing here knows what
-//! stands on it.
+//! [`callbacks`](crate::callbacks), what the kernel calls, and nowhere else. Nothing here knows
+//! what stands on it.
 //!
 //! Rules that the rest rests on:
 //!
 //! - Kernel objects that must not move (locks, completions, work items) are allocations of their
 //!   own.
-//! - The driver's device ([`rdma::DeviceObject`]) is written into the memory of its `ib_device` before
-//!   interrupts, work items or verbs can reach it, and dropped after all of them ended.
+//! - The driver's device ([`rdma::DeviceObject`]) is written into the memory of its `ib_device`
+//!   before interrupts, work items or verbs can reach it, and dropped after all of them ended.
 //! - The driver's data of a verbs object sits behind the core's structure, is written when its
 //!   creation succeeded and dropped when its destruction did; the core does not call in between.
 //!   Posting and polling go by these, too.

@@ -109,7 +109,7 @@ impl<T> Locked<T> {
 
     /// Runs `inside` on the value with the mutex held. May sleep.
     pub(crate) fn with<R>(&self, inside: impl FnOnce(&mut T) -> R) -> R {
-        // SAFETY: the lock is held, and not again by whoever holds it.
+        // SAFETY: the lock is held, and not taken again by its holder.
         self.lock.with(|| inside(unsafe { &mut *self.value.get() }))
     }
 }
@@ -133,7 +133,7 @@ impl<T> SpinLocked<T> {
 
     /// Runs `inside` on the value with the lock held.
     pub(crate) fn with<R>(&self, inside: impl FnOnce(&mut T) -> R) -> R {
-        // SAFETY: the lock is held, and not again by whoever holds it.
+        // SAFETY: the lock is held, and not taken again by its holder.
         self.lock.with(|| inside(unsafe { &mut *self.value.get() }))
     }
 }

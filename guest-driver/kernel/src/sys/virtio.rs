@@ -172,7 +172,7 @@ impl VirtioDevice {
 /// Has the driver be unbound from the device, and bound again.
 pub(crate) struct Rebind(NonNull<bindings::vrdma_rebind>);
 
-// SAFETY: a handle; `schedule` is called once, by whoever comes first, and it is dropped by its
+// SAFETY: a handle; `schedule` is called once, by the first that comes, and it is dropped by its
 // owner.
 unsafe impl Send for Rebind {}
 // SAFETY: as above.
@@ -303,7 +303,7 @@ pub(crate) struct CommandQueue {
     room: Semaphore,
     /// Set for good when the device failed or goes: it was reset, and no command is accepted.
     dead: AtomicBool,
-    /// Who makes it dead holds this until no request is left.
+    /// The thread that makes it dead holds this until no request is left.
     dying: Mutex,
     /// While the device is taken into use: who answers commands may come later than the device.
     starting: AtomicBool,
@@ -416,7 +416,7 @@ impl CommandQueue {
                     });
                 }
                 self.die();
-                // Whoever made it dead completes all requests.
+                // The thread that made it dead completes all requests.
                 request.done.wait_forever();
                 break;
             }

@@ -19,7 +19,7 @@ pub(crate) use ah::{create_ah, multicast, Ah};
 pub(crate) use cq::{create_cq, destroy_cq, modify_cq, resize_cq, Cq, CqInit};
 pub(crate) use dm::{alloc_dm, dealloc_dm, reg_dm_mr, Dm};
 pub(crate) use fast::{alloc_mr, Extent, FastMr};
-pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, Mr, Place};
+pub(crate) use mr::{dereg_mr, discard_mr, get_dma_mr, reg_mr, rereg_mr, Change, Mr, UserRange};
 pub(crate) use mw::{alloc_mw, dealloc_mw, Mw};
 pub(crate) use qp::{create_qp, destroy_qp, modify_qp, query_qp, Qp, QpInit};
 pub(crate) use srq::{
@@ -87,10 +87,7 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
         attr.max_ah = limit(limits.max_ah) as _;
         attr.max_mcast_grp = limit(limits.max_mcast_grp) as _;
         attr.max_mcast_qp_attach = limit(limits.max_mcast_qp_attach) as _;
-        let attachments = limits
-            .max_mcast_grp
-            .saturating_mul(limits.max_mcast_qp_attach);
-        attr.max_total_mcast_qp_attach = limit(attachments) as _;
+        attr.max_total_mcast_qp_attach = limit(limits.max_mcast_qp_attach) as _;
     }
     if features.has(feature::SRQ) {
         attr.max_srq = limit(limits.max_srq) as _;

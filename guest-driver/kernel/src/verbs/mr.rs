@@ -27,7 +27,7 @@ pub(crate) struct Region {
 
 /// Memory of a process, pinned.
 pub(super) struct UserMemory {
-    place: Place,
+    place: UserRange,
     access: u32,
     /// Pinned for writing.
     writable: bool,
@@ -38,7 +38,7 @@ pub(super) struct UserMemory {
 
 /// Where a region is.
 #[derive(Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct UserRange {
     /// Address in the current process.
     pub(crate) start: u64,
     /// Bytes.
@@ -56,7 +56,7 @@ struct Described {
 }
 
 impl UserMemory {
-    fn pin(device: &Device, place: Place, access: u32) -> Result<Self> {
+    fn pin(device: &Device, place: UserRange, access: u32) -> Result<Self> {
         if place.length == 0 {
             return Err(Errno::EINVAL);
         }
@@ -152,7 +152,7 @@ impl Mr {
 }
 
 /// Registers memory of the current process.
-pub(crate) fn reg_mr(device: &Device, pd: &Pd, place: Place, access: u32) -> Result<Mr> {
+pub(crate) fn reg_mr(device: &Device, pd: &Pd, place: UserRange, access: u32) -> Result<Mr> {
     let access = Mr::known_access(access)?;
     let mut memory = UserMemory::pin(device, place, access)?;
     let Described { tree, offset } = memory.describe(device)?;
@@ -182,7 +182,7 @@ pub(crate) fn get_dma_mr(device: &Device, pd: &Pd, access: u32) -> Result<Mr> {
 
 /// What is to change about a region: each if it is there.
 pub(crate) struct Change<'a> {
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<UserRange>,
     pub(crate) pd: Option<&'a Pd>,
     pub(crate) access: Option<u32>,
 }
@@ -204,7 +204,7 @@ impl Region {
         };
         let mut body = ReregMr {
             lkey: self.lkey,
-            // Whoever was told of the region goes on to name it so.
+            // Users that were told of the region go on to name it so.
             key: self.lkey as u8,
             ..Default::default()
         };

@@ -28,7 +28,7 @@ pub(crate) struct Qp {
     handle: u32,
     caps: QpCaps,
     /// Doorbell queue and slot.
-    bell: (u32, u32),
+    doorbell: (u32, u32),
     /// Goes first: events before memory.
     _registration: Registration<QpTarget>,
     kernel: Option<Arc<KernelQp>>,
@@ -56,8 +56,8 @@ impl Qp {
     }
 
     /// The doorbell queue of its worker, and its slot there.
-    pub(crate) fn bell(&self) -> (u32, u32) {
-        self.bell
+    pub(crate) fn doorbell(&self) -> (u32, u32) {
+        self.doorbell
     }
 
     /// The data path, if it is a queue pair of the kernel.
@@ -128,8 +128,8 @@ impl QpInit<'_> {
         let features = device.features();
         let of = QpType::of(self.qp_type).ok_or(Errno::EOPNOTSUPP)?;
         let gsi = self.qp_type == qp_type::GSI;
-        // (The core keeps an XRC target itself for those that share it: whoever asked for it, it is
-        // the kernel's.)
+        // (The core keeps an XRC target itself for those that share it: whichever process asked for
+        // it, it is the kernel's.)
         let supported = features.has(of.feature) && !(gsi && is_user);
         let shares = of.receives && !gsi;
         let flags = match self.qp_type {
@@ -245,7 +245,7 @@ pub(crate) fn create_qp(
                     max_inline: init.max_inline,
                     signal_all: init.signal_all,
                 },
-                bell: (made.doorbell_queue, made.slot),
+                doorbell: (made.doorbell_queue, made.slot),
                 _registration: registration,
                 kernel,
                 _memory: rings.memory,

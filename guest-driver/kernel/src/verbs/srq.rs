@@ -85,7 +85,7 @@ pub(crate) struct SrqInit<'a> {
 }
 
 /// A buffer, the ring in it, and whose doorbell memory is used.
-struct Place {
+struct SrqMemory {
     memory: QueueMemory,
     ring: RingLayout,
     context: u32,
@@ -122,7 +122,7 @@ pub(crate) fn create_srq(
     if place.ring.entries < init.max_wr || place.ring.entries > limits.max_srq_wr {
         return Err(Errno::EINVAL);
     }
-    let Place {
+    let SrqMemory {
         memory,
         ring,
         context,
@@ -189,7 +189,7 @@ pub(crate) fn create_srq(
 }
 
 /// The buffer that a process describes, pinned, and the ring in it.
-fn user_place(device: &Device, context: Option<u32>, udata: Udata<'_>) -> Result<Place> {
+fn user_place(device: &Device, context: Option<u32>, udata: Udata<'_>) -> Result<SrqMemory> {
     let context = context.ok_or(Errno::EOPNOTSUPP)?;
     let request = abi::CreateSrqRequest::from_bytes(&udata.read()?);
     let ring = RingLayout {
@@ -201,18 +201,18 @@ fn user_place(device: &Device, context: Option<u32>, udata: Udata<'_>) -> Result
     if request.reserved != 0 {
         return Err(Errno::EINVAL);
     }
-    Ok(Place {
+    Ok(SrqMemory {
         memory: QueueMemory::user(device, request.buffer, request.length)?,
         ring,
         context,
     })
 }
 
-fn kernel_place(device: &Device, init: &SrqInit<'_>) -> Result<Place> {
+fn kernel_place(device: &Device, init: &SrqInit<'_>) -> Result<SrqMemory> {
     let context = device.kernel_context().ok_or(Errno::EOPNOTSUPP)?;
     let SrqLayout { ring, size } =
         SrqLayout::new(init.max_wr, init.max_sge).ok_or(Errno::EINVAL)?;
-    Ok(Place {
+    Ok(SrqMemory {
         memory: QueueMemory::Kernel(kverbs::queue_memory(device, size)?),
         ring,
         context: context.handle(),

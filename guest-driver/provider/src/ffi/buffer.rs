@@ -98,8 +98,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range is the mapping, and whoever used it borrowed it or kept it alive. It
-        // goes back to where it came from.
+        // SAFETY: the range is the mapping, and its users borrowed it or kept it alive. It goes
+        // back to where it came from.
         unsafe {
             if self.not_forked {
                 sys::ibv_dofork_range(self.address, self.length);

@@ -132,8 +132,8 @@ impl Shared {
 
 #[cfg(test)]
 impl Shared {
-    /// Of a device with one worker, which polls: whoever wakes it writes to a page that cannot be
-    /// written to.
+    /// Of a device with one worker, which polls: a test that wakes it writes to a page that cannot
+    /// be written to.
     pub fn fixture() -> Self {
         Self {
             response: AllocContextResponse {

@@ -10,7 +10,7 @@ mod buffer;
 mod clock;
 mod context;
 mod cq;
-// Who links with us calls it; nobody here does.
+// Applications that link with us call it; nothing here does.
 mod dv;
 mod ioctl;
 mod lock;

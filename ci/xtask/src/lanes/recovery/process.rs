@@ -13,7 +13,7 @@ use super::{
     wait_noticed,
 };
 use crate::lanes::{Case, Fixture};
-use crate::vm::{Device, SHORT};
+use crate::vm::{DeviceProcess, SHORT};
 
 pub const CASES: &[Case] = &[
     Case {
@@ -71,7 +71,7 @@ pub const CASES: &[Case] = &[
 ];
 
 /// The device process.
-pub fn device<'a>(fixture: &'a mut Fixture) -> Result<&'a mut Device> {
+pub fn device<'a>(fixture: &'a mut Fixture) -> Result<&'a mut DeviceProcess> {
     fixture.bed.device.as_mut().context("there is no device")
 }
 
