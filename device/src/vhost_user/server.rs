@@ -15,10 +15,12 @@ use vhost::vhost_user::{BackendReqHandler, Error as VhostUserError};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
-use super::backend::{Device, FIRST_KICK_TOKEN};
+use super::backend::{Backend, FIRST_KICK_TOKEN};
 use crate::adapter::Adapter;
+use crate::error::sentence;
 use crate::heap;
 use crate::rnic::RnicSettings;
+use crate::virtio::VirtioDevice;
 
 const EXIT: u64 = 0;
 const SOCKET: u64 = 1;
@@ -177,11 +179,7 @@ impl Listening {
                     match session {
                         Ok(Ok(())) => info!("{}: the front end disconnected", self.path.display()),
                         Ok(Err(e)) => {
-                            warn!(
-                                "{}: disconnected: {}",
-                                self.path.display(),
-                                super::sentence(&e)
-                            );
+                            warn!("{}: disconnected: {}", self.path.display(), sentence(&e));
                         }
                         Err(_) => error!("{}: disconnected by a panic", self.path.display()),
                     }
@@ -252,35 +250,36 @@ impl Listening {
         )?;
 
         let rnic = self.adapter.attach(self.settings.clone());
-        let device = Arc::new(Mutex::new(Device::new(rnic, epoll.clone())));
-        let _attached = Attached(&device);
-        let requests = BackendReqHandler::from_stream(stream, device.clone());
-        serve(&epoll, &device, requests, &self.path)
+        let backend = Backend::new(VirtioDevice::new(rnic), epoll.clone());
+        let backend = Arc::new(Mutex::new(backend));
+        let _attached = Attached(&backend);
+        let requests = BackendReqHandler::from_stream(stream, backend.clone());
+        serve(&epoll, &backend, requests, &self.path)
     }
 }
 
 /// A VM that is attached; detaches it when dropped.
-struct Attached<'a>(&'a Mutex<Device>);
+struct Attached<'a>(&'a Mutex<Backend>);
 
 impl Drop for Attached<'_> {
     fn drop(&mut self) {
-        lock(self.0).disconnect();
+        lock(self.0).device.detach();
     }
 }
 
-fn lock(device: &Mutex<Device>) -> std::sync::MutexGuard<'_, Device> {
-    device.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(backend: &Mutex<Backend>) -> std::sync::MutexGuard<'_, Backend> {
+    backend.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn serve(
     epoll: &Epoll,
-    device: &Mutex<Device>,
-    mut requests: BackendReqHandler<Mutex<Device>>,
+    backend: &Mutex<Backend>,
+    mut requests: BackendReqHandler<Mutex<Backend>>,
     path: &Path,
 ) -> Result<(), SessionError> {
     let mut events = [EpollEvent::default(); 16];
     loop {
-        let timeout = if lock(device).has_more_commands() {
+        let timeout = if lock(backend).device.has_more_commands() {
             0
         } else {
             -1
@@ -306,14 +305,14 @@ fn serve(
                         .checked_sub(FIRST_KICK_TOKEN)
                         .and_then(|i| u16::try_from(i).ok())
                     {
-                        lock(device).kicked(index);
+                        lock(backend).device.notified(index);
                     }
                 }
             }
         }
-        let mut device = lock(device);
+        let device = &mut lock(backend).device;
         if device.has_more_commands() {
-            device.kicked(virtio_rdma_spec::config::CONTROL_QUEUE);
+            device.notified(virtio_rdma_spec::config::CONTROL_QUEUE);
         }
     }
 }
