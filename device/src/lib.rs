@@ -5,7 +5,7 @@
 //!
 //! | layer | what |
 //! |---|---|
-//! | [`limits`], [`error`] | numbers; how errors are told |
+//! | [`limits`], [`error`], [`epoll_fd`] | numbers; how errors are told; waiting for file descriptors |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
 //! | [`engine`] | what work requests mean: send queues, responders, completions |
@@ -27,6 +27,7 @@ pub mod adapter;
 pub mod config;
 pub mod control;
 pub mod engine;
+pub mod epoll_fd;
 pub mod error;
 pub mod fabric;
 #[allow(unsafe_code)]

@@ -2,7 +2,6 @@
 //! What the messages of the front end mean for the device.
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use vhost::vhost_user::message::{
@@ -15,8 +14,8 @@ use vhost::vhost_user::{
     VhostUserVirtioFeatures,
 };
 use vhost::VhostUserMemoryRegionBase;
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
+use crate::epoll_fd::EpollFd;
 use crate::error::sentence;
 use crate::memory::{GuestMemory, RegionInfo};
 use crate::virtio::{Addresses, Ring, VirtioDevice, FEATURES};
@@ -31,7 +30,7 @@ const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
 /// A device, and the messages of its front end.
 pub struct Backend {
     pub device: VirtioDevice,
-    epoll: Arc<Epoll>,
+    epoll: Arc<EpollFd>,
     memory: Option<GuestMemory>,
     /// How the guest notifies virtqueues, as far as that is our affair, by their numbers.
     kicks: Vec<Option<File>>,
@@ -39,7 +38,7 @@ pub struct Backend {
 
 impl Backend {
     /// `device` behind a new connection; kicks go to `epoll`.
-    pub fn new(device: VirtioDevice, epoll: Arc<Epoll>) -> Self {
+    pub fn new(device: VirtioDevice, epoll: Arc<EpollFd>) -> Self {
         Self {
             epoll,
             memory: None,
@@ -69,15 +68,11 @@ impl Backend {
             return Ok(());
         };
         if let Some(old) = slot.take() {
-            let event = EpollEvent::default();
-            self.epoll
-                .ctl(ControlOperation::Delete, old.as_raw_fd(), event)?;
+            self.epoll.remove(&old)?;
         }
         if let Some(new) = kick {
             let token = FIRST_KICK_TOKEN + u64::from(index);
-            let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, token);
-            self.epoll
-                .ctl(ControlOperation::Add, new.as_raw_fd(), event)?;
+            self.epoll.add_edge_triggered(&new, token)?;
             *slot = Some(new);
         }
         Ok(())

@@ -2,7 +2,6 @@
 //! Sockets: one per VM, each served by a thread of its own, one front end after the other.
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -12,11 +11,11 @@ use std::thread::JoinHandle;
 
 use log::{error, info, warn};
 use vhost::vhost_user::{BackendReqHandler, Error as VhostUserError};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::backend::{Backend, FIRST_KICK_TOKEN};
 use crate::adapter::Adapter;
+use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::error::sentence;
 use crate::heap;
 use crate::rnic::RnicSettings;
@@ -201,22 +200,14 @@ impl Listening {
 
     /// The next connection; `None`: the process ends.
     fn accept(&self) -> io::Result<Option<UnixStream>> {
-        let epoll = Epoll::new()?;
-        epoll.ctl(
-            ControlOperation::Add,
-            self.exit.as_raw_fd(),
-            EpollEvent::new(EventSet::IN, EXIT),
-        )?;
-        epoll.ctl(
-            ControlOperation::Add,
-            self.listener.as_raw_fd(),
-            EpollEvent::new(EventSet::IN, SOCKET),
-        )?;
+        let epoll = EpollFd::new()?;
+        epoll.add(&self.exit, EXIT)?;
+        epoll.add(&self.listener, SOCKET)?;
         loop {
-            for event in wait(&epoll, -1, &mut [EpollEvent::default(); 2])? {
-                if event.data() == EXIT {
-                    return Ok(None);
-                }
+            let mut space = [NO_EVENT; 2];
+            let events = epoll.wait(-1, &mut space)?;
+            if events.iter().any(|event| event.data == EXIT) {
+                return Ok(None);
             }
             match self.listener.accept() {
                 Ok((stream, _)) => return Ok(Some(stream)),
@@ -237,17 +228,9 @@ impl Listening {
             .connection
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = Some(stream.try_clone()?);
-        let epoll = Arc::new(Epoll::new()?);
-        epoll.ctl(
-            ControlOperation::Add,
-            self.exit.as_raw_fd(),
-            EpollEvent::new(EventSet::IN, EXIT),
-        )?;
-        epoll.ctl(
-            ControlOperation::Add,
-            stream.as_raw_fd(),
-            EpollEvent::new(EventSet::IN, SOCKET),
-        )?;
+        let epoll = Arc::new(EpollFd::new()?);
+        epoll.add(&self.exit, EXIT)?;
+        epoll.add(&stream, SOCKET)?;
 
         let rnic = self.adapter.attach(self.settings.clone());
         let backend = Backend::new(VirtioDevice::new(rnic), epoll.clone());
@@ -272,21 +255,20 @@ fn lock(backend: &Mutex<Backend>) -> std::sync::MutexGuard<'_, Backend> {
 }
 
 fn serve(
-    epoll: &Epoll,
+    epoll: &EpollFd,
     backend: &Mutex<Backend>,
     mut requests: BackendReqHandler<Mutex<Backend>>,
     path: &Path,
 ) -> Result<(), SessionError> {
-    let mut events = [EpollEvent::default(); 16];
+    let mut space = [NO_EVENT; 16];
     loop {
         let timeout = if lock(backend).device.has_more_commands() {
             0
         } else {
             -1
         };
-        let ready = wait(epoll, timeout, &mut events)?;
-        for event in ready {
-            match event.data() {
+        for event in epoll.wait(timeout, &mut space)? {
+            match event.data {
                 EXIT => return Ok(()),
                 SOCKET => match requests.handle_request() {
                     Ok(()) => {}
@@ -315,18 +297,4 @@ fn serve(
             device.notified(virtio_rdma_spec::config::CONTROL_QUEUE);
         }
     }
-}
-
-/// Waits for events; a signal is no event.
-fn wait<'a>(
-    epoll: &Epoll,
-    timeout: i32,
-    events: &'a mut [EpollEvent],
-) -> io::Result<&'a [EpollEvent]> {
-    let count = match epoll.wait(timeout, events) {
-        Ok(count) => count,
-        Err(e) if e.kind() == io::ErrorKind::Interrupted => 0,
-        Err(e) => return Err(e),
-    };
-    Ok(events.get(..count).unwrap_or_default())
 }
