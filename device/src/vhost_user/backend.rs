@@ -1,337 +1,292 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the messages of the front end mean for the device.
+//! What the messages of the front end mean for the device, and the thread of its virtqueues.
 use std::fs::File;
 use std::io;
-use std::sync::Arc;
+use std::os::fd::AsRawFd;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use vhost::vhost_user::message::{
-    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
-    VhostUserLog, VhostUserMemoryRegion, VhostUserShMemConfig, VhostUserSharedMsg,
-    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+use log::{error, warn};
+use vhost::vhost_user::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
+use vhost_user_backend::{
+    Error, ShutdownHandle, VhostUserBackend, VhostUserDaemon, VringEpollHandler,
 };
-use vhost::vhost_user::{
-    Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
-    VhostUserVirtioFeatures,
-};
-use vhost::VhostUserMemoryRegionBase;
+use virtio_rdma_spec::config::CONTROL_QUEUE;
+use vm_memory::{GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
-use crate::epoll_fd::EpollFd;
+use super::vring::{make_for, Memory, Vring};
 use crate::error::sentence;
-use crate::memory::{GuestMemory, RegionInfo};
-use crate::virtio::{Addresses, Ring, VirtioDevice, FEATURES};
+use crate::memory::GuestMemory;
+use crate::virtio::{self, Ring, VirtioDevice, FEATURES, MAX_RING_SIZE};
 
-/// Memory regions of a VM, at most.
-const MAX_MEMORY_REGIONS: u64 = 509;
-/// Event numbers of virtqueue kicks start here.
-pub const FIRST_KICK_TOKEN: u64 = 1 << 16;
 /// The feature of which vhost-user itself makes use.
 const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+/// Numbers of events, which are above those of virtqueues: the session ends.
+const END: u16 = 0x100;
+/// There are more commands.
+const MORE: u16 = 0x101;
+/// Kicks of virtqueue i have this number plus i.
+const FIRST_KICK: u16 = 0x200;
 
-/// A device, and the messages of its front end.
+/// The connection of a session, as soon as there is one.
+pub type Connection = Arc<Mutex<Option<ShutdownHandle>>>;
+
+pub type Daemon = VhostUserDaemon<Arc<Backend>>;
+
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A device, as the messages of its front end change it.
 pub struct Backend {
-    pub device: VirtioDevice,
-    epoll: Arc<EpollFd>,
-    memory: Option<GuestMemory>,
-    /// How the guest notifies virtqueues, as far as that is our affair, by their numbers.
-    kicks: Vec<Option<File>>,
+    name: String,
+    queues: u16,
+    device: Mutex<VirtioDevice>,
+    /// Held while waiting for the device, so that two threads get it in turn.
+    turn: Mutex<()>,
+    connection: Connection,
+    /// Where the virtqueues' thread waits.
+    handler: OnceLock<Weak<VringEpollHandler<Arc<Self>>>>,
+    /// How the guest notifies virtqueues, by their numbers. Those of doorbell queues are a worker's.
+    kicks: Mutex<Vec<Option<File>>>,
+    end: EventFd,
+    more: EventFd,
+}
+
+/// Edge triggered: every write is seen, and nobody reads, so that no file descriptor a front end
+/// might pass can block us.
+fn edges() -> EventSet {
+    EventSet::IN | EventSet::EDGE_TRIGGERED
 }
 
 impl Backend {
-    /// `device` behind a new connection; kicks go to `epoll`.
-    pub fn new(device: VirtioDevice, epoll: Arc<EpollFd>) -> Self {
-        Self {
-            epoll,
-            memory: None,
-            kicks: (0..device.queues()).map(|_| None).collect(),
-            device,
+    /// The device that `attach` gives, behind a new connection.
+    pub fn new(
+        name: &str,
+        connection: Connection,
+        attach: impl FnOnce() -> VirtioDevice,
+    ) -> io::Result<Arc<Self>> {
+        let [end, more] = [EventFd::new(EFD_NONBLOCK)?, EventFd::new(EFD_NONBLOCK)?];
+        // Nothing fails from here on, so that what is attached is detached by its session.
+        let device = attach();
+        let queues = device.queues();
+        Ok(Arc::new(Self {
+            name: name.to_owned(),
+            queues,
+            device: Mutex::new(device),
+            turn: Mutex::default(),
+            connection,
+            handler: OnceLock::new(),
+            kicks: Mutex::new((0..queues).map(|_| None).collect()),
+            end,
+            more,
+        }))
+    }
+
+    /// What handles the messages of a front end by this. Dropping it takes [`Backend::end`] first.
+    pub fn daemon(self: &Arc<Self>) -> Result<Daemon, Error> {
+        let memory = GuestMemoryAtomic::new(GuestMemoryMmap::new());
+        let new = || Daemon::new("requests".into(), self.clone(), memory);
+        let daemon = make_for(self, new)?;
+        if let Err(error) = self.listen(&daemon) {
+            // Its thread would never end, and dropping it waits for that.
+            std::mem::forget(daemon);
+            return Err(Error::StartDaemon(error));
         }
+        Ok(daemon)
+    }
+
+    /// Has the virtqueues' thread wait for what is not a virtqueue.
+    fn listen(&self, daemon: &Daemon) -> io::Result<()> {
+        for handler in daemon.get_epoll_handlers() {
+            for (event, number) in [(&self.end, END), (&self.more, MORE)] {
+                handler.register_listener(event.as_raw_fd(), edges(), number.into())?;
+            }
+            // The handler holds us.
+            let _ = self.handler.set(Arc::downgrade(&handler));
+        }
+        Ok(())
+    }
+
+    /// Has the virtqueues' thread end.
+    pub fn end(&self) {
+        // It fails only when the counter is full, which takes more ends than one.
+        let _ = self.end.write(1);
+    }
+
+    /// Applies `f` to the device. Threads that want it get it in turn.
+    pub fn with_device<R>(&self, f: impl FnOnce(&mut VirtioDevice) -> R) -> R {
+        let turn = lock(&self.turn);
+        let mut device = lock(&self.device);
+        drop(turn);
+        let result = f(&mut device);
+        if device.has_more_commands() {
+            // It fails only when the counter is full: then there is an event anyway.
+            let _ = self.more.write(1);
+        }
+        result
     }
 
     /// Applies `f` to virtqueue `index`.
-    fn with_ring<R>(&mut self, index: u32, f: impl FnOnce(&mut Ring) -> R) -> Result<R> {
-        let index = self.index(index)?;
-        self.device.with_ring(index, f).ok_or(Error::InvalidParam)
+    pub fn configure(&self, index: u16, f: impl FnOnce(&mut Ring) -> Result<(), virtio::Error>) {
+        let result = self.with_device(|device| device.with_ring(index, f));
+        if let Some(Err(error)) = result {
+            self.refuse(&error);
+        }
     }
 
-    /// `index`, if that is a virtqueue.
-    fn index(&self, index: u32) -> Result<u16> {
-        let index = u16::try_from(index).ok();
-        index
-            .filter(|index| *index < self.device.queues())
-            .ok_or(Error::InvalidParam)
+    /// The guest notifies virtqueue `index` by `kick`, and with that the virtqueue is started; or it
+    /// cannot notify it, and then it is not.
+    pub fn set_kick(&self, index: u16, kick: Option<File>) {
+        let Some(kick) = kick else {
+            self.stop(index);
+            return;
+        };
+        // A doorbell queue's kick goes straight to the worker.
+        let ours = self.with_device(|device| {
+            if device.is_doorbell(index) {
+                device.set_doorbell_kick(index, Some(kick));
+                return None;
+            }
+            Some(kick)
+        });
+        if let Some(kick) = ours {
+            if let Err(error) = self.watch(index, Some(kick)) {
+                self.refuse(&error);
+                return;
+            }
+        }
+        self.with_device(|device| device.start(index));
     }
 
-    /// Kicks of virtqueue `index` come from `kick`. They are edge triggered and never read, so that
-    /// no file descriptor a front end might pass can block us.
-    fn set_kick(&mut self, index: u16, kick: Option<File>) -> io::Result<()> {
-        let Some(slot) = self.kicks.get_mut(usize::from(index)) else {
+    fn stop(&self, index: u16) {
+        self.with_device(|device| device.stop(index));
+        self.forget_kick(index);
+    }
+
+    fn forget_kick(&self, index: u16) {
+        // It cannot fail: what is watched can be left alone.
+        let _ = self.watch(index, None);
+    }
+
+    /// Has the virtqueues' thread wait for `kick`, and no longer for the one before.
+    fn watch(&self, index: u16, kick: Option<File>) -> io::Result<()> {
+        let number = u64::from(FIRST_KICK) + u64::from(index);
+        let handler = self.handler.get().and_then(Weak::upgrade);
+        let mut kicks = lock(&self.kicks);
+        let (Some(handler), Some(slot)) = (handler, kicks.get_mut(usize::from(index))) else {
             return Ok(());
         };
         if let Some(old) = slot.take() {
-            self.epoll.remove(&old)?;
+            handler.unregister_listener(old.as_raw_fd(), edges(), number)?;
         }
         if let Some(new) = kick {
-            let token = FIRST_KICK_TOKEN + u64::from(index);
-            self.epoll.add_edge_triggered(&new, token)?;
+            handler.register_listener(new.as_raw_fd(), edges(), number)?;
             *slot = Some(new);
         }
         Ok(())
     }
 
-    fn forget_kicks(&mut self) {
-        for index in 0..self.device.queues() {
-            // Nothing can be wrong with what is registered.
-            let _ = self.set_kick(index, None);
+    /// Ends the connection: the front end has asked for something that cannot be.
+    fn refuse(&self, error: &dyn std::error::Error) {
+        warn!("{}: a request was refused: {}", self.name, sentence(error));
+        self.shut_down();
+    }
+
+    fn shut_down(&self) {
+        if let Some(connection) = &*lock(&self.connection) {
+            connection.shutdown();
+        }
+    }
+}
+
+impl VhostUserBackend for Backend {
+    type Bitmap = ();
+    type Vring = Vring;
+
+    fn num_queues(&self) -> usize {
+        self.queues.into()
+    }
+
+    fn max_queue_size(&self) -> usize {
+        MAX_RING_SIZE.into()
+    }
+
+    fn features(&self) -> u64 {
+        FEATURES | PROTOCOL_FEATURES
+    }
+
+    fn acked_features(&self, features: u64) {
+        let result = self.with_device(|device| device.set_features(features & !PROTOCOL_FEATURES));
+        if let Err(error) = result {
+            self.refuse(&error);
         }
     }
 
-    fn use_memory(&mut self, memory: Option<GuestMemory>) {
-        self.memory = memory.clone();
-        self.device.set_memory(memory);
-    }
-}
-
-/// An error that the front end is told of in the acknowledgement; the connection goes on.
-fn refuse(error: impl std::error::Error) -> Error {
-    Error::ReqHandlerError(io::Error::other(sentence(&error)))
-}
-
-fn unsupported() -> Error {
-    Error::InvalidOperation("not negotiated")
-}
-
-fn region_info(region: &VhostUserMemoryRegion, file: File) -> RegionInfo {
-    RegionInfo {
-        guest_addr: region.guest_phys_addr,
-        size: region.memory_size,
-        user_addr: region.user_addr,
-        fd_offset: region.mmap_offset,
-        file,
-    }
-}
-
-impl VhostUserBackendReqHandlerMut for Backend {
-    fn set_owner(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    fn reset_owner(&mut self) -> Result<()> {
-        self.forget_kicks();
-        self.device.stop_all();
-        Ok(())
-    }
-
-    fn reset_device(&mut self) -> Result<()> {
-        self.forget_kicks();
-        self.device.reset();
-        Ok(())
-    }
-
-    fn get_features(&mut self) -> Result<u64> {
-        Ok(FEATURES | PROTOCOL_FEATURES)
-    }
-
-    fn set_features(&mut self, features: u64) -> Result<()> {
-        self.device
-            .set_features(features & !PROTOCOL_FEATURES)
-            .map_err(|_| Error::FeatureMismatch)?;
-        // Without protocol features there is no message to enable a virtqueue.
-        if features & PROTOCOL_FEATURES == 0 {
-            for index in 0..self.device.queues() {
-                self.device.set_enabled(index, true);
-            }
-        }
-        Ok(())
-    }
-
-    fn set_mem_table(
-        &mut self,
-        regions: &[VhostUserMemoryRegion],
-        files: Vec<File>,
-        _postcopy: Option<bool>,
-    ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
-        let regions = regions
-            .iter()
-            .zip(files)
-            .map(|(region, file)| region_info(region, file))
-            .collect();
-        let memory = GuestMemory::new(regions).map_err(refuse)?;
-        self.use_memory(Some(memory));
-        Ok(None)
-    }
-
-    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
-        self.with_ring(index, |ring| ring.set_size(num))?
-            .map_err(refuse)
-    }
-
-    fn set_vring_addr(
-        &mut self,
-        index: u32,
-        _flags: VhostUserVringAddrFlags,
-        descriptor: u64,
-        used: u64,
-        available: u64,
-        _log: u64,
-    ) -> Result<()> {
-        let memory = self.memory.as_ref().ok_or(Error::InvalidParam)?;
-        let guest = |addr| memory.user_to_guest(addr).ok_or(Error::InvalidParam);
-        let addresses = Addresses {
-            descriptors: guest(descriptor)?,
-            available: guest(available)?,
-            used: guest(used)?,
-        };
-        self.with_ring(index, |ring| ring.set_addresses(addresses))
-    }
-
-    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        let index = self.index(index)?;
-        let base = u16::try_from(base).map_err(|_| Error::InvalidParam)?;
-        self.device.set_position(index, base);
-        Ok(())
-    }
-
-    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
-        let number = self.index(index)?;
-        self.device.stop(number);
-        self.set_kick(number, None).map_err(refuse)?;
-        let base = self.with_ring(index, |ring| ring.position())?;
-        Ok(VhostUserVringState::new(index, base.into()))
-    }
-
-    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let index = self.index(index.into())?;
-        let Some(fd) = fd else {
-            let error = "a virtqueue without a kick file descriptor is not supported";
-            return Err(Error::ReqHandlerError(io::Error::other(error)));
-        };
-        if self.device.is_doorbell(index) {
-            self.device.set_doorbell_kick(index, Some(fd));
-        } else {
-            self.set_kick(index, Some(fd)).map_err(refuse)?;
-        }
-        self.device.start(index);
-        Ok(())
-    }
-
-    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.with_ring(index.into(), |ring| ring.set_interrupt(fd))?
-            .map_err(refuse)
-    }
-
-    fn set_vring_err(&mut self, index: u8, _fd: Option<File>) -> Result<()> {
-        self.with_ring(index.into(), |_| ())
-    }
-
-    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        Ok(VhostUserProtocolFeatures::MQ
+    fn protocol_features(&self) -> VhostUserProtocolFeatures {
+        VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::RESET_DEVICE
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
     }
 
-    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
-        let offered = self.get_protocol_features()?.bits();
-        if features & !offered != 0 {
-            return Err(Error::FeatureMismatch);
+    fn reset_device(&self) {
+        self.with_device(VirtioDevice::reset);
+        for index in 0..self.queues {
+            self.forget_kick(index);
+        }
+    }
+
+    /// [`Backend::acked_features`] takes over all features at once.
+    fn set_event_idx(&self, _enabled: bool) {}
+
+    fn get_config(&self, offset: u32, size: u32) -> Vec<u8> {
+        self.with_device(|device| device.config(offset, size))
+    }
+
+    fn update_memory(&self, memory: Memory) -> io::Result<()> {
+        let memory = GuestMemory::of(memory.memory().into_inner()).map_err(io::Error::other)?;
+        self.with_device(|device| device.set_memory(Some(memory)));
+        Ok(())
+    }
+
+    /// One thread, and no virtqueue in it: their kicks are listeners of our own (`watch`).
+    fn queues_per_thread(&self) -> Vec<u64> {
+        vec![0]
+    }
+
+    fn stop_vring(&self, index: u32) -> io::Result<()> {
+        if let Ok(index) = u16::try_from(index) {
+            self.stop(index);
         }
         Ok(())
     }
 
-    fn get_queue_num(&mut self) -> Result<u64> {
-        Ok(self.device.queues().into())
-    }
-
-    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        let index = self.index(index)?;
-        self.device.set_enabled(index, enable);
-        Ok(())
-    }
-
-    fn get_config(
-        &mut self,
-        offset: u32,
-        size: u32,
-        _flags: VhostUserConfigFlags,
-    ) -> Result<Vec<u8>> {
-        Ok(self.device.config(offset, size))
-    }
-
-    fn set_config(
-        &mut self,
-        _offset: u32,
-        _buf: &[u8],
-        _flags: VhostUserConfigFlags,
-    ) -> Result<()> {
-        // No field is writable; a driver's attempt must not cost the VM its connection.
-        Ok(())
-    }
-
-    fn set_gpu_socket(&mut self, _gpu_backend: GpuBackend) -> Result<()> {
-        Err(unsupported())
-    }
-
-    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
-        Err(unsupported())
-    }
-
-    fn get_inflight_fd(
-        &mut self,
-        _inflight: &VhostUserInflight,
-    ) -> Result<(VhostUserInflight, File)> {
-        Err(unsupported())
-    }
-
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
-        Err(unsupported())
-    }
-
-    fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Ok(MAX_MEMORY_REGIONS)
-    }
-
-    fn add_mem_region(
-        &mut self,
-        region: &VhostUserSingleMemoryRegion,
-        file: File,
-        _postcopy: Option<bool>,
-    ) -> Result<Option<VhostUserMemoryRegionBase>> {
-        let region = region_info(region, file);
-        let memory = match &self.memory {
-            Some(memory) => memory.with_region(region),
-            None => GuestMemory::new(vec![region]),
+    fn handle_event(
+        &self,
+        event: u16,
+        _set: EventSet,
+        _vrings: &[Vring],
+        _thread: usize,
+    ) -> io::Result<()> {
+        let index = match event {
+            // That is how the thread ends.
+            END => return Err(io::Error::other("the session has ended")),
+            MORE => CONTROL_QUEUE,
+            _ => match event.checked_sub(FIRST_KICK) {
+                Some(index) => index,
+                None => return Ok(()),
+            },
         };
-        self.use_memory(Some(memory.map_err(refuse)?));
-        Ok(None)
-    }
-
-    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
-        if let Some(memory) = &self.memory {
-            let memory = memory.without_region(region.guest_phys_addr);
-            self.use_memory(Some(memory));
+        // A panic would be a bug. It must not leave a VM behind that nobody serves.
+        let notified = || self.with_device(|device| device.notified(index));
+        if catch_unwind(AssertUnwindSafe(notified)).is_err() {
+            error!("{}: disconnected by a panic", self.name);
+            self.shut_down();
         }
         Ok(())
-    }
-
-    fn set_device_state_fd(
-        &mut self,
-        _direction: VhostTransferStateDirection,
-        _phase: VhostTransferStatePhase,
-        _fd: File,
-    ) -> Result<Option<File>> {
-        Err(unsupported())
-    }
-
-    fn check_device_state(&mut self) -> Result<()> {
-        Err(unsupported())
-    }
-
-    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
-        Err(unsupported())
-    }
-
-    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        Err(unsupported())
     }
 }
