@@ -35,7 +35,6 @@ fn memory(pages: u64) -> GuestMemory {
     GuestMemory::new(vec![RegionInfo {
         guest_addr: 0,
         size: pages * PAGE,
-        user_addr: 0,
         fd_offset: 0,
         file,
     }])

@@ -5,7 +5,7 @@
 //!
 //! | layer | what |
 //! |---|---|
-//! | [`limits`] | numbers |
+//! | [`limits`], [`error`], [`epoll_fd`] | numbers; how errors are told; waiting for file descriptors |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
 //! | [`engine`] | what work requests mean: send queues, responders, completions |
@@ -13,7 +13,8 @@
 //! | [`worker`] | the threads that look at doorbells and run queue pairs |
 //! | [`adapter`], [`rnic`] | the process's adapter, and what each VM sees of it |
 //! | [`control`] | control commands |
-//! | [`vhost_user`] | the front end |
+//! | [`virtio`] | the virtio device: virtqueues, configuration, events |
+//! | [`vhost_user`] | the front end: sessions over vhost-user |
 //! | [`config`], [`status`] | the process |
 //!
 //! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
@@ -26,6 +27,8 @@ pub mod adapter;
 pub mod config;
 pub mod control;
 pub mod engine;
+pub mod epoll_fd;
+pub mod error;
 pub mod fabric;
 #[allow(unsafe_code)]
 pub mod heap;
@@ -37,5 +40,6 @@ mod rnic_status;
 pub mod status;
 pub mod verbs;
 pub mod vhost_user;
+pub mod virtio;
 mod warnings;
 pub mod worker;

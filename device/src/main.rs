@@ -12,9 +12,10 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
+use vhost_device_rdma::error::sentence;
 use vhost_device_rdma::heap;
 use vhost_device_rdma::status::{self, StatusServer};
-use vhost_device_rdma::vhost_user::{sentence, Server};
+use vhost_device_rdma::vhost_user::Server;
 
 fn main() -> ExitCode {
     heap::set_up();

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// The layers of the device, the lowest first: a module imports those of its own line and of lines
 /// before it.
 const DEVICE: &[&[&str]] = &[
-    &["limits"],
+    &["limits", "error", "epoll_fd"],
     &["memory"],
     &["verbs"],
     &["engine"],
@@ -16,6 +16,7 @@ const DEVICE: &[&[&str]] = &[
     &["warnings"],
     &["adapter", "rnic", "rnic_status"],
     &["control"],
+    &["virtio"],
     &["heap"],
     &["vhost_user"],
     &["config", "status"],

@@ -6,8 +6,11 @@ use std::sync::atomic::AtomicU64;
 use std::sync::Arc;
 
 use virtio_rdma_spec::PAGE_SIZE;
-use vm_memory::mmap::MmapRegionBuilder;
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+use vm_memory::mmap::MmapRegionError;
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap, MmapRegion,
+};
 
 use super::ContiguousRange;
 
@@ -27,7 +30,7 @@ pub enum Error {
         addr: u64,
         /// What mmap said.
         #[source]
-        source: vm_memory::mmap::MmapRegionError,
+        source: MmapRegionError,
     },
     /// The region overlaps another.
     #[error("the memory region at {0:#x} overlaps another")]
@@ -40,15 +43,13 @@ pub enum Error {
     PageList,
 }
 
-/// A region of guest memory, as vhost-user describes it.
+/// A region of guest memory that is to be mapped.
 #[derive(Debug)]
 pub struct RegionInfo {
     /// Guest-physical address, bytes.
     pub guest_addr: u64,
     /// Size, bytes.
     pub size: u64,
-    /// Address in the front end's process: what ring addresses of vhost-user refer to.
-    pub user_addr: u64,
     /// Offset of the region in `file`, bytes.
     pub fd_offset: u64,
     /// The file to map.
@@ -68,7 +69,6 @@ unsafe impl Sync for Host {}
 /// Where a region is.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MappedRange {
-    user: u64,
     guest: u64,
     host: Host,
     size: u64,
@@ -86,7 +86,7 @@ impl MappedRange {
 
 #[derive(Debug)]
 struct Inner {
-    mmap: GuestMemoryMmap,
+    mmap: Arc<GuestMemoryMmap>,
     /// The regions by guest-physical address.
     ranges: Vec<MappedRange>,
 }
@@ -99,112 +99,39 @@ impl GuestMemory {
     /// Maps `regions`.
     ///
     /// # Errors
-    /// If a region is not page aligned, overlaps another, or cannot be mapped.
+    /// If a region is not page aligned, is longer than its file, overlaps another, or cannot be
+    /// mapped.
     pub fn new(regions: Vec<RegionInfo>) -> Result<Self, Error> {
-        regions
+        let mmap = regions
             .into_iter()
-            .try_fold(Self::empty(), |memory, region| memory.with_region(region))
+            .try_fold(GuestMemoryMmap::new(), |mmap, region| {
+                let addr = region.guest_addr;
+                let file = FileOffset::new(region.file, region.fd_offset);
+                let size = usize::try_from(region.size).map_err(|_| Error::Alignment(addr))?;
+                let mapping = MmapRegion::from_file(file, size)
+                    .map_err(|source| Error::Map { addr, source })?;
+                let region = GuestRegionMmap::new(mapping, GuestAddress(addr))
+                    .ok_or(Error::Alignment(addr))?;
+                mmap.insert_region(Arc::new(region))
+                    .map_err(|_| Error::Overlap(addr))
+            })?;
+        Self::of(Arc::new(mmap))
     }
 
-    fn empty() -> Self {
-        Self(Arc::new(Inner {
-            mmap: GuestMemoryMmap::new(),
-            ranges: Vec::new(),
-        }))
-    }
-
-    /// This memory and one region more.
+    /// The memory that is mapped by `mmap`, which is accessed only after this has judged it: whoever
+    /// mapped it may not have looked at what it mapped.
     ///
     /// # Errors
-    /// If the region is not page aligned, overlaps another, or cannot be mapped.
-    pub fn with_region(&self, region: RegionInfo) -> Result<Self, Error> {
-        let RegionInfo {
-            guest_addr,
-            size,
-            user_addr,
-            fd_offset,
-            file,
-        } = region;
-        let aligned = |v: u64| v % PAGE_SIZE == 0;
-        if !aligned(guest_addr) || !aligned(size) || !aligned(fd_offset) || size == 0 {
-            return Err(Error::Alignment(guest_addr));
-        }
-        let end = fd_offset
-            .checked_add(size)
-            .ok_or(Error::Alignment(guest_addr))?;
-        guest_addr
-            .checked_add(size)
-            .ok_or(Error::Alignment(guest_addr))?;
-        user_addr
-            .checked_add(size)
-            .ok_or(Error::Alignment(guest_addr))?;
-        let bytes = usize::try_from(size).map_err(|_| Error::Alignment(guest_addr))?;
-        if file.metadata().map_or(0, |m| m.len()) < end {
-            return Err(Error::Short(guest_addr));
-        }
-        let mapping = MmapRegionBuilder::new(bytes)
-            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
-            .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
-            .with_file_offset(FileOffset::new(file, fd_offset))
-            .build()
-            .map_err(|source| Error::Map {
-                addr: guest_addr,
-                source,
-            })?;
-        let host = Host(mapping.as_ptr());
-        let region = GuestRegionMmap::new(mapping, GuestAddress(guest_addr))
-            .ok_or(Error::Overlap(guest_addr))?;
-        let mmap = self
-            .0
-            .mmap
-            .insert_region(Arc::new(region))
-            .map_err(|_| Error::Overlap(guest_addr))?;
-        let mut ranges = self.0.ranges.clone();
-        let at = ranges.partition_point(|range| range.guest < guest_addr);
-        let range = MappedRange {
-            user: user_addr,
-            guest: guest_addr,
-            host,
-            size,
-        };
-        ranges.insert(at, range);
+    /// If a region is not page aligned, or is longer than its file.
+    pub fn of(mmap: Arc<GuestMemoryMmap>) -> Result<Self, Error> {
+        let ranges = mmap.iter().map(range).collect::<Result<_, _>>()?;
         Ok(Self(Arc::new(Inner { mmap, ranges })))
-    }
-
-    /// This memory without the region that starts at `guest_addr`; the same memory where there is
-    /// none.
-    #[must_use]
-    pub fn without_region(&self, guest_addr: u64) -> Self {
-        let Some(range) = self.0.ranges.iter().find(|r| r.guest == guest_addr) else {
-            return self.clone();
-        };
-        match self
-            .0
-            .mmap
-            .remove_region(GuestAddress(guest_addr), range.size)
-        {
-            Ok((mmap, _)) => {
-                let mut ranges = self.0.ranges.clone();
-                ranges.retain(|r| r.guest != guest_addr);
-                Self(Arc::new(Inner { mmap, ranges }))
-            }
-            Err(_) => self.clone(),
-        }
     }
 
     /// The mappings, for virtqueues.
     #[must_use]
     pub fn guest_memory(&self) -> &GuestMemoryMmap {
         &self.0.mmap
-    }
-
-    /// The guest-physical address of an address in the front end's process.
-    #[must_use]
-    pub fn user_to_guest(&self, user_addr: u64) -> Option<u64> {
-        self.0.ranges.iter().find_map(|r| {
-            let offset = user_addr.checked_sub(r.user)?;
-            (offset < r.size).then(|| r.guest.wrapping_add(offset))
-        })
     }
 
     /// Whether this is the very same memory, not only an equal one.
@@ -284,6 +211,28 @@ impl GuestMemory {
     }
 }
 
+/// Where a region is, if it is one that can be accessed.
+fn range(region: &GuestRegionMmap) -> Result<MappedRange, Error> {
+    let GuestAddress(guest) = region.start_addr();
+    let size = region.len();
+    let aligned = |v: u64| v % PAGE_SIZE == 0;
+    if !aligned(guest) || !aligned(size) || size == 0 || guest.checked_add(size).is_none() {
+        return Err(Error::Alignment(guest));
+    }
+    if let Some(file) = region.file_offset() {
+        let end = file.start().checked_add(size);
+        let length = file.file().metadata().map_or(0, |metadata| metadata.len());
+        if end.is_none_or(|end| length < end) {
+            return Err(Error::Short(guest));
+        }
+    }
+    Ok(MappedRange {
+        guest,
+        host: Host(region.as_ptr()),
+        size,
+    })
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
@@ -297,7 +246,6 @@ pub(crate) mod tests {
         RegionInfo {
             guest_addr,
             size,
-            user_addr: 0x7000_0000 + guest_addr,
             fd_offset: 0,
             file,
         }
@@ -309,22 +257,26 @@ pub(crate) mod tests {
         assert!(memory.host(0x1000, 0x2000).is_some());
         assert!(memory.host(0x2000, 0x1001).is_none());
         assert!(memory.host(0, 1).is_none());
+        let overlapping = vec![region(0x1000, 2), region(0x2000, 1)];
         assert!(matches!(
-            memory.with_region(region(0x2000, 1)),
+            GuestMemory::new(overlapping),
             Err(Error::Overlap(0x2000))
         ));
-        let more = memory.with_region(region(0x8000, 1)).unwrap();
+        let more = GuestMemory::new(vec![region(0x8000, 1), region(0x1000, 2)]).unwrap();
         assert_eq!(more.size(), 3 * PAGE_SIZE);
-        assert_eq!(more.user_to_guest(0x7000_8010), Some(0x8010));
-        assert_eq!(more.user_to_guest(0x7000_9000), None);
         for addr in [0x1000, 0x2fff, 0x8000, 0x8fff] {
             assert_eq!(more.guest(more.host(addr, 1).unwrap()), Some(addr));
         }
-        let less = more.without_region(0x1000);
+        let (less, _) = more
+            .guest_memory()
+            .remove_region(GuestAddress(0x1000), 2 * PAGE_SIZE)
+            .unwrap();
+        let less = GuestMemory::of(Arc::new(less)).unwrap();
+        assert!(!less.same(&more));
         assert_eq!(less.guest(more.host(0x1000, 1).unwrap()), None);
         assert!(less.host(0x1000, 1).is_none());
         assert!(less.host(0x8000, 1).is_some());
-        assert_eq!(less.without_region(0x1000).size(), PAGE_SIZE);
+        assert_eq!(less.size(), PAGE_SIZE);
     }
 
     #[test]
@@ -364,7 +316,7 @@ pub(crate) mod tests {
             };
             assert!(matches!(
                 GuestMemory::new(vec![bad]),
-                Err(Error::Alignment(_))
+                Err(Error::Alignment(_) | Error::Map { .. })
             ));
         }
     }

@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Sockets: one per VM, each served by a thread of its own, one front end after the other.
 use std::io;
-use std::net::Shutdown;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use log::{error, info, warn};
-use vhost::vhost_user::{BackendReqHandler, Error as VhostUserError};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vhost::vhost_user::{Error as VhostUserError, Listener};
+use vhost_user_backend::Error as DaemonError;
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
-use super::backend::{Device, FIRST_KICK_TOKEN};
+use super::backend::{lock, Backend, Connection, Daemon};
 use crate::adapter::Adapter;
+use crate::epoll_fd::{EpollFd, NO_EVENT};
+use crate::error::sentence;
 use crate::heap;
 use crate::rnic::RnicSettings;
+use crate::virtio::VirtioDevice;
 
 const EXIT: u64 = 0;
 const SOCKET: u64 = 1;
@@ -75,7 +77,8 @@ pub fn bind(path: &Path) -> Result<UnixListener, Error> {
 pub struct Server {
     path: PathBuf,
     exit: EventFd,
-    connection: Arc<Mutex<Option<UnixStream>>>,
+    stopping: Arc<AtomicBool>,
+    connection: Connection,
     thread: JoinHandle<()>,
 }
 
@@ -92,13 +95,14 @@ impl Server {
     ) -> Result<Self, Error> {
         let listener = bind(path)?;
         let started = || -> io::Result<Self> {
-            listener.set_nonblocking(true)?;
             let exit = EventFd::new(EFD_NONBLOCK)?;
-            let connection = Arc::new(Mutex::new(None));
+            let stopping = Arc::new(AtomicBool::new(false));
+            let connection = Connection::default();
             let server = Listening {
                 path: path.to_owned(),
-                listener,
+                listener: listener.into(),
                 exit: exit.try_clone()?,
+                stopping: stopping.clone(),
                 connection: connection.clone(),
                 adapter,
                 settings,
@@ -109,6 +113,7 @@ impl Server {
             Ok(Self {
                 path: path.to_owned(),
                 exit,
+                stopping,
                 connection,
                 thread,
             })
@@ -124,18 +129,14 @@ impl Server {
 
     /// Disconnects the front end, stops listening, removes the socket.
     pub fn stop(self) {
+        self.stopping.store(true, Ordering::SeqCst);
         if let Err(e) = self.exit.write(1) {
             error!("cannot stop listening on {}: {e}", self.path.display());
             return;
         }
-        // A thread that waits for the rest of a message does not look at the event.
-        if let Some(connection) = self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .as_ref()
-        {
-            let _ = connection.shutdown(Shutdown::Both);
+        // A session that begins after this sees `stopping`.
+        if let Some(connection) = &*lock(&self.connection) {
+            connection.shutdown();
         }
         if self.thread.join().is_err() {
             error!("the thread of {} panicked", self.path.display());
@@ -149,185 +150,145 @@ impl Server {
 /// What the thread of a socket works with.
 struct Listening {
     path: PathBuf,
-    listener: UnixListener,
+    listener: Listener,
     exit: EventFd,
-    connection: Arc<Mutex<Option<UnixStream>>>,
+    stopping: Arc<AtomicBool>,
+    connection: Connection,
     adapter: Arc<Adapter>,
     settings: RnicSettings,
 }
 
 /// Why a session ended.
 #[derive(Debug, thiserror::Error)]
-enum SessionError {
+pub enum SessionError {
+    #[error("a request was refused")]
+    Refused(#[source] io::Error),
     #[error("the protocol was violated")]
     Protocol(#[source] VhostUserError),
     #[error("the system refused")]
     System(#[from] io::Error),
+    #[error("{0}")]
+    Daemon(DaemonError),
+    #[error("a panic")]
+    Panic,
+}
+
+impl SessionError {
+    /// Whether it ends this session and may not end the next.
+    fn is_of_the_front_end(&self) -> bool {
+        matches!(self, Self::Refused(_) | Self::Protocol(_))
+    }
+}
+
+impl From<DaemonError> for SessionError {
+    fn from(error: DaemonError) -> Self {
+        match error {
+            DaemonError::HandleRequest(VhostUserError::ReqHandlerError(error)) => {
+                Self::Refused(error)
+            }
+            DaemonError::HandleRequest(error) => Self::Protocol(error),
+            DaemonError::WaitDaemon(_) => Self::Panic,
+            error => Self::Daemon(error),
+        }
+    }
 }
 
 impl Listening {
-    fn run(self) {
+    fn run(mut self) {
         info!("{}: listening", self.path.display());
         loop {
-            match self.accept() {
-                Ok(Some(stream)) => {
-                    info!("{}: a front end connected", self.path.display());
+            match self.wait() {
+                Ok(true) => {
                     // A panic would be a bug. It must not cost the next VM its socket.
-                    let session = catch_unwind(AssertUnwindSafe(|| self.session(stream)));
+                    let session = catch_unwind(AssertUnwindSafe(|| self.session()));
+                    *lock(&self.connection) = None;
+                    let path = self.path.display();
                     match session {
-                        Ok(Ok(())) => info!("{}: the front end disconnected", self.path.display()),
-                        Ok(Err(e)) => {
-                            warn!(
-                                "{}: disconnected: {}",
-                                self.path.display(),
-                                super::sentence(&e)
-                            );
+                        Ok(Ok(())) => info!("{path}: the front end disconnected"),
+                        Ok(Err(SessionError::Panic)) | Err(_) => {
+                            error!("{path}: disconnected by a panic");
                         }
-                        Err(_) => error!("{}: disconnected by a panic", self.path.display()),
+                        Ok(Err(e)) => {
+                            warn!("{path}: disconnected: {}", sentence(&e));
+                            if !e.is_of_the_front_end() {
+                                pause();
+                            }
+                        }
                     }
-                    *self
-                        .connection
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner) = None;
                     heap::give_back();
                 }
-                Ok(None) => return,
+                Ok(false) => return,
                 Err(e) => {
                     error!("{}: cannot accept a connection: {e}", self.path.display());
-                    // Out of file descriptors, most likely: not for ever.
-                    std::thread::sleep(std::time::Duration::from_millis(200));
+                    pause();
                 }
             }
         }
     }
 
-    /// The next connection; `None`: the process ends.
-    fn accept(&self) -> io::Result<Option<UnixStream>> {
-        let epoll = Epoll::new()?;
-        epoll.ctl(
-            ControlOperation::Add,
-            self.exit.as_raw_fd(),
-            EpollEvent::new(EventSet::IN, EXIT),
-        )?;
-        epoll.ctl(
-            ControlOperation::Add,
-            self.listener.as_raw_fd(),
-            EpollEvent::new(EventSet::IN, SOCKET),
-        )?;
+    /// Waits for a connection; false: the process ends.
+    fn wait(&self) -> io::Result<bool> {
+        let epoll = EpollFd::new()?;
+        epoll.add(&self.exit, EXIT)?;
+        epoll.add(&self.listener, SOCKET)?;
         loop {
-            for event in wait(&epoll, -1, &mut [EpollEvent::default(); 2])? {
-                if event.data() == EXIT {
-                    return Ok(None);
-                }
+            let mut space = [NO_EVENT; 2];
+            let events = epoll.wait(-1, &mut space)?;
+            if events.iter().any(|event| event.data == EXIT) {
+                return Ok(false);
             }
-            match self.listener.accept() {
-                Ok((stream, _)) => return Ok(Some(stream)),
-                Err(e)
-                    if matches!(
-                        e.kind(),
-                        io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted
-                    ) => {}
-                Err(e) => return Err(e),
+            if !events.is_empty() {
+                return Ok(true);
             }
         }
     }
 
-    /// Serves one front end until it is gone, violates the protocol, or the process ends.
-    fn session(&self, stream: UnixStream) -> Result<(), SessionError> {
-        stream.set_nonblocking(false)?;
-        *self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(stream.try_clone()?);
-        let epoll = Arc::new(Epoll::new()?);
-        epoll.ctl(
-            ControlOperation::Add,
-            self.exit.as_raw_fd(),
-            EpollEvent::new(EventSet::IN, EXIT),
-        )?;
-        epoll.ctl(
-            ControlOperation::Add,
-            stream.as_raw_fd(),
-            EpollEvent::new(EventSet::IN, SOCKET),
-        )?;
-
-        let rnic = self.adapter.attach(self.settings.clone());
-        let device = Arc::new(Mutex::new(Device::new(rnic, epoll.clone())));
-        let _attached = Attached(&device);
-        let requests = BackendReqHandler::from_stream(stream, device.clone());
-        serve(&epoll, &device, requests, &self.path)
-    }
-}
-
-/// A VM that is attached; detaches it when dropped.
-struct Attached<'a>(&'a Mutex<Device>);
-
-impl Drop for Attached<'_> {
-    fn drop(&mut self) {
-        lock(self.0).disconnect();
-    }
-}
-
-fn lock(device: &Mutex<Device>) -> std::sync::MutexGuard<'_, Device> {
-    device.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn serve(
-    epoll: &Epoll,
-    device: &Mutex<Device>,
-    mut requests: BackendReqHandler<Mutex<Device>>,
-    path: &Path,
-) -> Result<(), SessionError> {
-    let mut events = [EpollEvent::default(); 16];
-    loop {
-        let timeout = if lock(device).has_more_commands() {
-            0
-        } else {
-            -1
+    /// Serves the front end that has connected until it is gone, is refused something, violates the
+    /// protocol, or the process ends.
+    fn session(&mut self) -> Result<(), SessionError> {
+        let name = self.path.display().to_string();
+        let backend = Backend::new(&name, self.connection.clone(), || {
+            VirtioDevice::new(self.adapter.attach(self.settings.clone()))
+        })?;
+        let mut session = Session {
+            daemon: None,
+            backend,
         };
-        let ready = wait(epoll, timeout, &mut events)?;
-        for event in ready {
-            match event.data() {
-                EXIT => return Ok(()),
-                SOCKET => match requests.handle_request() {
-                    Ok(()) => {}
-                    // The front end was told, and may go on.
-                    Err(VhostUserError::ReqHandlerError(e)) => {
-                        warn!("{}: a request was refused: {e}", path.display());
-                    }
-                    Err(VhostUserError::SocketRetry(_)) => {}
-                    Err(VhostUserError::Disconnected | VhostUserError::SocketBroken(_)) => {
-                        return Ok(())
-                    }
-                    Err(e) => return Err(SessionError::Protocol(e)),
-                },
-                token => {
-                    if let Some(index) = token
-                        .checked_sub(FIRST_KICK_TOKEN)
-                        .and_then(|i| u16::try_from(i).ok())
-                    {
-                        lock(device).kicked(index);
-                    }
-                }
+        let daemon = session.daemon.insert(session.backend.daemon()?);
+        {
+            // Until it is known, a request that is refused waits, and so does `Server::stop`.
+            let mut connection = lock(&self.connection);
+            if self.stopping.load(Ordering::SeqCst) {
+                return Ok(());
             }
+            // It does not wait: the front end is there, and nobody else accepts.
+            daemon.start(&mut self.listener)?;
+            *connection = daemon.shutdown_handle();
         }
-        let mut device = lock(device);
-        if device.has_more_commands() {
-            device.kicked(virtio_rdma_spec::config::CONTROL_QUEUE);
+        info!("{name}: a front end connected");
+        match daemon.wait() {
+            Err(DaemonError::HandleRequest(VhostUserError::Disconnected)) => Ok(()),
+            result => Ok(result?),
         }
     }
 }
 
-/// Waits for events; a signal is no event.
-fn wait<'a>(
-    epoll: &Epoll,
-    timeout: i32,
-    events: &'a mut [EpollEvent],
-) -> io::Result<&'a [EpollEvent]> {
-    let count = match epoll.wait(timeout, events) {
-        Ok(count) => count,
-        Err(e) if e.kind() == io::ErrorKind::Interrupted => 0,
-        Err(e) => return Err(e),
-    };
-    Ok(events.get(..count).unwrap_or_default())
+/// A front end that is served. Dropped when it is gone: returns when its threads have ended, and
+/// the VM is detached.
+struct Session {
+    daemon: Option<Daemon>,
+    backend: Arc<Backend>,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.backend.end();
+        self.daemon = None;
+        self.backend.with_device(VirtioDevice::detach);
+    }
+}
+
+/// Out of file descriptors or threads, most likely: not for ever.
+fn pause() {
+    std::thread::sleep(std::time::Duration::from_millis(200));
 }

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use vhost_device_rdma_sync::Reader;
 use virtio_rdma_spec::doorbell::worker_status;
-use vmm_sys_util::epoll::EpollEvent;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::busy_poll::{BusyPoller, POLLS};
@@ -21,6 +20,7 @@ use super::timers::{Holds, Parked};
 use crate::engine::queue_pair::Qp;
 use crate::engine::vm::Vm;
 use crate::engine::{BUDGET, LONE_BUDGET};
+use crate::epoll_fd::NO_EVENT;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::registry::Registry;
 
@@ -430,14 +430,12 @@ impl Loop {
             Some(at) => self.set_timer(at.saturating_sub(now)),
             None => -1,
         };
-        let mut events = [EpollEvent::default(); 16];
-        match self.worker.epoll.wait(timeout, &mut events) {
-            Ok(n) => {
-                if events.iter().take(n).any(|event| event.data() == KICK) {
+        match self.worker.epoll.wait(timeout, &mut [NO_EVENT; 16]) {
+            Ok(events) => {
+                if events.iter().any(|event| event.data == KICK) {
                     count(&self.worker.stats.kicks);
                 }
             }
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
             Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
         }
         self.time = self.now();

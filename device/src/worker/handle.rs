@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A worker as other threads see it: what they hand to it, and how they wake it.
 use std::fs::File;
-use std::os::fd::AsRawFd;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -10,7 +9,6 @@ use std::time::Duration;
 use rustix::thread::{sched_setaffinity, CpuSet};
 use serde_json::{json, Value};
 use vhost_device_rdma_sync::{lock, Reader};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -18,6 +16,7 @@ use super::event_loop::Loop;
 use super::timers::Held;
 use crate::engine::queue_pair::Qp;
 use crate::engine::vm::{Schedule, Vm};
+use crate::epoll_fd::EpollFd;
 use crate::fabric::registry::Registry;
 use crate::verbs::cq::Cq;
 
@@ -65,7 +64,7 @@ pub struct Worker {
     pub(super) inbox_filled: AtomicBool,
     pub(super) asleep: AtomicBool,
     pub(super) wake: EventFd,
-    pub(super) epoll: Epoll,
+    pub(super) epoll: EpollFd,
     pub(super) vms: Mutex<Vec<Arc<Vm>>>,
     /// Changes with `vms`, and when the status must be announced again.
     pub(super) generation: AtomicU64,
@@ -116,20 +115,11 @@ impl Worker {
         poll_budget: Duration,
     ) -> std::io::Result<(Arc<Self>, Loop)> {
         let wake = EventFd::new(EFD_NONBLOCK)?;
-        let epoll = Epoll::new()?;
+        let epoll = EpollFd::new()?;
         // Edge triggered: every write wakes, and nobody needs to read.
-        let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        epoll.ctl(
-            ControlOperation::Add,
-            wake.as_raw_fd(),
-            EpollEvent::new(events, WAKE),
-        )?;
+        epoll.add_edge_triggered(&wake, WAKE)?;
         let timer = TimerFd::new()?;
-        epoll.ctl(
-            ControlOperation::Add,
-            timer.as_raw_fd(),
-            EpollEvent::new(events, TIMER),
-        )?;
+        epoll.add_edge_triggered(&timer, TIMER)?;
         let worker = Arc::new(Self {
             index,
             inbox: Mutex::default(),
@@ -217,12 +207,7 @@ impl Worker {
 
     /// Wakes the worker whenever `fd` is written to.
     pub fn add_kick(&self, fd: &File) {
-        let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        if let Err(error) = self.epoll.ctl(
-            ControlOperation::Add,
-            fd.as_raw_fd(),
-            EpollEvent::new(events, KICK),
-        ) {
+        if let Err(error) = self.epoll.add_edge_triggered(fd, KICK) {
             log::error!(
                 "worker {}: cannot wait for a doorbell queue: {error}",
                 self.index
@@ -232,11 +217,7 @@ impl Worker {
 
     /// No longer waits for `fd`.
     pub fn remove_kick(&self, fd: &File) {
-        let event = EpollEvent::new(EventSet::empty(), KICK);
-        if let Err(error) = self
-            .epoll
-            .ctl(ControlOperation::Delete, fd.as_raw_fd(), event)
-        {
+        if let Err(error) = self.epoll.remove(fd) {
             log::error!(
                 "worker {}: cannot stop waiting for a doorbell queue: {error}",
                 self.index

@@ -9,9 +9,11 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
+use vhost::vhost_user::VhostUserFrontend;
 use vhost::VhostBackend;
 use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::{DeviceProcess, Vm, VmOptions};
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::common::{assert_success, counts, process, vm, Pair, Two};
 
@@ -137,6 +139,80 @@ fn random_virtqueues_do_no_harm() {
     assert!(two.process.is_alive());
     assert_served(&two.a);
     assert_served(&two.b);
+}
+
+#[test]
+fn a_request_that_is_refused_ends_its_connection_and_no_other() {
+    let mut two = Two::new();
+    let path = two.b.path().to_owned();
+    let beyond = 1 << 50;
+    let requests: [&dyn Fn(&Vm) -> bool; 5] = [
+        &|vm| vm.frontend().set_vring_num(0, 3).is_ok(),
+        &|vm| {
+            let mut config = vm.with_control(|queue| queue.config());
+            config.used_ring_addr = 0x10;
+            vm.frontend().set_vring_addr(0, &config).is_ok()
+        },
+        // Memory of which there is no file, that is no page, or that is there already.
+        &|vm| {
+            let mut info = vm.region(0).info();
+            (info.guest_phys_addr, info.memory_size) = (beyond, info.memory_size * 2);
+            vm.frontend().add_mem_region(&info).is_ok()
+        },
+        &|vm| {
+            let mut info = vm.region(0).info();
+            info.guest_phys_addr = beyond + 8;
+            vm.frontend().add_mem_region(&info).is_ok()
+        },
+        &|vm| vm.frontend().add_mem_region(&vm.region(0).info()).is_ok(),
+    ];
+    for (number, request) in requests.into_iter().enumerate() {
+        assert!(!request(&two.b), "request {number} was not refused");
+        assert_served(&two.a);
+        two.b = vm(&path);
+        assert_served(&two.b);
+    }
+    two.assert_unharmed();
+}
+
+#[test]
+fn kicks_may_block_and_be_replaced() {
+    let process = process(1);
+    let vm = vm(process.socket(0));
+    let mut old = Vec::new();
+    for _ in 0..20 {
+        // It would block whoever reads it once too often.
+        let kick = EventFd::new(0).unwrap();
+        vm.frontend().set_vring_kick(0, &kick).unwrap();
+        let before = vm.with_control(|queue| std::mem::replace(&mut queue.kick, kick));
+        vm.query_port().expect("an answer");
+        old.push(before);
+        for kick in &old {
+            kick.write(1).unwrap();
+        }
+        vm.query_port().expect("an answer");
+    }
+    vm.stop().unwrap();
+    vm.start().unwrap();
+    assert_served(&vm);
+    assert!(process.terminate().unwrap());
+    vm.kill();
+}
+
+// D-STOP-001, D-STOP-004.
+#[test]
+fn a_vm_whose_control_queue_is_disabled_is_stopped() {
+    let two = Two::new();
+    let pair = two.pair();
+    let (a, b) = (&pair.a, &pair.b);
+    two.b.frontend().set_vring_enable(0, false).unwrap();
+    b.mr.write(0, &[0xff; 8]);
+    a.qp.write(1, &[a.mr.sge(0, 8)], b.mr.iova, b.mr.rkey)
+        .unwrap();
+    a.assert_quiet();
+    assert_eq!(b.mr.read(0, 8), [0xff; 8]);
+    two.b.frontend().set_vring_enable(0, true).unwrap();
+    assert_success(&a.sent());
 }
 
 #[test]

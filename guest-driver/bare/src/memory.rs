@@ -126,7 +126,9 @@ impl Region {
         self.mapping.len()
     }
 
-    pub(crate) fn info(&self) -> VhostUserMemoryRegionInfo {
+    /// What ADD_MEM_REG tells of it.
+    #[must_use]
+    pub fn info(&self) -> VhostUserMemoryRegionInfo {
         VhostUserMemoryRegionInfo {
             guest_phys_addr: self.guest_addr,
             memory_size: self.mapping.len() as u64,

@@ -12,6 +12,7 @@ use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 
 use super::ring::Ring;
 use crate::engine::events::EventSink;
+use crate::error::sentence;
 use crate::rnic::Rnic;
 
 /// Events that wait for a buffer, at most, per queue. There are no more objects to raise events
@@ -106,7 +107,7 @@ impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
                 }
                 Ok(false) => break,
                 Err(error) => {
-                    complain(rnic, &super::sentence(&error));
+                    complain(rnic, &sentence(&error));
                     break;
                 }
             }

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! One virtqueue: its life between the messages of the front end, its descriptor chains, its
-//! notifications.
+//! One virtqueue: its life, its descriptor chains, its interrupts. How the guest notifies it is the
+//! front end's affair.
 //!
 //! The rings are the guest's. `virtio-queue` checks indices and bounds every walk; what it finds
-//! wrong breaks the ring, which is then left alone until the front end sets it up anew.
+//! wrong breaks the ring, which is then left alone until it is set up anew.
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
 use log::debug;
 use rustix::io::ioctl_fionbio;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use crate::memory::GuestMemory;
 
@@ -32,12 +30,9 @@ pub enum Error {
     /// The size is not a power of two, or too large.
     #[error("{0} is not a size of a virtqueue (a power of two up to {MAX_RING_SIZE})")]
     Size(u32),
-    /// The front end set no event file descriptor, which asks for polling.
-    #[error("a virtqueue without a kick file descriptor is not supported")]
-    NoKick,
-    /// The event file descriptor cannot be used.
-    #[error("the event file descriptor cannot be used")]
-    EventFd(#[source] io::Error),
+    /// The guest cannot be interrupted by the file descriptor.
+    #[error("the guest cannot be interrupted by the file descriptor that was passed")]
+    Interrupt(#[source] io::Error),
     /// The driver broke the rules.
     #[error("the driver broke virtqueue {index}")]
     Broken {
@@ -49,11 +44,15 @@ pub enum Error {
     },
 }
 
+/// Where the three parts of a virtqueue are: guest-physical addresses.
 #[derive(Debug, Clone, Copy)]
-struct UserAddresses {
-    descriptors: u64,
-    available: u64,
-    used: u64,
+pub struct Addresses {
+    /// The descriptor table.
+    pub descriptors: u64,
+    /// The available ring, the driver's.
+    pub available: u64,
+    /// The used ring, the device's.
+    pub used: u64,
 }
 
 /// One virtqueue.
@@ -61,11 +60,10 @@ struct UserAddresses {
 pub struct Ring {
     index: u16,
     queue: Queue,
-    addresses: Option<UserAddresses>,
-    base: u16,
+    addresses: Option<Addresses>,
     memory: Option<GuestMemory>,
-    kick: Option<File>,
-    call: Option<File>,
+    interrupt: Option<File>,
+    started: bool,
     enabled: bool,
     broken: bool,
 }
@@ -79,23 +77,22 @@ impl Ring {
             // never used.
             queue: Queue::new(MAX_RING_SIZE).unwrap_or_default(),
             addresses: None,
-            base: 0,
             memory: None,
-            kick: None,
-            call: None,
+            interrupt: None,
+            started: false,
             enabled: false,
             broken: false,
         }
     }
 
     /// Whether buffers may be taken from it.
-    pub fn is_running(&self) -> bool {
-        self.kick.is_some() && self.enabled && !self.broken && self.queue.ready()
+    fn is_running(&self) -> bool {
+        self.is_started() && !self.broken && self.queue.ready()
     }
 
-    /// Whether the front end started it: it has a kick file descriptor and is enabled.
+    /// Whether it is started and enabled.
     pub fn is_started(&self) -> bool {
-        self.kick.is_some() && self.enabled
+        self.started && self.enabled
     }
 
     /// Whether its three parts are in guest memory.
@@ -104,6 +101,9 @@ impl Ring {
     }
 
     /// Number of descriptors.
+    ///
+    /// # Errors
+    /// If that is no size of a virtqueue.
     pub fn set_size(&mut self, size: u32) -> Result<(), Error> {
         let narrow = u16::try_from(size).map_err(|_| Error::Size(size))?;
         self.queue
@@ -113,27 +113,28 @@ impl Ring {
         Ok(())
     }
 
-    /// Where its three parts are, as addresses of the front end's process.
-    pub fn set_addresses(&mut self, descriptors: u64, available: u64, used: u64) {
-        self.addresses = Some(UserAddresses {
-            descriptors,
-            available,
-            used,
-        });
+    /// Where its three parts are.
+    pub fn set_addresses(&mut self, addresses: Addresses) {
+        self.addresses = Some(addresses);
         self.place();
     }
 
-    /// Next available index.
-    pub fn set_base(&mut self, base: u16) {
-        self.base = base;
-        self.queue.set_next_avail(base);
-        self.queue.set_next_used(base);
+    /// Next available index, which is also the next used one: no buffer is kept.
+    pub fn set_position(&mut self, position: u16) {
+        self.queue.set_next_avail(position);
+        self.queue.set_next_used(position);
         self.broken = false;
         self.place();
     }
 
-    /// Memory from now on; addresses are found in it anew.
-    pub fn set_memory(&mut self, memory: Option<&GuestMemory>) {
+    /// Next available index.
+    #[must_use]
+    pub fn position(&self) -> u16 {
+        self.queue.next_avail()
+    }
+
+    /// Memory from now on; what lies in it is looked at anew.
+    pub(super) fn set_memory(&mut self, memory: Option<&GuestMemory>) {
         self.memory = memory.cloned();
         self.place();
     }
@@ -144,75 +145,44 @@ impl Ring {
     }
 
     /// Enables or disables it.
-    pub fn set_enabled(&mut self, enabled: bool) {
+    pub(super) fn set_enabled(&mut self, enabled: bool) {
         self.enabled = enabled;
     }
 
-    /// Starts it: its kicks become events of `epoll` with the number `token`.
-    ///
-    /// They are edge triggered and never read, so that no file descriptor a front end might pass
-    /// can block us.
-    pub fn set_kick(&mut self, kick: Option<File>, epoll: &Epoll, token: u64) -> Result<(), Error> {
-        self.remove_kick(epoll);
-        let kick = kick.ok_or(Error::NoKick)?;
-        let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, token);
-        epoll
-            .ctl(ControlOperation::Add, kick.as_raw_fd(), event)
-            .map_err(Error::EventFd)?;
-        self.kick = Some(kick);
+    /// Starts it: the guest may notify it from now on.
+    pub(super) fn start(&mut self) {
+        self.started = true;
         self.broken = false;
         self.place();
-        Ok(())
-    }
-
-    /// Starts a virtqueue that somebody else listens to.
-    pub fn set_foreign_kick(&mut self, kick: Option<File>) {
-        self.kick = kick;
-    }
-
-    /// How the guest is interrupted; `None`: not at all.
-    pub fn set_call(&mut self, call: Option<File>) -> Result<(), Error> {
-        if let Some(call) = &call {
-            ioctl_fionbio(call, true).map_err(|e| Error::EventFd(e.into()))?;
-        }
-        self.call = call;
-        Ok(())
     }
 
     /// Stops it, and tells the next available index.
-    pub fn stop(&mut self, epoll: &Epoll) -> u16 {
-        self.remove_kick(epoll);
-        self.base = self.queue.next_avail();
+    pub(super) fn stop(&mut self) -> u16 {
+        self.started = false;
         self.queue.set_ready(false);
-        self.base
+        self.position()
     }
 
-    fn remove_kick(&mut self, epoll: &Epoll) {
-        if let Some(kick) = self.kick.take() {
-            // Only a kick of `set_foreign_kick` is not registered there: then there is nothing to
-            // remove.
-            let _ = epoll.ctl(
-                ControlOperation::Delete,
-                kick.as_raw_fd(),
-                EpollEvent::default(),
-            );
+    /// The eventfd that interrupts the guest; `None`: it is not interrupted.
+    ///
+    /// # Errors
+    /// If the file descriptor cannot be made one that never blocks.
+    pub fn set_interrupt(&mut self, interrupt: Option<File>) -> Result<(), Error> {
+        if let Some(interrupt) = &interrupt {
+            ioctl_fionbio(interrupt, true).map_err(|e| Error::Interrupt(e.into()))?;
         }
+        self.interrupt = interrupt;
+        Ok(())
     }
 
-    /// Finds the addresses in guest memory; the queue is ready if they are all there.
+    /// Takes over the addresses; the queue is ready if guest memory has all its parts.
     fn place(&mut self) {
         self.queue.set_ready(false);
-        let (Some(user), Some(memory)) = (self.addresses, &self.memory) else {
+        let (Some(addresses), Some(memory)) = (self.addresses, &self.memory) else {
             return;
         };
-        let guest = |addr| memory.user_to_guest(addr).map(GuestAddress);
-        let (Some(descriptors), Some(available), Some(used)) = (
-            guest(user.descriptors),
-            guest(user.available),
-            guest(user.used),
-        ) else {
-            return;
-        };
+        let [descriptors, available, used] =
+            [addresses.descriptors, addresses.available, addresses.used].map(GuestAddress);
         let placed = self
             .queue
             .try_set_desc_table_address(descriptors)
@@ -238,7 +208,7 @@ impl Ring {
 
     /// Handles up to `budget` commands by `execute`, which returns the response. Returns whether
     /// there are more.
-    pub fn serve<R: AsRef<[u8]>>(
+    pub(super) fn serve<R: AsRef<[u8]>>(
         &mut self,
         budget: usize,
         mut execute: impl FnMut(Result<&[u8], TooLong>) -> R,
@@ -285,7 +255,7 @@ impl Ring {
 
     /// Writes `bytes` to the next buffer of the guest. Returns whether there was one; if not, the
     /// guest will kick when it adds one.
-    pub fn push(&mut self, bytes: &[u8]) -> Result<bool, Error> {
+    pub(super) fn push(&mut self, bytes: &[u8]) -> Result<bool, Error> {
         if !self.is_running() {
             return Ok(false);
         }
@@ -318,7 +288,7 @@ impl Ring {
     }
 
     /// Interrupts the guest, unless it does not want to be, after [`Ring::push`].
-    pub fn notify(&mut self) {
+    pub(super) fn notify(&mut self) {
         if let Some(memory) = self.memory.clone() {
             self.signal(memory.guest_memory());
         }
@@ -337,9 +307,9 @@ impl Ring {
         if !wanted || (!self.queue.event_idx_enabled() && self.interrupts_off(memory)) {
             return;
         }
-        if let Some(mut call) = self.call.as_ref() {
+        if let Some(mut interrupt) = self.interrupt.as_ref() {
             // If it would block, the counter is full, and the guest has been told.
-            let _ = call.write(&1u64.to_ne_bytes());
+            let _ = interrupt.write(&1u64.to_ne_bytes());
         }
     }
 
