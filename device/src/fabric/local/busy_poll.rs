@@ -38,7 +38,7 @@ pub(crate) trait BusyPoll {
     /// all the time if `eager`; otherwise when one of `doorbells` rang, which it clears.
     fn wait<const N: usize>(
         &mut self,
-        bells: [&Self::Doorbell<'_>; N],
+        doorbells: [&Self::Doorbell<'_>; N],
         eager: bool,
         posted: impl Fn() -> Option<Came>,
     ) -> Option<Came>;

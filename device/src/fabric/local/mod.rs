@@ -26,7 +26,7 @@ use crate::engine::Budget;
 use crate::verbs::cq::L2Source;
 use crate::verbs::numbers::NUMBERS;
 
-/// The local fabric, as it answers for ports: whoever has a GID of the network is reached.
+/// The local fabric, as it answers for ports: a VM that has a GID of the network is reached.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Local<'r> {
     /// Who has which GID.
