@@ -205,7 +205,7 @@ impl GuestMemory {
         }
         let Host(host) = self.host(guest_addr, PAGE_SIZE)?;
         // SAFETY: `host` is valid for PAGE_SIZE bytes as long as the mapping lives, which `self`
-        // keeps; it is page aligned, as regions are (checked in `with_region`) and `guest_addr` is.
+        // keeps; it is page aligned, as regions are (checked in `range`) and `guest_addr` is.
         // Others change it only as memory, which atomics allow.
         Some(unsafe { &*host.cast::<[AtomicU64; 512]>() })
     }

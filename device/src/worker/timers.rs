@@ -105,7 +105,16 @@ impl Holds {
     }
 
     /// Raises the events that are due.
+    #[inline(always)]
     pub(super) fn release(&mut self, now: u64, reader: &mut Reader) {
+        // Most poll iterations find none.
+        if !self.0.is_empty() {
+            self.release_due(now, reader);
+        }
+    }
+
+    #[inline(never)]
+    fn release_due(&mut self, now: u64, reader: &mut Reader) {
         while let Some(entry) = self.0.first_entry() {
             if entry.key().0 > now {
                 break;
