@@ -2,7 +2,7 @@
 //! Queue pairs (specification: "Queue pairs").
 //!
 //! A queue pair belongs to one worker, which runs its send queue. Its responder runs on the worker
-//! of whoever sends to it. The two halves have a lock each, taken for a bounded poll, in the order
+//! of its peer. The two halves have a lock each, taken for a bounded poll, in the order
 //! send queue before responder (of the peer). A worker that waits for what one of two connected
 //! queue pairs of its own sends has all four: no other takes a send queue, and nobody waits for a
 //! lock with a responder's.

@@ -583,7 +583,7 @@ impl Responder {
     }
 
     /// The message goes on to `length` bytes: so must the receive.
-    #[cold]
+    #[inline(never)]
     fn reach_on(&mut self, at: &MessageContext<'_>, length: u64) -> Result<(), Answer> {
         if !self.reach(length) {
             return Err(self.too_short(at));

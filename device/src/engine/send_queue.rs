@@ -9,7 +9,7 @@
 //! Each entry is read once into a local copy, which alone is checked and used.
 use std::sync::Arc;
 
-use virtio_rdma_spec::command::{AddressVector, QpAttr};
+use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::ring::Sge;
 
@@ -51,17 +51,20 @@ pub(crate) struct Active {
     pub done: u64,
 }
 
-/// The attributes of a connection that a fabric with packets needs.
-#[derive(Debug, Clone, Copy, Default)]
+/// What a fabric with packets needs of a connection's attributes, beyond its peer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct PathAttributes {
-    pub av: AddressVector,
-    pub dest_qp: u32,
+    pub dmac: [u8; 6],
+    pub sgid_index: u16,
+    pub flow_label: u32,
+    pub traffic_class: u8,
+    pub hop_limit: u8,
+    /// `mtu`.
+    pub path_mtu: u8,
     /// PSN of the first packet that it sends.
     pub sq_psn: u32,
     /// PSN of the first packet that it receives.
     pub rq_psn: u32,
-    /// `mtu`.
-    pub path_mtu: u8,
 }
 
 /// The send queue of a queue pair, and how far its work requests are.
@@ -172,11 +175,14 @@ impl SendQueue {
         self.dest_gid = attr.av.dgid;
         self.qkey = attr.qkey;
         self.path_attributes = PathAttributes {
-            av: attr.av,
-            dest_qp: attr.dest_qp_num,
+            dmac: attr.av.dmac,
+            sgid_index: attr.av.sgid_index,
+            flow_label: attr.av.flow_label,
+            traffic_class: attr.av.traffic_class,
+            hop_limit: attr.av.hop_limit,
+            path_mtu: attr.path_mtu,
             sq_psn: attr.sq_psn,
             rq_psn: attr.rq_psn,
-            path_mtu: attr.path_mtu,
         };
         self.path = Path::default();
         self.parked = None;

@@ -68,8 +68,11 @@ pub(crate) trait Fabric {
     /// all read sections that had begun before are over.
     fn set_link(&self, vm: &Vm, up: bool);
 
-    /// The address of the link layer that messages from an entry of the GID table have.
-    fn l2_address(&self, tables: &Tables, sgid_index: usize) -> Option<L2Source>;
+    /// The address of the link layer that messages from an entry of the GID table have: that which
+    /// the driver gave it.
+    fn l2_address(&self, tables: &Tables, sgid_index: usize) -> Option<L2Source> {
+        tables.sources.get(sgid_index).copied()
+    }
 
     /// The numbers that queue pairs of this fabric may have.
     fn qp_numbers(&self) -> RangeInclusive<u32>;

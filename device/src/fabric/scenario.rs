@@ -2,6 +2,7 @@
 //! Programs of verbs between two connected queue pairs, and what has to come of them, whichever
 //! fabric is between: for the tests of each fabric.
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use proptest::prelude::*;
 use vhost_device_rdma_sync::Readers;
@@ -12,6 +13,9 @@ use virtio_rdma_spec::verbs::{
 };
 
 use crate::engine::fixture::{Guest, Send, TestQp, DATA, ENTRIES};
+use crate::engine::queue_pair::Qp;
+use crate::engine::send_queue::Polled;
+use crate::engine::vm::Schedule;
 
 /// Time-out code of the queue pairs: 1.05 ms.
 const TIMEOUT: u8 = 8;
@@ -100,7 +104,7 @@ impl Pair {
 
     pub(super) fn post_receive(&mut self, end: usize, wr_id: u64, at: u64, len: u32) {
         let End { guest, qp, .. } = &mut self.ends[end];
-        // In two pieces, so that messages go over the end of one.
+        // In two parts, so that messages go over the end of one.
         let first = len / 3;
         let sges = [
             guest.sge(at, first),
@@ -160,6 +164,79 @@ impl End {
 
     pub(super) fn mac(&self) -> [u8; 6] {
         self.guest.vm.tables().sources[0].mac
+    }
+}
+
+/// The time of two ends.
+#[derive(Debug, Default)]
+pub(super) struct Clock {
+    pub now: u64,
+    /// When the queue pair of each end is to be polled again.
+    pub timers: [Option<u64>; 2],
+}
+
+impl Clock {
+    /// Polls the queue pair of an end, as far as it wants to be, by `poll`; returns whether it did.
+    pub(super) fn poll(
+        &mut self,
+        pair: &Pair,
+        end: usize,
+        mut poll: impl FnMut(&Arc<Qp>) -> Polled,
+    ) -> bool {
+        let timer = &mut self.timers[end];
+        let End { guest, qp, .. } = &pair.ends[end];
+        if timer.is_some_and(|at| at <= self.now) {
+            *timer = None;
+            guest.run_list.schedule(&qp.qp);
+        }
+        let mut any = false;
+        while let Some(qp) = guest.run_list.take() {
+            any = true;
+            match poll(&qp) {
+                Polled::Idle => *timer = None,
+                Polled::Again | Polled::Long => {
+                    guest.run_list.schedule(&qp);
+                    // The other end has its share of the time, too.
+                    break;
+                }
+                Polled::Park(until) => *timer = Some(until),
+            }
+        }
+        any
+    }
+}
+
+/// What is between two ends: a fabric, with all that a worker does for it.
+pub(super) trait World {
+    fn clock(&mut self) -> &mut Clock;
+
+    /// Does what is to be done at an end now; returns whether there was anything.
+    fn serve(&mut self, pair: &Pair, end: usize) -> bool;
+
+    /// When the fabric itself has something to do next, nanoseconds.
+    fn next(&self) -> Option<u64> {
+        None
+    }
+
+    /// Lets everything happen until nothing does, or until the time `until`.
+    fn run(&mut self, pair: &mut Pair, until: u64) {
+        for step in 0.. {
+            assert!(step < 2_000_000, "it does not come to an end");
+            let mut any = pair.post_due(self.clock().now);
+            for end in [0, 1] {
+                any |= self.serve(pair, end);
+            }
+            if any {
+                continue;
+            }
+            let own = self.next();
+            let clock = self.clock();
+            let timers = clock.timers.into_iter().chain([pair.next_due(), own]);
+            match timers.flatten().min() {
+                Some(at) if at <= until => clock.now = clock.now.max(at),
+                _ => break,
+            }
+        }
     }
 }
 
@@ -349,7 +426,7 @@ pub(super) fn post(pair: &mut Pair, from: usize, program: &Program) -> Vec<Expec
             send.flags |= send_flag::INLINE;
             send.inline.clone_from(&content);
         } else {
-            // In pieces, one of them empty.
+            // In three parts, one of them empty.
             let guest = &pair.ends[from].guest;
             let first = message.len / 2;
             send.sges = vec![
@@ -473,16 +550,15 @@ fn is_send(cqe: &Cqe) -> bool {
     cqe.wr_id < RECEIVES
 }
 
-/// Runs a program by `run`, which lets everything happen until nothing does, and checks what came
-/// of it.
+/// Runs a program until nothing happens any longer, and checks what came of it.
 pub(super) fn verify(
     program: &Program,
     pair: &mut Pair,
-    run: impl FnOnce(&mut Pair),
+    world: &mut impl World,
 ) -> Result<(), TestCaseError> {
     let there = post(pair, 0, program);
     let back = program.both.then(|| post(pair, 1, program));
-    run(pair);
+    world.run(pair, 100 * SECOND);
     let (sent, received): (Vec<_>, Vec<_>) = pair.completions(0).into_iter().partition(is_send);
     let (sent_back, received_there): (Vec<_>, Vec<_>) =
         pair.completions(1).into_iter().partition(is_send);
@@ -497,5 +573,7 @@ pub(super) fn verify(
     for end in &pair.ends {
         prop_assert!(!end.qp.qp.send_queue().in_progress());
     }
+    let timers = world.clock().timers;
+    prop_assert_eq!(timers, [None, None], "something is still waited for");
     Ok(())
 }

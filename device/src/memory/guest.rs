@@ -118,8 +118,8 @@ impl GuestMemory {
         Self::of(Arc::new(mmap))
     }
 
-    /// The memory that is mapped by `mmap`, which is accessed only after this has judged it: whoever
-    /// mapped it may not have looked at what it mapped.
+    /// The memory that is mapped by `mmap`, which is accessed only after this has judged it: the
+    /// crate that mapped it does not look at alignment and at the length of files.
     ///
     /// # Errors
     /// If a region is not page aligned, or is longer than its file.

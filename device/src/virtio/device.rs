@@ -17,7 +17,7 @@ use crate::memory::GuestMemory;
 use crate::rnic::Rnic;
 
 /// Commands that are handled before the front end and the other queues are looked at again.
-const COMMANDS_PER_TURN: usize = 64;
+const COMMAND_BUDGET: usize = 64;
 /// Bytes of the configuration that are read at a time, at most.
 const MAX_CONFIG: usize = 256;
 
@@ -261,19 +261,17 @@ impl VirtioDevice {
 
     fn serve_commands(&mut self) {
         let rnic = &self.rnic;
-        let result = self
-            .control
-            .serve(COMMANDS_PER_TURN, |command| match command {
-                Ok(command) => Response::Executed(control::execute(rnic, command)),
-                Err(TooLong) => Response::Refused(
-                    ResponseHeader {
-                        status: status::EINVAL,
-                        reserved: 0,
-                        length: ResponseHeader::SIZE as u32,
-                    }
-                    .to_bytes(),
-                ),
-            });
+        let result = self.control.serve(COMMAND_BUDGET, |command| match command {
+            Ok(command) => Response::Executed(control::execute(rnic, command)),
+            Err(TooLong) => Response::Refused(
+                ResponseHeader {
+                    status: status::EINVAL,
+                    reserved: 0,
+                    length: ResponseHeader::SIZE as u32,
+                }
+                .to_bytes(),
+            ),
+        });
         self.more_commands = match result {
             Ok(more) => more,
             Err(error) => {

@@ -88,7 +88,7 @@ impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
 
     fn raise(&mut self, rnic: &Weak<Rnic>, event: T) {
         if self.waiting.add(event) {
-            complain(
+            warn(
                 rnic,
                 "it does not take its events, and the oldest are dropped",
             );
@@ -107,7 +107,7 @@ impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
                 }
                 Ok(false) => break,
                 Err(error) => {
-                    complain(rnic, &sentence(&error));
+                    warn(rnic, &sentence(&error));
                     break;
                 }
             }
@@ -127,7 +127,7 @@ pub struct Events {
     completion: Vec<Mutex<EventQueue<[u8; CompletionEvent::SIZE]>>>,
 }
 
-fn complain(rnic: &Weak<Rnic>, what: &str) {
+fn warn(rnic: &Weak<Rnic>, what: &str) {
     if let Some(rnic) = rnic.upgrade() {
         rnic.vm().warn(format_args!("{what}"));
     }

@@ -23,7 +23,6 @@ use crate::engine::send_queue::{Polled, SendQueue};
 use crate::engine::tables::Tables;
 use crate::engine::vm::Vm;
 use crate::engine::Budget;
-use crate::verbs::cq::L2Source;
 use crate::verbs::numbers::NUMBERS;
 
 /// The local fabric, as it answers for ports: a VM that has a GID of the network is reached.
@@ -46,10 +45,6 @@ impl Fabric for Local<'_> {
         // The VM itself knows whether its port is up. Routes that were found before are looked up
         // again.
         self.registry.changed();
-    }
-
-    fn l2_address(&self, tables: &Tables, sgid_index: usize) -> Option<L2Source> {
-        tables.sources.get(sgid_index).copied()
     }
 
     fn qp_numbers(&self) -> RangeInclusive<u32> {

@@ -16,12 +16,13 @@ use super::lookup_cache::LookupCache;
 use super::{Local, LocalCarrier};
 use crate::engine::fixture::{Send, DATA};
 use crate::engine::queue_pair::Qp;
-use crate::engine::send_queue::Polled;
 use crate::engine::tables::Tables;
 use crate::engine::vm::Schedule;
 use crate::engine::{Budget, BUDGET, LONE_BUDGET};
 use crate::fabric::registry::Registry;
-use crate::fabric::scenario::{programs, verify, End, Pair, RECEIVES, SECOND, TIMEOUT_NANOSECONDS};
+use crate::fabric::scenario::{
+    programs, verify, Clock, Pair, World, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
+};
 use crate::fabric::{self, Fabric};
 
 /// Nobody busy polls.
@@ -60,10 +61,8 @@ impl BusyPoll for Never {
 struct Process {
     reader: Reader,
     registry: Registry,
-    /// When the queue pair of each end is to be polled again.
-    timers: [Option<u64>; 2],
     budget: Budget,
-    now: u64,
+    clock: Clock,
 }
 
 impl Process {
@@ -75,56 +74,30 @@ impl Process {
         Self {
             reader,
             registry,
-            timers: [None; 2],
             budget: BUDGET,
-            now: 0,
+            clock: Clock::default(),
         }
     }
+}
 
-    /// Lets everything happen until nothing does, or until the time `until`.
-    fn run(&mut self, pair: &mut Pair, until: u64) {
-        for step in 0.. {
-            assert!(step < 1_000_000, "it does not come to an end");
-            if self.step(pair) {
-                continue;
-            }
-            let timers = self.timers.into_iter().flatten();
-            match timers.chain(pair.next_due()).min() {
-                Some(at) if at <= until => self.now = self.now.max(at),
-                _ => break,
-            }
-        }
+impl World for Process {
+    fn clock(&mut self) -> &mut Clock {
+        &mut self.clock
     }
 
-    fn step(&mut self, pair: &mut Pair) -> bool {
-        let mut any = pair.post_due(self.now);
+    fn serve(&mut self, pair: &Pair, end: usize) -> bool {
         let vms = [0, 1].map(|end| pair.ends[end].guest.vm.clone());
-        for (End { guest, qp, .. }, timer) in pair.ends.iter().zip(&mut self.timers) {
-            if timer.is_some_and(|at| at <= self.now) {
-                *timer = None;
-                guest.run_list.schedule(&qp.qp);
-            }
-            let section = self.reader.enter();
-            let tables = guest.vm.read_in(&section).unwrap();
-            while let Some(qp) = guest.run_list.take() {
-                any = true;
-                let mut cache = LookupCache::new(&section, &self.registry, &vms);
-                let mut carrier = LocalCarrier {
-                    cache: &mut cache,
-                    busy_poll: &mut Never,
-                };
-                match fabric::poll(&mut carrier, tables, &qp, self.now, self.budget) {
-                    Polled::Idle => *timer = None,
-                    Polled::Again | Polled::Long => {
-                        guest.run_list.schedule(&qp);
-                        // The other end has its share of the time, too.
-                        break;
-                    }
-                    Polled::Park(until) => *timer = Some(until),
-                }
-            }
-        }
-        any
+        let section = self.reader.enter();
+        let tables = pair.ends[end].guest.vm.read_in(&section).unwrap();
+        let (registry, budget, now) = (&self.registry, self.budget, self.clock.now);
+        self.clock.poll(pair, end, |qp| {
+            let mut cache = LookupCache::new(&section, registry, &vms);
+            let mut carrier = LocalCarrier {
+                cache: &mut cache,
+                busy_poll: &mut Never,
+            };
+            fabric::poll(&mut carrier, tables, qp, now, budget)
+        })
     }
 }
 
@@ -145,8 +118,7 @@ proptest! {
         prop_assume!(!program.is_poisoned_by_opcode());
         let (mut pair, mut process) = start(|attr| attr.path_mtu = program.path_mtu);
         process.budget = if lone { LONE_BUDGET } else { BUDGET };
-        verify(&program, &mut pair, |pair| process.run(pair, 100 * SECOND))?;
-        prop_assert_eq!(process.timers, [None, None], "something is still waited for");
+        verify(&program, &mut pair, &mut process)?;
     }
 }
 

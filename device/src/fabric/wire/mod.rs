@@ -25,7 +25,6 @@ use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use virtio_rdma_spec::command::AddressVector;
 use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
 use self::frame::{Addresses, Dropped, Frame};
@@ -36,10 +35,9 @@ use self::sender::{Peer, Sender};
 use super::{Carrier, Fabric};
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{PathAttributes, Polled, SendQueue};
-use crate::engine::tables::Tables;
+use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::Vm;
 use crate::engine::Budget;
-use crate::verbs::cq::L2Source;
 use crate::verbs::numbers::NUMBERS;
 
 /// Headers that a packet has beside its payload, bytes: IPv6, UDP, base transport header, the
@@ -70,8 +68,8 @@ struct Connection {
     /// The queue pair that it is of, and which of its lives.
     of: Weak<Qp>,
     life: u32,
-    /// The path, and the addresses that frames have on it.
-    av: AddressVector,
+    /// The path and its destination, and the addresses that frames have on it.
+    path: (PathAttributes, Gid),
     addresses: Option<Addresses>,
     peer: Peer,
     /// Made when it sends first, and when it receives first: both PSNs are known by then.
@@ -80,43 +78,27 @@ struct Connection {
 }
 
 impl Connection {
-    /// That of a queue pair with these attributes.
-    fn new(
-        fabric: &impl Fabric,
-        tables: &Tables,
-        qp: &Arc<Qp>,
-        attributes: &PathAttributes,
-    ) -> Self {
-        Self {
-            of: Arc::downgrade(qp),
-            life: qp.life(),
-            av: attributes.av,
-            addresses: addresses(fabric, tables, &attributes.av),
-            peer: Peer {
-                dest_qp: attributes.dest_qp,
-                mtu: payload_of(attributes.path_mtu),
-            },
-            sender: None,
-            receiver: None,
-        }
-    }
-
     fn is_of(&self, qp: &Arc<Qp>) -> bool {
         std::ptr::eq(self.of.as_ptr(), Arc::as_ptr(qp)) && self.life == qp.life()
     }
 }
 
 /// The addresses of frames on a path; `None` if its source is no GID.
-fn addresses(fabric: &impl Fabric, tables: &Tables, av: &AddressVector) -> Option<Addresses> {
-    let index = usize::from(av.sgid_index);
+fn addresses(
+    fabric: &impl Fabric,
+    tables: &Tables,
+    path: &PathAttributes,
+    destination: Gid,
+) -> Option<Addresses> {
+    let index = usize::from(path.sgid_index);
     Some(Addresses {
         source_mac: fabric.l2_address(tables, index)?.mac,
-        destination_mac: av.dmac,
+        destination_mac: path.dmac,
         source: (*tables.gids.get(index)?)?,
-        destination: av.dgid,
-        traffic_class: av.traffic_class,
-        flow_label: av.flow_label,
-        hop_limit: av.hop_limit,
+        destination,
+        traffic_class: path.traffic_class,
+        flow_label: path.flow_label,
+        hop_limit: path.hop_limit,
     })
 }
 
@@ -151,23 +133,45 @@ impl<P: Port> Wire<P> {
         self.up.load(Ordering::SeqCst)
     }
 
-    /// Makes sure that something is kept of a queue pair, and of this life of it. Asks for its
-    /// attributes only if not.
-    fn know(&mut self, tables: &Tables, qp: &Arc<Qp>, attributes: impl FnOnce() -> PathAttributes) {
+    /// Makes sure that a connection is kept of a queue pair, of this life of it, and with the path
+    /// of its send queue, which may be another one than before.
+    fn connect(&mut self, tables: &Tables, qp: &Arc<Qp>, sq: &SendQueue) {
+        let path = (sq.path_attributes, sq.dest_gid);
         let known = self.connections.get(&qp.number);
-        if known.is_some_and(|known| known.is_of(qp)) {
+        let known = known.filter(|known| known.is_of(qp));
+        if known.is_some_and(|known| known.path == path && known.addresses.is_some()) {
             return;
         }
-        let made = Connection::new(self, tables, qp, &attributes());
-        let lives = |of: &Weak<Qp>| {
-            let qp = of.upgrade();
-            qp.is_some_and(|qp| !qp.dead.load(Ordering::SeqCst))
-        };
-        // Destroyed queue pairs are forgotten when they are as many as those that are left.
-        if self.connections.len() >= 2 * tables.qps.len() as usize {
-            self.connections.retain(|_, known| lives(&known.of));
+        let known = known.is_some();
+        let addresses = addresses(self, tables, &sq.path_attributes, sq.dest_gid);
+        if !known {
+            self.forget_destroyed(tables);
+            let made = Connection {
+                of: Arc::downgrade(qp),
+                life: qp.life(),
+                path,
+                addresses,
+                peer: Peer {
+                    dest_qp: sq.dest_qp,
+                    mtu: payload_of(sq.path_attributes.path_mtu),
+                },
+                sender: None,
+                receiver: None,
+            };
+            self.connections.insert(qp.number, made);
+        } else if let Some(known) = self.connections.get_mut(&qp.number) {
+            known.path = path;
+            known.addresses = addresses;
         }
-        self.connections.insert(qp.number, made);
+    }
+
+    /// Forgets destroyed queue pairs, when they are as many as those that are left.
+    fn forget_destroyed(&mut self, tables: &Tables) {
+        let lives = |qp: Arc<Qp>| !qp.dead.load(Ordering::SeqCst);
+        if self.connections.len() >= 2 * tables.qps.len() as usize {
+            self.connections
+                .retain(|_, known| known.of.upgrade().is_some_and(lives));
+        }
     }
 
     /// Takes the frames that have come by time `now`, at most `most` of them, for the VM of
@@ -207,7 +211,10 @@ impl<P: Port> Wire<P> {
         if qp.qp_type != qp_type::RC || !begun {
             return None;
         }
-        self.know(tables, qp, || qp.send_queue().path_attributes);
+        let known = self.connections.get(&qp.number);
+        if !known.is_some_and(|known| known.is_of(qp)) {
+            self.connect(tables, qp, &qp.send_queue());
+        }
         let connection = self.connections.get_mut(&qp.number)?;
         let Addresses {
             source,
@@ -243,8 +250,9 @@ impl<P: Port> Wire<P> {
     ) -> Option<()> {
         let connection = self.connections.get_mut(&qp.number)?;
         if connection.receiver.is_none() {
-            let first = qp.send_queue().path_attributes.rq_psn;
-            connection.receiver = Some(Receiver::new(Psn::new(first)));
+            // It is known since the queue pair is ready to receive.
+            let (path, _) = connection.path;
+            connection.receiver = Some(Receiver::new(Psn::new(path.rq_psn)));
         }
         let receiver = connection.receiver.as_mut()?;
         let mtu = connection.peer.mtu;
@@ -282,10 +290,6 @@ impl<P: Port> Fabric for Wire<P> {
         self.up.store(up, Ordering::SeqCst);
     }
 
-    fn l2_address(&self, tables: &Tables, sgid_index: usize) -> Option<L2Source> {
-        tables.sources.get(sgid_index).copied()
-    }
-
     fn qp_numbers(&self) -> RangeInclusive<u32> {
         NUMBERS
     }
@@ -300,16 +304,7 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         now: u64,
         budget: Budget,
     ) -> Polled {
-        self.know(tables, qp, || sq.path_attributes);
-        let av = sq.path_attributes.av;
-        let other = |known: &Connection| known.av != av || known.addresses.is_none();
-        if self.connections.get(&qp.number).is_some_and(other) {
-            let addresses = addresses(self, tables, &av);
-            if let Some(known) = self.connections.get_mut(&qp.number) {
-                known.av = av;
-                known.addresses = addresses;
-            }
-        }
+        self.connect(tables, qp, sq);
         let up = self.is_up();
         let Self {
             port,

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Two VMs with a network between them, in virtual time: what requester, responder and fabric make
 //! of a network that loses, repeats, delays and damages frames.
+use std::sync::Arc;
+
 use proptest::prelude::*;
 use vhost_device_rdma_sync::{Reader, Readers};
 use virtio_rdma_spec::command::{AddressVector, QpAttr};
@@ -14,11 +16,10 @@ use super::port::sim::{Network, SimPort};
 use super::port::Port;
 use super::{payload_of, Wire};
 use crate::engine::fixture::{Guest, Send, DATA};
-use crate::engine::send_queue::Polled;
-use crate::engine::vm::Schedule;
+use crate::engine::queue_pair::Qp;
 use crate::engine::BUDGET;
 use crate::fabric::scenario::{
-    programs, verify, End, Pair, FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
+    programs, verify, Clock, End, Pair, World, FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
 };
 use crate::fabric::{self, Fabric};
 
@@ -31,9 +32,7 @@ const LATENCY: u64 = 5_000;
 struct Net {
     reader: Reader,
     wires: [Wire<Faults<SimPort>>; 2],
-    /// When the queue pair of each end is to be polled again.
-    timers: [Option<u64>; 2],
-    now: u64,
+    clock: Clock,
 }
 
 impl Net {
@@ -46,52 +45,28 @@ impl Net {
         Self {
             reader,
             wires: [0, 1].map(wire),
-            timers: [None; 2],
-            now: 0,
+            clock: Clock::default(),
         }
     }
+}
 
-    /// Lets everything happen until nothing does, or until the time `until`.
-    fn run(&mut self, pair: &mut Pair, until: u64) {
-        for step in 0.. {
-            assert!(step < 2_000_000, "it does not come to an end");
-            if self.step(pair) {
-                continue;
-            }
-            let ports = self.wires.iter().filter_map(|wire| wire.port.timer());
-            let timers = self.timers.into_iter().flatten();
-            match ports.chain(timers).chain(pair.next_due()).min() {
-                Some(at) if at <= until => self.now = self.now.max(at),
-                _ => break,
-            }
-        }
+impl World for Net {
+    fn clock(&mut self) -> &mut Clock {
+        &mut self.clock
     }
 
-    fn step(&mut self, pair: &mut Pair) -> bool {
-        let mut any = pair.post_due(self.now);
-        let ends = pair.ends.iter().zip(&mut self.wires).zip(&mut self.timers);
-        for ((End { guest, qp, .. }, wire), timer) in ends {
-            if timer.is_some_and(|at| at <= self.now) {
-                *timer = None;
-                guest.run_list.schedule(&qp.qp);
-            }
-            let section = self.reader.enter();
-            let tables = guest.vm.read_in(&section).unwrap();
-            any |= wire.receive(tables, self.now, 16) != 0;
-            while let Some(qp) = guest.run_list.take() {
-                any = true;
-                match fabric::poll(wire, tables, &qp, self.now, BUDGET) {
-                    Polled::Idle => *timer = None,
-                    Polled::Again | Polled::Long => {
-                        guest.run_list.schedule(&qp);
-                        // The other end has its share of the time, too.
-                        break;
-                    }
-                    Polled::Park(until) => *timer = Some(until),
-                }
-            }
-        }
-        any
+    fn serve(&mut self, pair: &Pair, end: usize) -> bool {
+        let section = self.reader.enter();
+        let tables = pair.ends[end].guest.vm.read_in(&section).unwrap();
+        let (wire, now) = (&mut self.wires[end], self.clock.now);
+        let came = wire.receive(tables, now, 16) != 0;
+        let poll = |qp: &Arc<Qp>| fabric::poll(wire, tables, qp, now, BUDGET);
+        self.clock.poll(pair, end, poll) || came
+    }
+
+    fn next(&self) -> Option<u64> {
+        let ports = self.wires.iter();
+        ports.filter_map(|wire| wire.port.timer()).min()
     }
 }
 
@@ -141,8 +116,7 @@ proptest! {
         let (readers, mut each) = Readers::new(1);
         let mut pair = Pair::new(&readers, |attr| attr.path_mtu = program.path_mtu);
         let mut net = Net::new(each.pop().unwrap(), faults, &pair);
-        verify(&program, &mut pair, |pair| net.run(pair, 100 * SECOND))?;
-        prop_assert_eq!(net.timers, [None, None], "something is still waited for");
+        verify(&program, &mut pair, &mut net)?;
     }
 
     /// Whatever a stranger or the peer itself sends, with ICRC and addresses right: nothing breaks,
@@ -196,7 +170,7 @@ proptest! {
             frame::write(&mut bytes, &addresses, &packet);
             simulation.net.wires[0].port.send(0, &bytes);
         }
-        simulation.run(simulation.net.now + 2 * TIMEOUT_NANOSECONDS);
+        simulation.run(simulation.net.clock.now + 2 * TIMEOUT_NANOSECONDS);
         prop_assert_eq!(simulation.pair.ends[1].guest.read(secret, 4096), before);
     }
 }
