@@ -3,8 +3,8 @@
 #
 # build.sh OUT_DIR
 #
-# Builds OUT_DIR/kernel_verbs_test.ko for the kernel $KVER, whose headers are installed. Leaves the source tree alone.
-# Any warning is an error.
+# Builds OUT_DIR/kernel_verbs_test.ko and OUT_DIR/slow_resolve.ko for the kernel $KVER, whose headers are installed.
+# Leaves the source tree alone. Any warning is an error.
 set -eu
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 here=$(cd "$(dirname "$0")" && pwd)
@@ -19,5 +19,7 @@ if grep -i 'warning' "$tree/log" >&2; then
     echo "build.sh: the warnings above are errors" >&2
     exit 1
 fi
-strip --strip-debug -o "$out/kernel_verbs_test.ko.new" "$tree/kernel_verbs_test.ko"
-mv "$out/kernel_verbs_test.ko.new" "$out/kernel_verbs_test.ko"
+for module in kernel_verbs_test slow_resolve; do
+    strip --strip-debug -o "$out/$module.ko.new" "$tree/$module.ko"
+    mv "$out/$module.ko.new" "$out/$module.ko"
+done

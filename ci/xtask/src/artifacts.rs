@@ -58,7 +58,7 @@ pub struct Stack {
 #[derive(Clone, Debug)]
 struct Modules {
     driver: PathBuf,
-    tests: PathBuf,
+    tests: [PathBuf; 2],
 }
 
 /// All of it.
@@ -96,7 +96,9 @@ impl Everything {
             }
         }
         copy(&module.driver, &payload)?;
-        copy(&module.tests, &payload)?;
+        for module in &module.tests {
+            copy(module, &payload)?;
+        }
         copy(provider, &payload)?;
         copy(&self.verbs_test.with_file_name("device-lost"), &payload)?;
         copy(&self.verbs_test, &payload)?;
@@ -310,60 +312,53 @@ fn provider(suite: Suite) -> Result<PathBuf> {
 
 /// The modules for a guest kernel, compiled in the build root.
 fn modules(build_root: &BuildRoot, kernel: Kernel) -> Result<Modules> {
-    Ok(Modules {
-        driver: module(
-            build_root,
-            kernel,
-            "virtio_rdma",
-            "guest-driver/kernel",
-            &["guest-driver/core/src", "spec/src"],
-        )?,
-        tests: module(
-            build_root,
-            kernel,
-            "kernel_verbs_test",
-            "ci/kernel-verbs",
-            &[],
-        )?,
-    })
+    let [driver] = build_modules(
+        build_root,
+        kernel,
+        // The driver was there first.
+        &format!("module-{kernel}"),
+        ["virtio_rdma"],
+        &["guest-driver/kernel", "guest-driver/core/src", "spec/src"],
+    )?;
+    let tests = build_modules(
+        build_root,
+        kernel,
+        &format!("module-kernel_verbs_test-{kernel}"),
+        ["kernel_verbs_test", "slow_resolve"],
+        &["ci/kernel-verbs"],
+    )?;
+    Ok(Modules { driver, tests })
 }
 
-/// A module for a guest kernel, made by the build.sh in `source`; cached, as it takes a while.
-fn module(
+/// Modules for a guest kernel, made by the build.sh in the first of `sources`; cached as `entry`,
+/// as it takes a while.
+fn build_modules<const N: usize>(
     build_root: &BuildRoot,
     kernel: Kernel,
-    name: &str,
-    source: &str,
-    more_sources: &[&str],
-) -> Result<PathBuf> {
+    entry: &str,
+    names: [&str; N],
+    sources: &[&str],
+) -> Result<[PathBuf; N]> {
     let top = shell::root();
-    let key = [&source]
-        .into_iter()
-        .chain(more_sources)
-        .try_fold(build_root.key(Key::new()), |key, path| {
-            key.path(&top.join(path))
-        })?;
-    // The driver was there first.
-    let entry = match name {
-        "virtio_rdma" => format!("module-{kernel}"),
-        _ => format!("module-{name}-{kernel}"),
-    };
-    let file = format!("{name}.ko");
-    let dir = cache::entry(&entry, key, |dir| {
-        shell::step(
-            &format!("Building {file} for kernel {}", build_root.release(kernel)?),
-            || {
-                // What the build leaves there makes the next one quicker.
-                let out = shell::target().join("module").join(kernel.name());
-                fs::create_dir_all(&out)?;
-                let script = format!("{source}/build.sh");
-                let words = ["bash", &script, "/out"];
-                let result = shell::logged(&entry, &mut build_root.command(kernel, &out, &words)?);
-                shell::own(&out)?;
-                result?;
-                copy(&out.join(&file), dir)
-            },
-        )
+    let key = build_root.key(Key::new());
+    let key = sources
+        .iter()
+        .try_fold(key, |key, path| key.path(&top.join(path)))?;
+    let files = names.map(|name| format!("{name}.ko"));
+    let dir = cache::entry(entry, key, |dir| {
+        let release = build_root.release(kernel)?;
+        let what = format!("Building {} for kernel {release}", files.join(" and "));
+        shell::step(&what, || {
+            // What the build leaves there makes the next one quicker.
+            let out = shell::target().join("module").join(kernel.name());
+            fs::create_dir_all(&out)?;
+            let script = format!("{}/build.sh", sources.first().context("no sources")?);
+            let words = ["bash", &script, "/out"];
+            let result = shell::logged(entry, &mut build_root.command(kernel, &out, &words)?);
+            shell::own(&out)?;
+            result?;
+            files.iter().try_for_each(|file| copy(&out.join(file), dir))
+        })
     })?;
-    Ok(dir.join(file))
+    Ok(files.map(|file| dir.join(file)))
 }

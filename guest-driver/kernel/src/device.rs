@@ -32,6 +32,10 @@ const LOST_DELAY_MS: u32 = 500;
 const LET_GO_MS: u32 = 10_000;
 /// How often that is looked at.
 const LET_GO_POLL_MS: u32 = 20;
+/// For how long they have to be quiet. Who let go tries again at once, is refused, and then waits
+/// for some seconds. NFS cannot bear it if the device is unregistered while it tries: between its
+/// address being resolved and its route, rdma_cm says EINVAL, which NFS hands to applications.
+const LET_GO_QUIET_MS: u32 = 500;
 
 /// Where the notify pages of the doorbell queues are.
 #[derive(Clone, Copy)]
@@ -126,8 +130,7 @@ pub(crate) struct Device {
     /// What follows of a loss was begun; its users were told.
     loss_seen: AtomicBool,
     loss_reported: AtomicBool,
-    /// Queue pairs of users in the kernel, but for those of the core itself.
-    kernel_qps: AtomicU32,
+    kernel_users: KernelUsers,
     /// The driver lets go of the device: nothing new.
     closing: AtomicBool,
     registered: AtomicBool,
@@ -156,6 +159,43 @@ impl Budget {
     /// Gives back what was taken.
     pub(crate) fn give_back(&self, amount: u64) {
         self.0.fetch_add(amount, Ordering::Relaxed);
+    }
+}
+
+/// What users in the kernel, but for the core itself, have and do.
+#[derive(Default)]
+pub(crate) struct KernelUsers {
+    /// Their queue pairs.
+    qps: AtomicU32,
+    /// How often they created or destroyed a queue pair, or were refused something.
+    acts: AtomicU32,
+}
+
+impl KernelUsers {
+    /// A queue pair was created.
+    pub(crate) fn created_qp(&self) {
+        self.qps.fetch_add(1, Ordering::AcqRel);
+        self.acted();
+    }
+
+    /// A queue pair was destroyed.
+    pub(crate) fn destroyed_qp(&self) {
+        // First, so that nobody sees that it is gone and not that something happened.
+        self.acted();
+        self.qps.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// One was refused something.
+    pub(crate) fn acted(&self) {
+        self.acts.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn qps(&self) -> u32 {
+        self.qps.load(Ordering::Acquire)
+    }
+
+    fn acts(&self) -> u32 {
+        self.acts.load(Ordering::Acquire)
     }
 }
 
@@ -245,7 +285,7 @@ impl Device {
             lost: AtomicBool::new(false),
             loss_seen: AtomicBool::new(false),
             loss_reported: AtomicBool::new(false),
-            kernel_qps: AtomicU32::new(0),
+            kernel_users: KernelUsers::default(),
             closing: AtomicBool::new(false),
             registered: AtomicBool::new(false),
             next_key: AtomicU32::new(0),
@@ -356,17 +396,25 @@ impl Device {
 
     /// Gives users in the kernel the time to let go of a device that was lost.
     fn wait_for_kernel_users(&self) {
-        let mut waited = 0u32;
-        while self.is_lost() && self.kernel_qps.load(Ordering::Acquire) != 0 {
+        let users = &self.kernel_users;
+        let (mut waited, mut quiet) = (0u32, 0u32);
+        let mut seen = users.acts();
+        while self.is_lost() && quiet < LET_GO_QUIET_MS {
             if waited >= LET_GO_MS {
-                self.virtio.error(
-                    "users in the kernel do not let go of the device that was lost; queue pairs",
-                    i64::from(self.kernel_qps.load(Ordering::Acquire)),
-                );
+                if users.qps() != 0 {
+                    self.virtio.error(
+                        "users in the kernel do not let go of the device that was lost; queue pairs",
+                        i64::from(users.qps()),
+                    );
+                }
                 break;
             }
             sleep(LET_GO_POLL_MS);
             waited = waited.saturating_add(LET_GO_POLL_MS);
+            let acts = users.acts();
+            let is_quiet = users.qps() == 0 && acts == seen;
+            quiet = if is_quiet { quiet.saturating_add(LET_GO_POLL_MS) } else { 0 };
+            seen = acts;
         }
     }
 
@@ -555,9 +603,8 @@ impl Device {
         &self.srqs
     }
 
-    /// Queue pairs of users in the kernel.
-    pub(crate) fn kernel_qps(&self) -> &AtomicU32 {
-        &self.kernel_qps
+    pub(crate) fn kernel_users(&self) -> &KernelUsers {
+        &self.kernel_users
     }
 
     pub(crate) fn dm_budget(&self) -> &Budget {

@@ -65,6 +65,10 @@ pub const CASES: &[Case] = &[
         run: |fixture| under_kernel(fixture, false, true, "nfs"),
     },
     Case {
+        name: "device: killed while NFS is slow to connect",
+        run: slow_to_connect,
+    },
+    Case {
         name: "device: 100 kills under all of it",
         run: kills,
     },
@@ -187,6 +191,30 @@ fn under_kernel(fixture: &mut Fixture, nvme: bool, nfs: bool, case: &str) -> Res
         &format!("killed_under_{case}_goes_on_seconds"),
         rounded(slowest),
     );
+    storage.finish(fixture)?;
+    nothing_stuck(fixture)
+}
+
+/// A client of NFS that connects again when the device is about to be taken away is not told EINVAL,
+/// which it would hand on: the driver waits for it.
+fn slow_to_connect(fixture: &mut Fixture) -> Result<()> {
+    let storage = Kernel::start(fixture, false, true)?;
+    fixture.vm(1)?.sh("insmod /payload/slow_resolve.ko")?;
+
+    for _ in 0..if fixture.quick { 1 } else { 3 } {
+        device(fixture)?.end(Signal::KILL)?;
+        wait_noticed(fixture)?;
+        device(fixture)?.start_again()?;
+        for number in [1, 2] {
+            wait_active_in(fixture, number)?;
+        }
+        storage.wait_moving(fixture)?;
+    }
+    let slept = fixture
+        .vm(1)?
+        .sh("cat /sys/module/slow_resolve/parameters/slept")?;
+    ensure!(slept.trim() != "0", "nobody was slow to connect");
+    fixture.vm(1)?.sh("rmmod slow_resolve")?;
     storage.finish(fixture)?;
     nothing_stuck(fixture)
 }
