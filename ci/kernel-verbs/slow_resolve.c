@@ -12,7 +12,7 @@
 
 #include <rdma/rdma_cm.h>
 
-static unsigned int ms = 700;
+static unsigned int ms = 500;
 module_param(ms, uint, 0444);
 MODULE_PARM_DESC(ms, "for how long they sleep, milliseconds");
 
