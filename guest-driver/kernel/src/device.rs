@@ -23,20 +23,18 @@ use virtio_rdma_spec::PAGE_SIZE;
 /// How long binding the driver waits for the device to come up. Longer than that, it comes up
 /// later, by itself.
 const START_WAIT_MS: u32 = 3_000;
-/// How long processes have to see what became of their work requests before a lost device is taken
-/// from them.
-const LOST_DELAY_MS: u32 = 500;
+/// How long after its loss a device is taken from its users; more where there are some in the kernel.
+const LOST_DELAY_MS: u32 = 100;
 /// How long users in the kernel may take to destroy the queue pairs that they have on a lost
 /// device. Those that have done so by the time the device is unregistered connect again by
 /// themselves; of others it takes more (an NVMe controller, for one, is removed for good).
 const LET_GO_MS: u32 = 10_000;
+/// How long after that the device is still there, without a GID by which new connections would find
+/// it: NFS connects again at once, and if its device goes between address and route, rdma_cm says
+/// EINVAL, which NFS hands to applications. Otherwise it is refused, and tries again.
+const SETTLES_MS: u32 = 700;
 /// How often that is looked at.
-const LET_GO_POLL_MS: u32 = 20;
-/// For how long they have to be quiet. A user that let go tries again at once, is refused, and waits
-/// before it tries again: NFS for three seconds, an NVMe host for one at least. NFS cannot bear it
-/// if the device is unregistered while it tries: between its address being resolved and its route,
-/// rdma_cm says EINVAL, which NFS hands to applications.
-const LET_GO_QUIET_MS: u32 = 700;
+const POLL_MS: u32 = 20;
 
 /// Where the notify pages of the doorbell queues are.
 #[derive(Clone, Copy)]
@@ -131,7 +129,8 @@ pub(crate) struct Device {
     /// What follows of a loss was begun; its users were told.
     loss_seen: AtomicBool,
     loss_reported: AtomicBool,
-    kernel_users: KernelUsers,
+    /// Queue pairs of users in the kernel, but for those of the core itself.
+    kernel_qps: AtomicU32,
     /// The driver lets go of the device: nothing new.
     closing: AtomicBool,
     registered: AtomicBool,
@@ -160,43 +159,6 @@ impl Budget {
     /// Gives back what was taken.
     pub(crate) fn give_back(&self, amount: u64) {
         self.0.fetch_add(amount, Ordering::Relaxed);
-    }
-}
-
-/// What users in the kernel, but for the core itself, have and do.
-#[derive(Default)]
-pub(crate) struct KernelUsers {
-    /// Their queue pairs.
-    qps: AtomicU32,
-    /// How often they created or destroyed a queue pair, or were refused something.
-    acts: AtomicU32,
-}
-
-impl KernelUsers {
-    /// A queue pair was created.
-    pub(crate) fn created_qp(&self) {
-        self.qps.fetch_add(1, Ordering::AcqRel);
-        self.acted();
-    }
-
-    /// A queue pair was destroyed.
-    pub(crate) fn destroyed_qp(&self) {
-        // First, so that nobody sees that it is gone and not that something happened.
-        self.acted();
-        self.qps.fetch_sub(1, Ordering::AcqRel);
-    }
-
-    /// One was refused something.
-    pub(crate) fn acted(&self) {
-        self.acts.fetch_add(1, Ordering::AcqRel);
-    }
-
-    fn qps(&self) -> u32 {
-        self.qps.load(Ordering::Acquire)
-    }
-
-    fn acts(&self) -> u32 {
-        self.acts.load(Ordering::Acquire)
     }
 }
 
@@ -286,7 +248,7 @@ impl Device {
             lost: AtomicBool::new(false),
             loss_seen: AtomicBool::new(false),
             loss_reported: AtomicBool::new(false),
-            kernel_users: KernelUsers::default(),
+            kernel_qps: AtomicU32::new(0),
             closing: AtomicBool::new(false),
             registered: AtomicBool::new(false),
             next_key: AtomicU32::new(0),
@@ -397,29 +359,27 @@ impl Device {
 
     /// Gives users in the kernel the time to let go of a device that was lost.
     fn wait_for_kernel_users(&self) {
-        let users = &self.kernel_users;
-        let (mut waited, mut quiet) = (0u32, 0u32);
-        let mut seen = users.acts();
-        if seen == 0 {
+        if !self.is_lost() {
             return;
         }
-        while self.is_lost() && quiet < LET_GO_QUIET_MS {
-            if waited >= LET_GO_MS {
-                if users.qps() != 0 {
-                    self.virtio.error(
-                        "users in the kernel do not let go of the device that was lost; queue pairs",
-                        i64::from(users.qps()),
-                    );
-                }
+        let mut waited = 0u32;
+        loop {
+            let queue_pairs = self.kernel_qps.load(Ordering::Acquire);
+            if queue_pairs == 0 {
                 break;
             }
-            sleep(LET_GO_POLL_MS);
-            waited = waited.saturating_add(LET_GO_POLL_MS);
-            let acts = users.acts();
-            let is_quiet = users.qps() == 0 && acts == seen;
-            quiet = if is_quiet { quiet.saturating_add(LET_GO_POLL_MS) } else { 0 };
-            seen = acts;
+            if waited >= LET_GO_MS {
+                self.virtio.error(
+                    "users in the kernel do not let go of the device that was lost; queue pairs",
+                    i64::from(queue_pairs),
+                );
+                return;
+            }
+            sleep(POLL_MS);
+            waited = waited.saturating_add(POLL_MS);
         }
+        self.ib.delete_gids();
+        sleep(SETTLES_MS);
     }
 
     /// The system is suspended: the device, which forgets everything now, is given up like one that
@@ -607,8 +567,9 @@ impl Device {
         &self.srqs
     }
 
-    pub(crate) fn kernel_users(&self) -> &KernelUsers {
-        &self.kernel_users
+    /// Queue pairs of users in the kernel.
+    pub(crate) fn kernel_qps(&self) -> &AtomicU32 {
+        &self.kernel_qps
     }
 
     pub(crate) fn dm_budget(&self) -> &Budget {

@@ -1038,3 +1038,27 @@ bool vrdma_netdev_is_up(struct ib_device *ib)
 	dev_put(ndev);
 	return up;
 }
+
+/* Deletes the GIDs of all interfaces: nobody finds the device by an address any more. */
+void vrdma_delete_gids(struct ib_device *ib)
+{
+	int i;
+
+	for (i = 0; i < ib->port_data[1].immutable.gid_tbl_len; i++) {
+		const struct ib_gid_attr *attr = rdma_get_gid_attr(ib, 1, i);
+		struct net_device *ndev;
+
+		if (IS_ERR(attr))
+			continue;
+		rcu_read_lock();
+		ndev = rdma_read_gid_attr_ndev_rcu(attr);
+		if (IS_ERR(ndev))
+			ndev = NULL;
+		dev_hold(ndev);
+		rcu_read_unlock();
+		rdma_put_gid_attr(attr);
+		if (ndev)
+			roce_del_all_netdev_gids(ib, 1, ndev);
+		dev_put(ndev);
+	}
+}

@@ -198,5 +198,6 @@ int vrdma_netdev_watch_start(struct vrdma_netdev_watch *watch);
 void vrdma_netdev_watch_stop(struct vrdma_netdev_watch *watch);
 struct net_device *vrdma_netdev_find(const u8 *mac);
 bool vrdma_netdev_is_up(struct ib_device *ib);
+void vrdma_delete_gids(struct ib_device *ib);
 
 #endif

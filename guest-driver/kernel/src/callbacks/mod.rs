@@ -153,10 +153,7 @@ unsafe fn context(udata: &Udata<'_>) -> Option<u32> {
 /// EIO would end, say, what an NFS mount is at.
 fn creating<T>(device: &Device, udata: Udata<'_>, result: Result<T>) -> Result<T> {
     result.map_err(|error| match error {
-        Errno::EIO if !udata.is_user() && device.commands().is_dead() => {
-            device.kernel_users().acted();
-            Errno::ENETDOWN
-        }
+        Errno::EIO if !udata.is_user() && device.commands().is_dead() => Errno::ENETDOWN,
         error => error,
     })
 }

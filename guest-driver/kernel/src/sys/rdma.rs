@@ -122,6 +122,13 @@ impl<D> IbDevice<D> {
         unsafe { bindings::rdma_roce_rescan_device(self.as_ptr()) }
     }
 
+    /// Empties the GID table: new connections do not find the device. May sleep; not with the RTNL
+    /// held.
+    pub(crate) fn delete_gids(self) {
+        // SAFETY: registered.
+        unsafe { bindings::vrdma_delete_gids(self.as_ptr()) }
+    }
+
     /// Dispatches an event of the device or its port.
     pub(crate) fn dispatch(self, event_type: u16) {
         let event = bindings::ib_event {

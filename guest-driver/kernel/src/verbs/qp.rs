@@ -8,6 +8,7 @@ use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::Udata;
 use crate::sys::table::Registration;
 use crate::targets::QpTarget;
+use core::sync::atomic::Ordering;
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::{self, RingLayout};
 use virtio_rdma_spec::command::{
@@ -250,7 +251,7 @@ pub(crate) fn create_qp(
                 _memory: rings.memory,
             };
             if qp.of_kernel_user() {
-                device.kernel_users().created_qp();
+                device.kernel_qps().fetch_add(1, Ordering::AcqRel);
             }
             Ok(qp)
         }
@@ -445,7 +446,7 @@ pub(crate) fn destroy_qp(device: &Device, qp: &Qp) -> Result<()> {
         kernel.forget();
     }
     if qp.of_kernel_user() {
-        device.kernel_users().destroyed_qp();
+        device.kernel_qps().fetch_sub(1, Ordering::AcqRel);
     }
     Ok(())
 }
