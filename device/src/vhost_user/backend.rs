@@ -44,7 +44,7 @@ pub struct Backend {
     name: String,
     queues: u16,
     device: Mutex<VirtioDevice>,
-    /// Held while waiting for the device, so that two threads get it in turn.
+    /// Held while waiting for the device, so that only one thread has it at a time.
     turn: Mutex<()>,
     connection: Connection,
     /// Where the virtqueues' thread waits.
@@ -116,7 +116,7 @@ impl Backend {
         let _ = self.end.write(1);
     }
 
-    /// Applies `f` to the device. Threads that want it get it in turn.
+    /// Applies `f` to the device. Threads that want it wait for each other.
     pub fn with_device<R>(&self, f: impl FnOnce(&mut VirtioDevice) -> R) -> R {
         let turn = lock(&self.turn);
         let mut device = lock(&self.device);

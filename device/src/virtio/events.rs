@@ -121,7 +121,7 @@ impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
 /// All event queues of a device.
 #[derive(Debug)]
 pub struct Events {
-    /// For complaints about the guest. (The RNIC in turn holds this.)
+    /// For warnings about the guest. (The RNIC holds this.)
     rnic: Weak<Rnic>,
     asynchronous: Mutex<EventQueue<[u8; AsyncEvent::SIZE]>>,
     completion: Vec<Mutex<EventQueue<[u8; CompletionEvent::SIZE]>>>,

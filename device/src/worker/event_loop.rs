@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What a worker's thread does, again and again.
-use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{fence, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -15,7 +14,7 @@ use super::busy_poll::{BusyPoller, POLLS};
 use super::doorbell::Doorbell;
 use super::handle::{count, Worker, KICK};
 use super::idle_policy::{Idle, IdlePolicy};
-use super::scheduler::{RunQueue, Scan};
+use super::scheduler::{QpQueue, Scan, Scheduler};
 use super::timers::{Holds, Parked};
 use crate::engine::queue_pair::Qp;
 use crate::engine::vm::Vm;
@@ -62,7 +61,7 @@ pub struct Loop {
     registry: Arc<Registry>,
     vms: Vec<Arc<Vm>>,
     generation: u64,
-    queue: VecDeque<Arc<Qp>>,
+    queue: QpQueue,
     parked: Parked,
     holds: Holds,
     /// Wakes the thread from sleep.
@@ -96,7 +95,7 @@ impl Loop {
             registry,
             vms: Vec::new(),
             generation: u64::MAX,
-            queue: VecDeque::new(),
+            queue: QpQueue::default(),
             parked: Parked::default(),
             holds: Holds::default(),
             timer,
@@ -152,7 +151,7 @@ impl Loop {
                 idle_since = None;
             }
         }
-        for qp in self.queue.drain(..) {
+        while let Some(qp) = self.queue.pop() {
             qp.scheduled.store(false, Ordering::SeqCst);
         }
     }
@@ -244,7 +243,9 @@ impl Loop {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         self.worker.inbox_filled.store(false, Ordering::SeqCst);
-        self.queue.extend(inbox.qps.drain(..));
+        for qp in inbox.qps.drain(..) {
+            self.queue.add(qp);
+        }
         let cqs = std::mem::take(&mut inbox.cqs);
         let try_again = std::mem::take(&mut inbox.try_again);
         drop(inbox);
@@ -279,7 +280,7 @@ impl Loop {
         let idle = self.queue.is_empty();
         let mut scan = Scan {
             most: if idle { most } else { 0 },
-            run_queue: RunQueue {
+            scheduler: Scheduler {
                 section: &section,
                 worker,
                 queue: &mut self.queue,
@@ -333,7 +334,7 @@ impl Loop {
         if let Some(last) = scan.then.take() {
             scan.serve(last);
             // With timers, the clock has to be read more often.
-            let timed = !scan.run_queue.parked.is_empty() || !self.holds.is_empty();
+            let timed = !scan.scheduler.parked.is_empty() || !self.holds.is_empty();
             let left = match polling {
                 Polling::Eagerly | Polling::Relaxed if all && timed => BUSY_POLLS / 16,
                 Polling::Eagerly | Polling::Relaxed if all => BUSY_POLLS,
@@ -347,7 +348,7 @@ impl Loop {
                 left,
                 next: None,
             };
-            scan.run_queue.last(last, &mut busy_poll, &mut scan.cache);
+            scan.scheduler.last(last, &mut busy_poll, &mut scan.cache);
             busy_polled = busy_poll.left != left;
         }
         Iteration {
@@ -367,7 +368,7 @@ impl Loop {
     /// Puts a queue pair that is not parked at the end of the run queue, unless it is in it.
     fn again(&mut self, qp: Arc<Qp>) {
         if !qp.scheduled.swap(true, Ordering::SeqCst) {
-            self.queue.push_back(qp);
+            self.queue.add(qp);
         }
     }
 
@@ -378,12 +379,12 @@ impl Loop {
         }
         let mut section = self.reader.enter();
         for _ in 0..most {
-            let Some(qp) = self.queue.pop_front() else {
+            let Some(qp) = self.queue.pop() else {
                 break;
             };
             // Before the poll: a queue pair that is scheduled during it is polled again.
             qp.scheduled.store(false, Ordering::SeqCst);
-            let budget = match self.queue.front() {
+            let budget = match self.queue.next() {
                 Some(next) => {
                     next.prefetch();
                     BUDGET
@@ -391,7 +392,7 @@ impl Loop {
                 None => LONE_BUDGET,
             };
             section.yield_to_writers();
-            let mut run_queue = RunQueue {
+            let mut scheduler = Scheduler {
                 section: &section,
                 worker: &self.worker,
                 queue: &mut self.queue,
@@ -400,13 +401,13 @@ impl Loop {
             };
             match qp.vm.read_in(&section) {
                 Some(tables) => {
-                    let mut no = run_queue.no_busy_poll();
+                    let mut no = scheduler.no_busy_poll();
                     let mut cache = LookupCache::new(&section, &self.registry, &self.vms);
-                    if run_queue.poll(tables, &qp, budget, &mut no, &mut cache) {
+                    if scheduler.poll(tables, &qp, budget, &mut no, &mut cache) {
                         break;
                     }
                 }
-                None => run_queue.again(&qp),
+                None => scheduler.again(&qp),
             }
         }
     }

@@ -4,10 +4,10 @@
 //! A worker loops (`event_loop`): it takes what other threads scheduled (`handle`), scans the
 //! doorbell memory of every VM (`doorbell`), looks at the timers (`timers`), and polls each
 //! queue pair with work within a budget (`scheduler`): at once where its doorbell rang, if the
-//! run queue is empty, otherwise in the order of the run queue. Without work it polls on for a
-//! while, then sleeps until a doorbell queue is notified, another thread schedules something, or a
-//! timer ends. Where guests compete for its CPU and would notify it all the time, it backs off
-//! instead (`idle_policy`).
+//! run queue is empty, otherwise in the order of the run queue, which is fair by VM (`run_queue`).
+//! Without work it polls on for a while, then sleeps until a doorbell queue is notified, another
+//! thread schedules something, or a timer ends. Where guests compete for its CPU and would notify
+//! it all the time, it backs off instead (`idle_policy`).
 //!
 //! A sender of one message at a time is answered soonest: while nobody else has work, the worker
 //! goes on polling the send queue of the last queue pair, and that of its peer, beside the
@@ -24,6 +24,7 @@ mod doorbell;
 mod event_loop;
 mod handle;
 mod idle_policy;
+mod run_queue;
 mod scheduler;
 mod timers;
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The scheduler: which queue pair is polled when. Those whose doorbell rang are polled at once, if
 //! the run queue is empty; the others in the order of the run queue.
-use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
@@ -10,6 +9,7 @@ use vhost_device_rdma_sync::ReadSection;
 use super::busy_poll::BusyPoller;
 use super::doorbell::Doorbell;
 use super::handle::{count, Worker};
+use super::run_queue::RunQueue;
 use super::timers::Parked;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::Polled;
@@ -28,7 +28,7 @@ pub(super) struct Served<'a> {
 
 /// A scan of doorbells.
 pub(super) struct Scan<'a> {
-    pub(super) run_queue: RunQueue<'a>,
+    pub(super) scheduler: Scheduler<'a>,
     /// Queue pairs to poll at once, at most.
     pub(super) most: usize,
     /// Queue pairs that were polled at once, or are about to be.
@@ -45,9 +45,9 @@ impl<'a> Scan<'a> {
     /// Takes the queue pairs whose doorbell rang.
     #[inline(always)]
     pub(super) fn answer(&mut self, tables: &'a Tables, doorbell: &Doorbell<'a>) {
-        doorbell.take(self.run_queue.worker, |qp| {
-            if self.served == self.most || self.run_queue.section.is_awaited() {
-                self.run_queue.again(qp);
+        doorbell.take(self.scheduler.worker, |qp| {
+            if self.served == self.most || self.scheduler.section.is_awaited() {
+                self.scheduler.again(qp);
                 return;
             }
             self.served += 1;
@@ -66,23 +66,33 @@ impl<'a> Scan<'a> {
             return;
         };
         then.qp.hints.prefetch();
-        let mut no = self.run_queue.no_busy_poll();
+        let mut no = self.scheduler.no_busy_poll();
         let cache = &mut self.cache;
-        self.run_queue.poll(tables, qp, BUDGET, &mut no, cache);
+        self.scheduler.poll(tables, qp, BUDGET, &mut no, cache);
+    }
+}
+
+/// The run queue of queue pairs, by the address of their VM.
+pub(super) type QpQueue = RunQueue<usize, Arc<Qp>>;
+
+impl QpQueue {
+    /// Puts a queue pair behind the others of its VM.
+    pub(super) fn add(&mut self, qp: Arc<Qp>) {
+        self.push(Arc::as_ptr(&qp.vm).addr(), qp);
     }
 }
 
 /// The run queue, and what polling its queue pairs leads to.
-pub(super) struct RunQueue<'a> {
+pub(super) struct Scheduler<'a> {
     pub(super) section: &'a ReadSection<'a>,
     pub(super) worker: &'a Worker,
-    pub(super) queue: &'a mut VecDeque<Arc<Qp>>,
+    pub(super) queue: &'a mut QpQueue,
     pub(super) parked: &'a mut Parked,
     /// The time of the last poll iteration, nanoseconds.
     pub(super) time: u64,
 }
 
-impl<'a> RunQueue<'a> {
+impl<'a> Scheduler<'a> {
     /// No busy polling.
     pub(super) fn no_busy_poll(&self) -> BusyPoller<'a> {
         BusyPoller {
@@ -150,7 +160,7 @@ impl<'a> RunQueue<'a> {
     /// Puts a queue pair at the end of the run queue, unless it is about to be polled anyway.
     pub(super) fn again(&mut self, qp: &Arc<Qp>) {
         if !qp.scheduled.swap(true, Ordering::SeqCst) {
-            self.queue.push_back(qp.clone());
+            self.queue.add(qp.clone());
         }
     }
 }
