@@ -3,59 +3,83 @@
 //! busy queue pairs is polled as often as one with a single one.
 use std::collections::VecDeque;
 
-/// Entries of several owners, taken out from one owner after the other, and in order of each.
+/// Entries of several owners, each known by a number: taken out from one owner after the other, and
+/// in order of each.
 ///
 /// It allocates only when it holds more than ever before.
 #[derive(Debug)]
-pub(super) struct RunQueue<K, T> {
-    /// Owners with entries; the first is next. None of the queues is empty.
-    owners: VecDeque<(K, VecDeque<T>)>,
+pub(super) struct RunQueue<T> {
+    /// The owner of the next entry.
+    owner: usize,
+    /// Its entries; none only if nobody has any.
+    queue: VecDeque<T>,
+    /// The other owners with entries, in the order in which their entries are taken.
+    others: VecDeque<(usize, VecDeque<T>)>,
     /// Empty queues of owners that had entries.
     spare: Vec<VecDeque<T>>,
 }
 
-impl<K, T> Default for RunQueue<K, T> {
+impl<T> Default for RunQueue<T> {
     fn default() -> Self {
         Self {
-            owners: VecDeque::new(),
+            owner: 0,
+            queue: VecDeque::new(),
+            others: VecDeque::new(),
             spare: Vec::new(),
         }
     }
 }
 
-impl<K: PartialEq, T> RunQueue<K, T> {
+impl<T> RunQueue<T> {
     pub(super) fn is_empty(&self) -> bool {
-        self.owners.is_empty()
+        self.queue.is_empty()
     }
 
     /// Adds an entry behind the others of its owner.
-    pub(super) fn push(&mut self, owner: K, entry: T) {
+    #[inline]
+    pub(super) fn push(&mut self, owner: usize, entry: T) {
+        if self.owner != owner {
+            if !self.queue.is_empty() {
+                self.push_other(owner, entry);
+                return;
+            }
+            self.owner = owner;
+        }
+        self.queue.push_back(entry);
+    }
+
+    #[inline(never)]
+    fn push_other(&mut self, owner: usize, entry: T) {
         // From the end: the owner that was taken from last is there.
-        let known = self.owners.iter_mut().rev().find(|(is, _)| *is == owner);
+        let known = self.others.iter_mut().rev().find(|(is, _)| *is == owner);
         if let Some((_, queue)) = known {
             queue.push_back(entry);
             return;
         }
         let mut queue = self.spare.pop().unwrap_or_default();
         queue.push_back(entry);
-        self.owners.push_back((owner, queue));
+        self.others.push_back((owner, queue));
     }
 
     /// Takes the next entry. The next after it is another owner's, if there is one.
+    #[inline]
     pub(super) fn pop(&mut self) -> Option<T> {
-        let (owner, mut queue) = self.owners.pop_front()?;
-        let entry = queue.pop_front();
-        if queue.is_empty() {
-            self.spare.push(queue);
-        } else {
-            self.owners.push_back((owner, queue));
+        let entry = self.queue.pop_front()?;
+        if let Some((owner, queue)) = self.others.pop_front() {
+            let owner = std::mem::replace(&mut self.owner, owner);
+            let queue = std::mem::replace(&mut self.queue, queue);
+            if queue.is_empty() {
+                self.spare.push(queue);
+            } else {
+                self.others.push_back((owner, queue));
+            }
         }
-        entry
+        Some(entry)
     }
 
     /// What [`Self::pop`] would take.
     pub(super) fn next(&self) -> Option<&T> {
-        self.owners.front().and_then(|(_, queue)| queue.front())
+        self.queue.front()
     }
 }
 
@@ -68,16 +92,16 @@ mod tests {
     fn a_vm_with_many_queue_pairs_is_polled_as_often_as_one_with_one() {
         let mut queue = RunQueue::default();
         for qp in 0..100 {
-            queue.push('a', qp);
+            queue.push(1, qp);
         }
-        queue.push('b', 0);
+        queue.push(2, 0);
         let mut polls = [0, 0];
         for _ in 0..20 {
             // Each has more work every time.
             let is_b = polls[0] > polls[1];
             let qp = queue.pop().unwrap();
             polls[usize::from(is_b)] += 1;
-            queue.push(if is_b { 'b' } else { 'a' }, qp);
+            queue.push(if is_b { 2 } else { 1 }, qp);
         }
         assert_eq!(polls, [10, 10]);
     }

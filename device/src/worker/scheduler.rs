@@ -73,7 +73,7 @@ impl<'a> Scan<'a> {
 }
 
 /// The run queue of queue pairs, by the address of their VM.
-pub(super) type QpQueue = RunQueue<usize, Arc<Qp>>;
+pub(super) type QpQueue = RunQueue<Arc<Qp>>;
 
 impl QpQueue {
     /// Puts a queue pair behind the others of its VM.
