@@ -34,7 +34,7 @@ const ALL: u32 = access::LOCAL_WRITE
     | access::REMOTE_READ
     | access::REMOTE_ATOMIC
     | access::MW_BIND;
-/// Where registered regions begin for whoever names them.
+/// Where registered regions begin for those who name them.
 const IOVA: u64 = 0x10_0000;
 /// Where windows begin.
 const WINDOW: u64 = 0x5000;
@@ -931,7 +931,7 @@ fn a_message_is_cut_off_when_its_key_becomes_invalid() {
             for _ in 0..rounds {
                 bed.round();
             }
-            // Invalidated by whoever: all the same, and registered again for the same memory, or
+            // Invalidated by its owner or remotely, and registered again for the same memory, or
             // other memory, or not.
             let by = if late { &l.b } else { &l.c };
             by.qp.invalidate(1, key).unwrap();

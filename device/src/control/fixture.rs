@@ -75,7 +75,7 @@ impl Host {
         });
         let ranges = vec![region(0, PAGES), region(PAGES * PAGE_SIZE, PAGES)];
         let memory = GuestMemory::new(ranges).unwrap();
-        let events = Arc::new(Events::default());
+        let events = Arc::new(RecordedEvents::default());
         rnic.set_features(features);
         rnic.set_memory(Some(memory.clone()));
         rnic.start(events.clone());
@@ -87,11 +87,11 @@ impl Host {
     }
 }
 
-/// Events that a VM was told.
+/// RecordedEvents that a VM was told.
 #[derive(Default)]
-pub(crate) struct Events(Mutex<Vec<AsyncEvent>>);
+pub(crate) struct RecordedEvents(Mutex<Vec<AsyncEvent>>);
 
-impl Events {
+impl RecordedEvents {
     /// Type and number of those since the last call.
     pub(crate) fn take(&self) -> Vec<(u16, u32)> {
         let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -102,7 +102,7 @@ impl Events {
     }
 }
 
-impl EventSink for Events {
+impl EventSink for RecordedEvents {
     fn completion(&self, _: u16, _: CompletionEvent) {}
 
     fn asynchronous(&self, event: AsyncEvent) {
@@ -119,7 +119,7 @@ impl EventSink for Events {
 pub(crate) struct TestVm {
     pub rnic: Arc<Rnic>,
     pub memory: GuestMemory,
-    pub events: Arc<Events>,
+    pub events: Arc<RecordedEvents>,
 }
 
 /// A list of one page.

@@ -91,16 +91,16 @@ impl Warnings {
 
 /// Asynchronous events of a guest.
 #[derive(Default)]
-pub(crate) struct Events(Mutex<Vec<(u16, u32)>>);
+pub(crate) struct RecordedEvents(Mutex<Vec<(u16, u32)>>);
 
-impl Events {
+impl RecordedEvents {
     /// Type and number of each.
     pub(crate) fn all(&self) -> Vec<(u16, u32)> {
         lock(&self.0).clone()
     }
 }
 
-impl EventSink for Events {
+impl EventSink for RecordedEvents {
     fn completion(&self, _: u16, _: CompletionEvent) {}
 
     fn asynchronous(&self, event: AsyncEvent) {
@@ -147,7 +147,7 @@ pub(crate) struct Send {
 pub(crate) struct Guest {
     pub vm: Arc<Vm>,
     pub gid: Gid,
-    pub events: Arc<Events>,
+    pub events: Arc<RecordedEvents>,
     pub warnings: Warnings,
     pub run_list: Arc<RunList>,
     pub memory: GuestMemory,
@@ -179,7 +179,7 @@ impl Guest {
         let memory = GuestMemory::new(vec![region(0, PAGES)]).unwrap();
         let mut gid = [0; 16];
         gid[10..].copy_from_slice(&[0xff, 0xff, 10, 0, 0, number]);
-        let events = Arc::new(Events::default());
+        let events = Arc::new(RecordedEvents::default());
         let mut tables = vm.tables_mut();
         tables.memory = Some(memory.clone());
         tables.running = true;

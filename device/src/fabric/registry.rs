@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Who has which GID, and who is in which multicast group, among the VMs of this process.
+//! Which VM of this process has which GID, and which queue pairs are in which multicast group.
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};

@@ -38,7 +38,7 @@ pub(crate) struct BusyPoller<'a> {
 }
 
 impl BusyPoll for BusyPoller<'_> {
-    type Doorbell<'d> = OwnDoorbell<'d>;
+    type OwnDoorbell<'d> = OwnDoorbell<'d>;
 
     #[inline(always)]
     fn may(&self) -> bool {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The run queue: who is polled next. Fair by VM first, then by queue pair: a VM with a thousand
-//! busy queue pairs is polled as often as one with a single one.
+//! The run queue: which queue pair is polled next. Fair by VM first, then by queue pair: a VM with
+//! a thousand busy queue pairs is polled as often as one with a single one.
 use std::collections::VecDeque;
 
 /// Entries of several owners, each known by a number: taken out from one owner after the other, and
@@ -107,7 +107,7 @@ mod tests {
     }
 
     proptest! {
-        /// Nothing is lost, entries of an owner stay in order, and between two of them comes at most
+        /// Nothing is lost, entries of an owner stay in order, and between two of them is at most
         /// one of each other owner.
         #[test]
         fn owners_alternate(owners in prop::collection::vec(0..4usize, 0..60)) {

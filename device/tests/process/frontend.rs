@@ -181,7 +181,7 @@ fn kicks_may_block_and_be_replaced() {
     let vm = vm(process.socket(0));
     let mut old = Vec::new();
     for _ in 0..20 {
-        // It would block whoever reads it once too often.
+        // It would block the thread that reads it once too often.
         let kick = EventFd::new(0).unwrap();
         vm.frontend().set_vring_kick(0, &kick).unwrap();
         let before = vm.with_control(|queue| std::mem::replace(&mut queue.kick, kick));

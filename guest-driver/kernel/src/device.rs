@@ -23,7 +23,7 @@ use virtio_rdma_spec::PAGE_SIZE;
 /// How long binding the driver waits for the device to come up. Longer than that, it comes up
 /// later, by itself.
 const START_WAIT_MS: u32 = 3_000;
-/// How long after its loss a device is taken from its users; more where there are some in the kernel.
+/// How long after its loss a device is taken from its users, if there are none in the kernel.
 const LOST_DELAY_MS: u32 = 100;
 /// How long users in the kernel may take to destroy the queue pairs that they have on a lost
 /// device. Those that have done so by the time the device is unregistered connect again by

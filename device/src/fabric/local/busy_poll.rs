@@ -20,25 +20,25 @@ pub(crate) enum Came {
 /// The worker, as a queue pair sees it that busy polls.
 pub(crate) trait BusyPoll {
     /// The doorbell of one queue pair.
-    type Doorbell<'d>;
+    type OwnDoorbell<'d>;
 
     /// Whether there is any time for it.
     fn may(&self) -> bool;
 
     /// Whether other doorbells than `own` ring.
-    fn others_ring<const N: usize>(&self, own: [Option<&Self::Doorbell<'_>>; N]) -> bool;
+    fn others_ring<const N: usize>(&self, own: [Option<&Self::OwnDoorbell<'_>>; N]) -> bool;
 
     /// Accounts for what was found and carried out.
     fn spend(&mut self, done: Budget);
 
     /// The doorbell of a queue pair of the VM of `tables`.
-    fn doorbell<'d>(&self, tables: &'d Tables, qp: &'d Qp) -> Option<Self::Doorbell<'d>>;
+    fn doorbell<'d>(&self, tables: &'d Tables, qp: &'d Qp) -> Option<Self::OwnDoorbell<'d>>;
 
     /// Waits until `posted` finds something, for as long as nobody else has work. It asks `posted`
     /// all the time if `eager`; otherwise when one of `doorbells` rang, which it clears.
     fn wait<const N: usize>(
         &mut self,
-        doorbells: [&Self::Doorbell<'_>; N],
+        doorbells: [&Self::OwnDoorbell<'_>; N],
         eager: bool,
         posted: impl Fn() -> Option<Came>,
     ) -> Option<Came>;

@@ -29,7 +29,7 @@ use crate::fabric::{self, Fabric};
 struct Never;
 
 impl BusyPoll for Never {
-    type Doorbell<'d> = ();
+    type OwnDoorbell<'d> = ();
 
     fn may(&self) -> bool {
         false

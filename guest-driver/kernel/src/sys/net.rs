@@ -11,10 +11,10 @@ use core::sync::atomic::{AtomicPtr, Ordering};
 /// The pairing of the port with an interface, and a watch on interfaces that come, go or change.
 pub(crate) struct Pairing<D> {
     watch: NonNull<bindings::vrdma_netdev_watch>,
-    context: Box<Context<D>>,
+    context: Box<Watched<D>>,
 }
 
-struct Context<D> {
+struct Watched<D> {
     ib: IbDevice<D>,
     changed: fn(&D),
     /// The paired interface, only for comparing. Written with the RTNL held.
@@ -27,7 +27,7 @@ unsafe impl<D: Sync> Send for Pairing<D> {}
 // SAFETY: as above.
 unsafe impl<D: Sync> Sync for Pairing<D> {}
 
-impl<D> Context<D> {
+impl<D> Watched<D> {
     /// Makes this interface (or none) the one of the port; true if it was not.
     ///
     /// # Safety
@@ -49,7 +49,7 @@ impl<D> Pairing<D> {
     /// `changed` is called when something about interfaces changed. It must not sleep for long: the
     /// RTNL is held.
     pub(crate) fn new(ib: IbDevice<D>, changed: fn(&D)) -> Result<Self> {
-        let context = Box::new(Context {
+        let context = Box::new(Watched {
             ib,
             changed,
             paired: AtomicPtr::new(core::ptr::null_mut()),
@@ -106,7 +106,7 @@ impl<D> Drop for Pairing<D> {
 
 unsafe extern "C" fn on_event<D>(arg: *mut c_void, ndev: *mut bindings::net_device, going: bool) {
     // SAFETY: `arg` is the context given to vrdma_netdev_watch_new; it outlives the watch.
-    let context = unsafe { &*arg.cast::<Context<D>>() };
+    let context = unsafe { &*arg.cast::<Watched<D>>() };
     // An interface that goes must be let go of at once: its going waits for that.
     if going && context.paired.load(Ordering::Relaxed) == ndev {
         // SAFETY: called with the RTNL held.
