@@ -2,21 +2,20 @@
 //! What unit tests of commands and of the RNIC stand on: an adapter without threads, and VMs whose
 //! driver sends commands as bytes. Nothing here has a socket, a thread of its own, or a clock.
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use virtio_rdma_spec::command::{
     opcode, status, AllocMr, AllocMw, CommandHeader, CreateContext, CreateCq, CreateQp,
     CreateQpResponse, CreateSrq, CreateSrqResponse, Handle, HandleResponse, ModifyQp, PageList,
     QpAttr, RegMr, RegMrResponse, ResponseHeader, SetGid,
 };
-use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::verbs::{access, qp_attr, qp_state, qp_type};
 use virtio_rdma_spec::PAGE_SIZE;
 
 use super::execute;
 use crate::adapter::{Adapter, AdapterSettings};
-use crate::engine::events::EventSink;
+use crate::engine::fixture::RecordedEvents;
 use crate::limits::Limits;
 use crate::memory::{region, GuestMemory, Pages};
 use crate::rnic::{Rnic, RnicSettings};
@@ -85,34 +84,6 @@ impl Host {
             events,
         }
     }
-}
-
-/// RecordedEvents that a VM was told.
-#[derive(Default)]
-pub(crate) struct RecordedEvents(Mutex<Vec<AsyncEvent>>);
-
-impl RecordedEvents {
-    /// Type and number of those since the last call.
-    pub(crate) fn take(&self) -> Vec<(u16, u32)> {
-        let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let taken = events.drain(..);
-        taken
-            .map(|event| (event.event_type, event.number))
-            .collect()
-    }
-}
-
-impl EventSink for RecordedEvents {
-    fn completion(&self, _: u16, _: CompletionEvent) {}
-
-    fn asynchronous(&self, event: AsyncEvent) {
-        let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        events.push(event);
-    }
-
-    fn forget_cq(&self, _: u16, _: u32) {}
-    fn forget_qp(&self, _: u32) {}
-    fn forget_srq(&self, _: u32) {}
 }
 
 /// A VM and its driver.

@@ -94,9 +94,9 @@ impl Warnings {
 pub(crate) struct RecordedEvents(Mutex<Vec<(u16, u32)>>);
 
 impl RecordedEvents {
-    /// Type and number of each.
-    pub(crate) fn all(&self) -> Vec<(u16, u32)> {
-        lock(&self.0).clone()
+    /// Type and number of those since the last call.
+    pub(crate) fn take(&self) -> Vec<(u16, u32)> {
+        std::mem::take(&mut lock(&self.0))
     }
 }
 

@@ -171,7 +171,7 @@ fn reads_and_atomics_bring_what_was_there() {
     };
     let told = (cqe.status, cqe.vendor_err);
     assert_eq!(told, (wc_status::REM_INV_REQ_ERR, vendor_err::ALIGNMENT));
-    let events = pair.ends[1].guest.events.all();
+    let events = pair.ends[1].guest.events.take();
     let request_error = (event_type::QP_REQ_ERR, pair.ends[1].qp.qp.number);
     assert!(events.contains(&request_error), "{events:?}");
 }
@@ -326,7 +326,7 @@ fn a_queue_that_drains_begins_nothing_more() {
     process.run(&mut pair, SECOND);
     let sent: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.wr_id).collect();
     assert_eq!(sent, [1]);
-    let events = pair.ends[0].guest.events.all();
+    let events = pair.ends[0].guest.events.take();
     assert!(events
         .iter()
         .any(|(what, _)| *what == event_type::SQ_DRAINED));

@@ -261,7 +261,7 @@ fn a_receive_that_never_comes_ends_the_retries() {
 fn a_queue_that_drains_is_drained_when_everything_has_its_answer() {
     let mut simulation = Simulation::new(clean(), |_| {});
     let drained = |simulation: &Simulation| {
-        let events = simulation.pair.ends[0].guest.events.all();
+        let events = simulation.pair.ends[0].guest.events.take();
         events
             .iter()
             .any(|(what, _)| *what == event_type::SQ_DRAINED)
