@@ -6,11 +6,13 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use nix::unistd::{Group, User};
 use serde::Deserialize;
 
 use crate::adapter::AdapterSettings;
 use crate::limits::{Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::rnic::RnicSettings;
+use crate::socket::Access;
 
 /// Worker threads where nothing else is asked for, at most.
 const MAX_DEFAULT_WORKERS: usize = 4;
@@ -67,6 +69,17 @@ pub enum Error {
     /// A number in `--socket-path` is not one.
     #[error("'{0}' is not a number of completion queues")]
     Number(String),
+    /// Permissions are not what chmod takes.
+    #[error("'{0}' are no permissions of a socket (an octal number such as 0660)")]
+    Mode(String),
+    /// There is no such user or group.
+    #[error("there is no {kind} '{name}'")]
+    Nobody {
+        /// What it is to be.
+        kind: &'static str,
+        /// Its name.
+        name: String,
+    },
     /// `--socket-path` names no path.
     #[error("a socket needs a path")]
     NoPath,
@@ -151,9 +164,18 @@ pub struct ServeArgs {
     /// How long an idle worker polls before it sleeps, microseconds [default: 50].
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
-    /// Give the status as JSON, and control over links, to everyone who connects to this socket.
+    /// Give the status as JSON, and control over links, to everyone who may connect to this socket.
     #[arg(long, value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
+    /// Permissions of all sockets, octal, such as 0660 [default: what the umask leaves].
+    #[arg(long, value_name = "MODE")]
+    pub socket_mode: Option<String>,
+    /// Owner of all sockets, a name or a number [default: the user of the process].
+    #[arg(long, value_name = "USER")]
+    pub socket_owner: Option<String>,
+    /// Group of all sockets, a name or a number [default: the group of the process].
+    #[arg(long, value_name = "GROUP")]
+    pub socket_group: Option<String>,
 }
 
 /// One VM to serve.
@@ -245,6 +267,12 @@ struct File {
     cpus: Vec<usize>,
     #[serde(alias = "status_socket")]
     status_socket: Option<PathBuf>,
+    #[serde(alias = "socket_mode")]
+    socket_mode: Option<String>,
+    #[serde(alias = "socket_owner")]
+    socket_owner: Option<String>,
+    #[serde(alias = "socket_group")]
+    socket_group: Option<String>,
     limits: Limits,
     device: Vec<DeviceConfig>,
 }
@@ -258,6 +286,8 @@ pub struct Config {
     pub devices: Vec<(PathBuf, RnicSettings)>,
     /// Where the status is given.
     pub status_socket: Option<PathBuf>,
+    /// Who may connect to the sockets.
+    pub access: Access,
 }
 
 impl Config {
@@ -313,6 +343,23 @@ impl Config {
             adapter,
             devices,
             status_socket: args.status_socket.or(file.status_socket),
+            access: Access {
+                mode: args
+                    .socket_mode
+                    .or(file.socket_mode)
+                    .map(mode)
+                    .transpose()?,
+                owner: args
+                    .socket_owner
+                    .or(file.socket_owner)
+                    .map(user)
+                    .transpose()?,
+                group: args
+                    .socket_group
+                    .or(file.socket_group)
+                    .map(group)
+                    .transpose()?,
+            },
         })
     }
 }
@@ -349,6 +396,29 @@ fn read(path: &Path) -> Result<File, Error> {
     toml::from_str(&text).map_err(|source| Error::Parse {
         path: path.to_owned(),
         source: Box::new(source),
+    })
+}
+
+fn mode(text: String) -> Result<u32, Error> {
+    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    match u32::from_str_radix(&text, 8) {
+        Ok(mode) if digits && mode <= 0o777 => Ok(mode),
+        _ => Err(Error::Mode(text)),
+    }
+}
+
+fn user(name: String) -> Result<u32, Error> {
+    let found = || User::from_name(&name).ok().flatten();
+    let id = name.parse().ok().or_else(|| Some(found()?.uid.as_raw()));
+    id.ok_or(Error::Nobody { kind: "user", name })
+}
+
+fn group(name: String) -> Result<u32, Error> {
+    let found = || Group::from_name(&name).ok().flatten();
+    let id = name.parse().ok().or_else(|| Some(found()?.gid.as_raw()));
+    id.ok_or(Error::Nobody {
+        kind: "group",
+        name,
     })
 }
 
@@ -417,6 +487,38 @@ mod tests {
         assert_eq!(sockets, ["a", "b"]);
         assert_eq!(both.devices[0].1.network, "default");
         assert_eq!(both.devices[1].1.network, "n");
+    }
+
+    #[test]
+    fn sockets_have_an_owner_a_group_and_permissions() {
+        let cli = [
+            "--socket-path",
+            "a",
+            "--socket-mode",
+            "0660",
+            "--socket-owner",
+            "7",
+        ];
+        let given = config(&cli, "socket-mode = '600'\nsocket-group = 'root'").unwrap();
+        let access = Access {
+            mode: Some(0o660),
+            owner: Some(7),
+            group: Some(0),
+        };
+        assert_eq!(given.access, access);
+        assert_eq!(
+            config(&["--socket-path", "a"], "").unwrap().access,
+            Access::default()
+        );
+        for bad in [
+            "socket-mode = '0668'",
+            "socket-mode = '01777'",
+            "socket-mode = '+660'",
+            "socket-owner = 'nobody of this name'",
+            "socket-group = 'nobody of this name'",
+        ] {
+            assert!(config(&["--socket-path", "a"], bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //!
 //! | layer | what |
 //! |---|---|
-//! | [`limits`], [`error`], [`epoll_fd`] | numbers; how errors are told; waiting for file descriptors |
+//! | [`limits`], [`error`], [`epoll_fd`], [`socket`] | numbers; how errors are told; the system |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
 //! | [`engine`] | what work requests mean: send queues, responders, completions |
@@ -37,6 +37,7 @@ pub mod limits;
 pub mod memory;
 pub mod rnic;
 mod rnic_status;
+pub mod socket;
 pub mod status;
 pub mod verbs;
 pub mod vhost_user;

@@ -14,6 +14,7 @@ use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
 use vhost_device_rdma::error::sentence;
 use vhost_device_rdma::heap;
+use vhost_device_rdma::socket::Access;
 use vhost_device_rdma::status::{self, StatusServer};
 use vhost_device_rdma::vhost_user::Server;
 
@@ -55,6 +56,7 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let result = start(
         &adapter,
         config.devices,
+        &config.access,
         config.status_socket.as_deref(),
         &mut servers,
         &mut status_server,
@@ -74,6 +76,7 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
 fn start(
     adapter: &std::sync::Arc<Adapter>,
     devices: Vec<(std::path::PathBuf, vhost_device_rdma::rnic::RnicSettings)>,
+    access: &Access,
     status_socket: Option<&std::path::Path>,
     servers: &mut Vec<Server>,
     status_server: &mut Option<StatusServer>,
@@ -83,10 +86,10 @@ fn start(
         .map(|(_, settings)| settings.clone())
         .collect();
     for (path, settings) in devices {
-        servers.push(Server::start(&path, adapter.clone(), settings)?);
+        servers.push(Server::start(&path, access, adapter.clone(), settings)?);
     }
     if let Some(path) = status_socket {
-        *status_server = Some(StatusServer::start(path, adapter.clone(), all)?);
+        *status_server = Some(StatusServer::start(path, access, adapter.clone(), all)?);
     }
     Ok(())
 }

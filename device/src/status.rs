@@ -19,7 +19,7 @@ use serde_json::{json, Value};
 use crate::adapter::Adapter;
 use crate::config::Mac;
 use crate::rnic::RnicSettings;
-use crate::vhost_user;
+use crate::socket::{self, Access};
 
 /// How long a client may take to read.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -125,23 +125,24 @@ pub struct StatusServer {
 }
 
 impl StatusServer {
-    /// Gives the status of `adapter` to everyone who connects to the socket `path`, and takes the
-    /// links of `devices` down and up for them.
+    /// Gives the status of `adapter` to everyone who may connect to the socket `path`, and takes
+    /// the links of `devices` down and up for them.
     ///
     /// # Errors
     /// If the socket cannot be bound, or the system has no threads left.
     pub fn start(
         path: &Path,
+        access: &Access,
         adapter: Arc<Adapter>,
         devices: Vec<RnicSettings>,
-    ) -> Result<Self, vhost_user::Error> {
-        let listener = vhost_user::bind(path)?;
+    ) -> Result<Self, socket::Error> {
+        let listener = socket::bind(path, access)?;
         let exit = Arc::new(AtomicBool::new(false));
         let told = exit.clone();
         let thread = std::thread::Builder::new()
             .name("status".into())
             .spawn(move || serve(&listener, &adapter, &devices, &told))
-            .map_err(|source| vhost_user::Error::Listen {
+            .map_err(|source| socket::Error::Listen {
                 path: path.to_owned(),
                 source,
             })?;

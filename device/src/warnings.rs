@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Warnings about what guests do wrong, as lines of the log: a few times a second at most for each.
+//! Lines of the log that a guest or a front end causes: a few each second at most, for each VM.
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
+
+use log::Level;
 
 use crate::engine::vm::Warn;
 
@@ -16,7 +18,7 @@ struct State {
     suppressed: u64,
 }
 
-/// The warnings of one VM.
+/// The lines of one VM.
 #[derive(Debug)]
 pub struct RateLimited {
     /// Begins each line.
@@ -33,10 +35,9 @@ impl RateLimited {
             state: Mutex::default(),
         }
     }
-}
 
-impl Warn for RateLimited {
-    fn warn(&self, what: fmt::Arguments<'_>) {
+    /// Writes a line, unless there were too many this second.
+    pub fn log(&self, level: Level, what: fmt::Arguments<'_>) {
         let second = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |elapsed| elapsed.as_secs());
@@ -56,10 +57,16 @@ impl Warn for RateLimited {
         }
         state.count += 1;
         if state.count <= MOST {
-            log::warn!("{}: {what}", self.name);
+            log::log!(level, "{}: {what}", self.name);
         } else {
             state.count = MOST;
             state.suppressed += 1;
         }
+    }
+}
+
+impl Warn for RateLimited {
+    fn warn(&self, what: fmt::Arguments<'_>) {
+        self.log(Level::Warn, what);
     }
 }

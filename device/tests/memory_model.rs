@@ -13,6 +13,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
 use vhost_device_rdma::rnic::RnicSettings;
+use vhost_device_rdma::socket::Access;
 use vhost_device_rdma::vhost_user::Server;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::spec::command::{mw_type, PageList};
@@ -75,7 +76,8 @@ impl Bed {
                 mac: [0x52, 0x54, 0, 0, 0, i],
                 ..RnicSettings::default()
             };
-            servers.push(Server::start(&path, adapter.clone(), settings).unwrap());
+            servers
+                .push(Server::start(&path, &Access::default(), adapter.clone(), settings).unwrap());
             let options = VmOptions {
                 features: 1 << feature::FAST_REG
                     | 1 << feature::PHYSICAL_MR

@@ -9,6 +9,7 @@ use std::time::Duration;
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
 use vhost_device_rdma::engine::LONE_BUDGET;
 use vhost_device_rdma::rnic::RnicSettings;
+use vhost_device_rdma::socket::Access;
 use vhost_device_rdma::vhost_user::Server;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::core::buffer::QpCaps;
@@ -79,7 +80,10 @@ impl Bed {
                 mac: [0x52, 0x54, 0, 0, 0, i],
                 ..RnicSettings::default()
             };
-            servers.push(Server::start(&path, adapter.clone(), settings).expect("a socket"));
+            servers.push(
+                Server::start(&path, &Access::default(), adapter.clone(), settings)
+                    .expect("a socket"),
+            );
             let options = VmOptions {
                 features: 1 << feature::UD | 1 << feature::SRQ | 1 << feature::ATOMIC,
                 ..VmOptions::default()

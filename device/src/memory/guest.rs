@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::AtomicU64;
 use std::sync::Arc;
 
+use rustix::mm::{madvise, Advice};
 use virtio_rdma_spec::PAGE_SIZE;
 use vm_memory::mmap::MmapRegionError;
 use vm_memory::{
@@ -31,6 +32,15 @@ pub enum Error {
         /// What mmap said.
         #[source]
         source: MmapRegionError,
+    },
+    /// The region would be in a core dump of this process.
+    #[error("cannot keep the memory region at {addr:#x} out of core dumps")]
+    Dump {
+        /// Guest-physical address.
+        addr: u64,
+        /// What madvise said.
+        #[source]
+        source: std::io::Error,
     },
     /// The region overlaps another.
     #[error("the memory region at {0:#x} overlaps another")]
@@ -75,6 +85,19 @@ pub(super) struct MappedRange {
 }
 
 impl MappedRange {
+    /// What a guest has in its memory is not for those who look at a core dump of this process.
+    fn keep_out_of_core_dumps(&self) -> Result<(), Error> {
+        let Host(start) = self.host;
+        // SAFETY: a whole mapping of guest memory (`range`), which the caller keeps; this advice
+        // changes nothing of what is in it.
+        unsafe { madvise(start.cast(), self.size as usize, Advice::LinuxDontDump) }.map_err(
+            |source| Error::Dump {
+                addr: self.guest,
+                source: source.into(),
+            },
+        )
+    }
+
     /// The host address of `len` bytes at `guest_addr`, if all are in the region.
     #[inline]
     pub(super) fn host(&self, guest_addr: u64, len: u64) -> Option<Host> {
@@ -122,9 +145,13 @@ impl GuestMemory {
     /// crate that mapped it does not look at alignment and at the length of files.
     ///
     /// # Errors
-    /// If a region is not page aligned, or is longer than its file.
+    /// If a region is not page aligned, is longer than its file, or cannot be kept out of core
+    /// dumps.
     pub fn of(mmap: Arc<GuestMemoryMmap>) -> Result<Self, Error> {
-        let ranges = mmap.iter().map(range).collect::<Result<_, _>>()?;
+        let ranges = mmap.iter().map(range).collect::<Result<Vec<_>, _>>()?;
+        ranges
+            .iter()
+            .try_for_each(MappedRange::keep_out_of_core_dumps)?;
         Ok(Self(Arc::new(Inner { mmap, ranges })))
     }
 
@@ -277,6 +304,21 @@ pub(crate) mod tests {
         assert!(less.host(0x1000, 1).is_none());
         assert!(less.host(0x8000, 1).is_some());
         assert_eq!(less.size(), PAGE_SIZE);
+    }
+
+    #[test]
+    fn guest_memory_is_in_no_core_dump() {
+        let memory = GuestMemory::new(vec![region(0, 3), region(0x8000, 2)]).unwrap();
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        for addr in [0, 0x8000] {
+            let Host(start) = memory.host(addr, 1).unwrap();
+            let begins = format!("{:x}-", start as usize);
+            let mut lines = maps.lines().skip_while(|line| !line.starts_with(&begins));
+            let flags = lines
+                .find_map(|line| line.strip_prefix("VmFlags: "))
+                .unwrap();
+            assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
+        }
     }
 
     #[test]

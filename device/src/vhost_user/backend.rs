@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use log::{error, warn};
+use log::error;
 use vhost::vhost_user::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost_user_backend::{
     Error, ShutdownHandle, VhostUserBackend, VhostUserDaemon, VringEpollHandler,
@@ -17,9 +17,11 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::vring::{make_for, Memory, Vring};
+use crate::engine::vm::Warn;
 use crate::error::sentence;
 use crate::memory::GuestMemory;
 use crate::virtio::{self, Ring, VirtioDevice, FEATURES, MAX_RING_SIZE};
+use crate::warnings::RateLimited;
 
 /// The feature of which vhost-user itself makes use.
 const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
@@ -42,6 +44,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A device, as the messages of its front end change it.
 pub struct Backend {
     name: String,
+    log: Arc<RateLimited>,
     queues: u16,
     device: Mutex<VirtioDevice>,
     /// Held while waiting for the device, so that only one thread has it at a time.
@@ -65,6 +68,7 @@ impl Backend {
     /// The device that `attach` gives, behind a new connection.
     pub fn new(
         name: &str,
+        log: Arc<RateLimited>,
         connection: Connection,
         attach: impl FnOnce() -> VirtioDevice,
     ) -> io::Result<Arc<Self>> {
@@ -74,6 +78,7 @@ impl Backend {
         let queues = device.queues();
         Ok(Arc::new(Self {
             name: name.to_owned(),
+            log,
             queues,
             device: Mutex::new(device),
             turn: Mutex::default(),
@@ -191,7 +196,9 @@ impl Backend {
 
     /// Ends the connection: the front end has asked for something that cannot be.
     fn refuse(&self, error: &dyn std::error::Error) {
-        warn!("{}: a request was refused: {}", self.name, sentence(error));
+        let reason = sentence(error);
+        self.log
+            .warn(format_args!("a request was refused: {reason}"));
         self.shut_down();
     }
 

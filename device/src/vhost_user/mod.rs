@@ -47,4 +47,4 @@ mod backend;
 mod server;
 mod vring;
 
-pub use server::{bind, Error, Server};
+pub use server::Server;

@@ -1,77 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Sockets: one per VM, each served by a thread of its own, one front end after the other.
 use std::io;
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use log::{error, info, warn};
+use log::{error, info, warn, Level};
 use vhost::vhost_user::{Error as VhostUserError, Listener};
 use vhost_user_backend::Error as DaemonError;
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::backend::{lock, Backend, Connection, Daemon};
 use crate::adapter::Adapter;
+use crate::engine::vm::Warn;
 use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::error::sentence;
 use crate::heap;
 use crate::rnic::RnicSettings;
+use crate::socket::{self, Access};
 use crate::virtio::VirtioDevice;
+use crate::warnings::RateLimited;
 
 const EXIT: u64 = 0;
 const SOCKET: u64 = 1;
-
-/// Why a socket cannot be served.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// Another process listens on the socket.
-    #[error("another process listens on {0}")]
-    InUse(PathBuf),
-    /// The path exists and is not a socket.
-    #[error("{0} exists and is not a socket")]
-    NotSocket(PathBuf),
-    /// The system refused.
-    #[error("cannot listen on {path}")]
-    Listen {
-        /// The socket.
-        path: PathBuf,
-        /// What the system said.
-        #[source]
-        source: io::Error,
-    },
-}
-
-/// Binds a unix socket at `path`. A socket file that nobody listens on any longer is replaced.
-///
-/// # Errors
-/// If another process listens there, something that is not a socket is there, or the system
-/// refuses.
-pub fn bind(path: &Path) -> Result<UnixListener, Error> {
-    let listen = |source| Error::Listen {
-        path: path.to_owned(),
-        source,
-    };
-    match std::fs::symlink_metadata(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        Err(e) => return Err(listen(e)),
-        Ok(metadata) if !metadata.file_type().is_socket() => {
-            return Err(Error::NotSocket(path.to_owned()))
-        }
-        Ok(_) => match UnixStream::connect(path) {
-            Ok(_) => return Err(Error::InUse(path.to_owned())),
-            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path).map_err(listen)?
-            }
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(listen(e)),
-        },
-    }
-    UnixListener::bind(path).map_err(listen)
-}
 
 /// A socket that is served.
 pub struct Server {
@@ -83,17 +36,18 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves VMs on the socket `path`: for each front end that connects, an rnic of `settings` is
+    /// Serves VMs on the socket `path`, which gets `access`: for each front end that connects, an rnic of `settings` is
     /// attached.
     ///
     /// # Errors
     /// If the socket cannot be bound, or the system has no threads or file descriptors left.
     pub fn start(
         path: &Path,
+        access: &Access,
         adapter: Arc<Adapter>,
         settings: RnicSettings,
-    ) -> Result<Self, Error> {
-        let listener = bind(path)?;
+    ) -> Result<Self, socket::Error> {
+        let listener = socket::bind(path, access)?;
         let started = || -> io::Result<Self> {
             let exit = EventFd::new(EFD_NONBLOCK)?;
             let stopping = Arc::new(AtomicBool::new(false));
@@ -106,6 +60,7 @@ impl Server {
                 connection: connection.clone(),
                 adapter,
                 settings,
+                log: Arc::new(RateLimited::new(path.display().to_string())),
             };
             let thread = std::thread::Builder::new()
                 .name("vhost-user".into())
@@ -120,7 +75,7 @@ impl Server {
         };
         started().map_err(|source| {
             let _ = std::fs::remove_file(path);
-            Error::Listen {
+            socket::Error::Listen {
                 path: path.to_owned(),
                 source,
             }
@@ -156,6 +111,7 @@ struct Listening {
     connection: Connection,
     adapter: Arc<Adapter>,
     settings: RnicSettings,
+    log: Arc<RateLimited>,
 }
 
 /// Why a session ended.
@@ -204,12 +160,16 @@ impl Listening {
                     *lock(&self.connection) = None;
                     let path = self.path.display();
                     match session {
-                        Ok(Ok(())) => info!("{path}: the front end disconnected"),
+                        Ok(Ok(())) => {
+                            let what = format_args!("the front end disconnected");
+                            self.log.log(Level::Info, what);
+                        }
                         Ok(Err(SessionError::Panic)) | Err(_) => {
                             error!("{path}: disconnected by a panic");
                         }
                         Ok(Err(e)) => {
-                            warn!("{path}: disconnected: {}", sentence(&e));
+                            let reason = sentence(&e);
+                            self.log.warn(format_args!("disconnected: {reason}"));
                             if !e.is_of_the_front_end() {
                                 pause();
                             }
@@ -247,7 +207,7 @@ impl Listening {
     /// protocol, or the process ends.
     fn session(&mut self) -> Result<(), SessionError> {
         let name = self.path.display().to_string();
-        let backend = Backend::new(&name, self.connection.clone(), || {
+        let backend = Backend::new(&name, self.log.clone(), self.connection.clone(), || {
             VirtioDevice::new(self.adapter.attach(self.settings.clone()))
         })?;
         let mut session = Session {
@@ -265,7 +225,8 @@ impl Listening {
             daemon.start(&mut self.listener)?;
             *connection = daemon.shutdown_handle();
         }
-        info!("{name}: a front end connected");
+        let what = format_args!("a front end connected");
+        self.log.log(Level::Info, what);
         match daemon.wait() {
             Err(DaemonError::HandleRequest(VhostUserError::Disconnected)) => Ok(()),
             result => Ok(result?),
