@@ -34,25 +34,61 @@ impl Kind {
     /// Whether its payload may be in the entry itself.
     #[must_use]
     pub const fn may_be_inline(self) -> bool {
-        matches!(self, Self::Send | Self::Write | Self::AtomicWrite)
+        match self {
+            Self::Send | Self::Write | Self::AtomicWrite => true,
+            Self::Read | Self::Atomic | Self::Flush => false,
+            Self::Bind | Self::Invalidate | Self::Register => false,
+        }
     }
 
     /// Whether it is carried out at the requester, with no message to anybody.
     #[must_use]
     pub const fn is_local(self) -> bool {
-        matches!(self, Self::Bind | Self::Invalidate | Self::Register)
+        match self {
+            Self::Bind | Self::Invalidate | Self::Register => true,
+            Self::Send | Self::Write | Self::Read => false,
+            Self::Atomic | Self::AtomicWrite | Self::Flush => false,
+        }
     }
 
     /// Whether it brings data, to which its scatter/gather list must lead.
     #[must_use]
     pub const fn brings(self) -> bool {
-        matches!(self, Self::Read | Self::Atomic)
+        match self {
+            Self::Read | Self::Atomic => true,
+            Self::Send | Self::Write | Self::AtomicWrite | Self::Flush => false,
+            Self::Bind | Self::Invalidate | Self::Register => false,
+        }
     }
 
     /// Whether it is of exactly one word of 8 bytes.
     #[must_use]
     pub const fn is_word(self) -> bool {
-        matches!(self, Self::Atomic | Self::AtomicWrite)
+        match self {
+            Self::Atomic | Self::AtomicWrite => true,
+            Self::Send | Self::Write | Self::Read | Self::Flush => false,
+            Self::Bind | Self::Invalidate | Self::Register => false,
+        }
+    }
+
+    /// Whether its entry has operands: it asks for something that addresses, keys and `imm` do not
+    /// say.
+    #[must_use]
+    pub const fn has_operands(self) -> bool {
+        match self {
+            Self::Atomic | Self::Flush | Self::Bind | Self::Register => true,
+            Self::Send | Self::Write | Self::Read | Self::AtomicWrite => false,
+            Self::Invalidate => false,
+        }
+    }
+
+    /// Whether its entry has a scatter/gather list, or inline data in its place.
+    #[must_use]
+    pub const fn has_data(self) -> bool {
+        match self {
+            Self::Send | Self::Write | Self::Read | Self::Atomic | Self::AtomicWrite => true,
+            Self::Flush | Self::Bind | Self::Invalidate | Self::Register => false,
+        }
     }
 }
 
@@ -67,6 +103,19 @@ pub enum Imm {
     RemoteKey,
     /// A key of the requester to invalidate.
     LocalKey,
+}
+
+impl Imm {
+    /// `wc_flag` of the completion at the responder.
+    #[inline(always)]
+    #[must_use]
+    pub const fn receive_flags(self) -> u8 {
+        match self {
+            Self::Data => wc_flag::WITH_IMM,
+            Self::RemoteKey => wc_flag::WITH_INV,
+            Self::None | Self::LocalKey => 0,
+        }
+    }
 }
 
 /// One opcode of send work requests.
@@ -84,6 +133,8 @@ pub struct Opcode {
     pub completes_as: u8,
     /// What `imm` says.
     pub imm: Imm,
+    /// When it is done, the key of its only scatter/gather entry is invalidated.
+    pub invalidates_sink: bool,
 }
 
 const fn types(types: &[u8]) -> u16 {
@@ -148,6 +199,7 @@ pub const OPCODES: &[Opcode] = &[
     },
     Opcode {
         features: &[feature::FAST_REG],
+        invalidates_sink: true,
         ..opcode(
             wr_opcode::RDMA_READ_WITH_INV,
             Kind::Read,
@@ -191,11 +243,23 @@ const fn opcode(opcode: u8, kind: Kind, completes_as: u8) -> Opcode {
         features,
         completes_as,
         imm: Imm::None,
+        invalidates_sink: false,
     }
 }
 
 /// Numbers of opcodes are below this.
-const OPCODES_END: usize = wr_opcode::REG_MR as usize + 1;
+const OPCODES_END: usize = {
+    let mut end = 0;
+    let mut i = 0;
+    while i < OPCODES.len() {
+        let number = OPCODES[i].opcode as usize;
+        if number >= end {
+            end = number + 1;
+        }
+        i += 1;
+    }
+    end
+};
 
 /// Where in [`OPCODES`] each opcode is, plus one; zero: there is none of that number.
 const PLACES: [u8; OPCODES_END] = {
@@ -242,16 +306,6 @@ impl Opcode {
     #[must_use]
     pub const fn is_for(&self, qp_type: u8) -> bool {
         self.qp_types & 1u16.wrapping_shl(qp_type as u32) != 0 && qp_type < 16
-    }
-
-    /// `wc_flag` of the completion at the responder for what `imm` says.
-    #[must_use]
-    pub const fn receive_flags(&self) -> u8 {
-        match self.imm {
-            Imm::Data => wc_flag::WITH_IMM,
-            Imm::RemoteKey => wc_flag::WITH_INV,
-            Imm::None | Imm::LocalKey => 0,
-        }
     }
 }
 
@@ -366,17 +420,21 @@ mod tests {
     }
 
     #[test]
-    fn each_type_of_queue_pair_has_its_opcodes() {
-        let has = |opcode, qp_type| Opcode::of(opcode).is_some_and(|of| of.is_for(qp_type));
-        for opcode in 0..=255 {
-            let known = matches!(opcode, 0..=9 | 11..=15 | 32);
-            let unreliable = matches!(opcode, 0..=3 | 7..=9 | 32);
-            assert_eq!(has(opcode, qp_type::RC), known, "{opcode}");
-            assert_eq!(has(opcode, qp_type::XRC_INI), known, "{opcode}");
-            assert_eq!(has(opcode, qp_type::UC), unreliable, "{opcode}");
-            assert_eq!(has(opcode, qp_type::UD), matches!(opcode, 2 | 3));
-            assert_eq!(has(opcode, qp_type::GSI), matches!(opcode, 2 | 3));
-            assert!(!has(opcode, qp_type::XRC_TGT) && !has(opcode, 17) && !has(opcode, 18));
+    fn a_type_of_queue_pair_that_can_do_less_has_fewer_opcodes() {
+        for of in OPCODES {
+            let name = of.opcode;
+            assert!(of.is_for(qp_type::RC), "{name}");
+            assert_eq!(
+                of.is_for(qp_type::XRC_INI),
+                of.is_for(qp_type::RC),
+                "{name}"
+            );
+            assert_eq!(of.is_for(qp_type::GSI), of.is_for(qp_type::UD), "{name}");
+            assert!(of.is_for(qp_type::UC) || !of.is_for(qp_type::UD), "{name}");
+            // What brings something needs an answer.
+            assert!(!of.is_for(qp_type::UC) || !of.kind.brings(), "{name}");
+            assert!(!of.is_for(qp_type::UD) || of.kind == Kind::Send, "{name}");
+            assert!(!of.is_for(qp_type::XRC_TGT) && !of.is_for(17) && !of.is_for(18));
         }
     }
 

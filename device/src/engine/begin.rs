@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use virtio_rdma_spec::event::event_type;
-use virtio_rdma_spec::facts::{Kind, Opcode};
+use virtio_rdma_spec::facts::{Imm, Kind, Opcode};
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{SendWqe, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
-    access, qp_state, qp_type, send_flag, vendor_err, wc_status, wr_opcode, MASK_24,
+    access, qp_state, qp_type, send_flag, vendor_err, wc_status, MASK_24,
 };
 
 use super::cursor::check;
@@ -91,6 +91,8 @@ impl SendQueue {
         let mut active = Active {
             message: Message {
                 opcode: wqe.opcode,
+                kind: Kind::Send,
+                imm_is: Imm::None,
                 solicited: flags & send_flag::SOLICITED != 0,
                 imm: wqe.imm,
                 remote_addr: wqe.remote_addr,
@@ -103,7 +105,7 @@ impl SendQueue {
             index: self.queue.index(),
             signaled: self.signal_all || flags & send_flag::SIGNALED != 0,
             inline,
-            kind: Kind::Send,
+            invalidates_sink: false,
             done: 0,
         };
         self.active = Some(active);
@@ -112,14 +114,16 @@ impl SendQueue {
         let features = qp.vm.features();
         let has = |any: &[u32]| any.is_empty() || any.iter().any(|one| features.has(*one));
         let of = Opcode::of(wqe.opcode).filter(|of| of.is_for(self.qp_type) && has(of.features));
-        let Some(Opcode { kind, .. }) = of else {
+        let Some(of) = of else {
             return Some(Err(WcError::new(
                 wc_status::LOC_QP_OP_ERR,
                 vendor_err::OPCODE,
             )));
         };
-        let kind = *kind;
-        active.kind = kind;
+        let kind = of.kind;
+        active.message.kind = kind;
+        active.message.imm_is = of.imm;
+        active.invalidates_sink = of.invalidates_sink;
         let data_offset = if datagram {
             match self.address(tables, &UdWqe::from_bytes(&bytes)) {
                 Some(address) => self.datagram = Some(address),
@@ -151,15 +155,15 @@ impl SendQueue {
                 vendor_err::RD_ATOMIC,
             )));
         }
-        if !matches!(kind, Kind::Send | Kind::Write | Kind::Read) {
+        if kind.has_operands() {
             self.operation = match Operation::read(&self.queue, buffer, &wqe) {
                 Ok(operation) => operation,
                 Err(refused) => return Some(Err(refused)),
             };
-            if kind.is_local() || kind == Kind::Flush {
-                self.sges.clear();
-                return Some(Ok(active));
-            }
+        }
+        if !kind.has_data() {
+            self.sges.clear();
+            return Some(Ok(active));
         }
         let word = kind.is_word();
         let count = usize::from(wqe.count);
@@ -185,7 +189,7 @@ impl SendQueue {
             }
             return Some(Ok(active));
         }
-        let invalidates = wqe.opcode == wr_opcode::RDMA_READ_WITH_INV;
+        let invalidates = of.invalidates_sink;
         if count > self.max_sge || (invalidates && count != 1) {
             return Some(Err(WcError::new(
                 wc_status::LOC_QP_OP_ERR,

@@ -24,10 +24,10 @@ impl SendQueue {
     ) -> Result<bool, WcError> {
         let keys = &tables.keys;
         match self.operation {
-            Operation::Register(reg) if active.kind == Kind::Register => {
+            Operation::Register(reg) if active.message.kind == Kind::Register => {
                 self.register(tables, qp, &reg, budget)
             }
-            Operation::Bind(bind) if active.kind == Kind::Bind => {
+            Operation::Bind(bind) if active.message.kind == Kind::Bind => {
                 let flush = bind.access & access::FLUSH_GLOBAL != 0;
                 if flush && !qp.vm.accepted(feature::FLUSH) {
                     return Err(WcError::new(wc_status::MW_BIND_ERR, vendor_err::BIND));

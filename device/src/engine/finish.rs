@@ -117,7 +117,7 @@ fn complete_done(tables: &Tables, qp: &Qp, active: &Active) {
     }
     let cqe = Cqe {
         wr_id: active.wr_id,
-        byte_len: if active.kind.brings() {
+        byte_len: if active.message.kind.brings() {
             u32::try_from(active.message.length).unwrap_or(u32::MAX)
         } else {
             0

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What requester and responder say to each other.
+use virtio_rdma_spec::facts::{Imm, Kind};
 use virtio_rdma_spec::verbs::MASK_24;
 
 use crate::verbs::cq::L2Source;
@@ -10,9 +11,13 @@ use crate::verbs::WcError;
 pub struct Message {
     /// `wr_opcode`.
     pub opcode: u8,
+    /// What it does.
+    pub kind: Kind,
+    /// What `imm` says.
+    pub imm_is: Imm,
     /// Raise a solicited event at the responder.
     pub solicited: bool,
-    /// Immediate data.
+    /// Immediate data, or a key to invalidate.
     pub imm: u32,
     /// Remote virtual address.
     pub remote_addr: u64,

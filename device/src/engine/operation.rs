@@ -14,7 +14,7 @@ use crate::verbs::WcError;
 /// What a message asks for beyond moving data.
 #[derive(Debug, Clone, Copy)]
 pub enum Operation {
-    /// Nothing.
+    /// Nothing was read yet.
     None,
     /// An atomic operation.
     Atomic(AtomicOperation),
@@ -27,6 +27,7 @@ pub enum Operation {
 }
 
 const FLAGS: WcError = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::FLAGS);
+const OPCODE: WcError = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
 const TOO_LONG: WcError = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::TOO_LONG_ENTRY);
 
 impl Operation {
@@ -68,7 +69,8 @@ impl Operation {
                 let reg = read_operands(queue, buffer, FAST_REG_OFFSET);
                 Ok(Self::Register(FastReg::from_bytes(&reg)))
             }
-            _ => Ok(Self::None),
+            // A kind with operands, and no operands that are known.
+            _ => Err(OPCODE),
         }
     }
 }

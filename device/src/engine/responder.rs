@@ -10,10 +10,10 @@ use std::sync::{Arc, Weak};
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::event::event_type;
-use virtio_rdma_spec::facts::Opcode;
+use virtio_rdma_spec::facts::{Imm, Kind};
 use virtio_rdma_spec::ring::{Cqe, Sge};
 use virtio_rdma_spec::verbs::{
-    access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status, wr_opcode,
+    access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status,
 };
 
 use super::cursor::{check, transfer, Cursor, DataSource, Fault, Part, Sink};
@@ -335,13 +335,9 @@ impl Responder {
             pd: xrc.map_or(qp.pd, |srq| srq.pd),
             receive_pd: self.receive_pd(qp, xrc),
         };
-        match (message.opcode, payload) {
-            (
-                wr_opcode::SEND | wr_opcode::SEND_WITH_IMM | wr_opcode::SEND_WITH_INV,
-                Payload::From(mut source),
-            ) => {
-                let invalidated =
-                    (message.opcode == wr_opcode::SEND_WITH_INV).then_some(message.imm);
+        match (message.kind, payload) {
+            (Kind::Send, Payload::From(mut source)) => {
+                let invalidated = (message.imm_is == Imm::RemoteKey).then_some(message.imm);
                 if let Some(key) = invalidated {
                     if let Err(key) = tables.keys.check_invalidate(key, at.pd, qp.number) {
                         return self.violation(&at, key.0);
@@ -378,12 +374,12 @@ impl Responder {
                     }
                 }
             }
-            (wr_opcode::RDMA_WRITE | wr_opcode::RDMA_WRITE_WITH_IMM, Payload::From(mut source)) => {
+            (Kind::Write, Payload::From(mut source)) => {
                 let remote = [remote_sge(message)];
                 if let Err(answer) = self.check_remote(&at, access::REMOTE_WRITE, &remote) {
                     return answer;
                 }
-                let with_imm = message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM;
+                let with_imm = message.imm_is == Imm::Data;
                 if with_imm {
                     if let Err(answer) = self.take_receive(&at, claims, message, 0) {
                         return answer;
@@ -405,7 +401,7 @@ impl Responder {
                     Err(Fault::Destination(key)) => self.violation(&at, key.0),
                 }
             }
-            (wr_opcode::RDMA_READ | wr_opcode::RDMA_READ_WITH_INV, Payload::Into(mut sink)) => {
+            (Kind::Read, Payload::Into(mut sink)) => {
                 if self.max_rd_atomic == 0 {
                     return self.invalid_request(tables, qp, vendor_err::RD_ATOMIC);
                 }
@@ -424,11 +420,13 @@ impl Responder {
                     }
                 }
             }
-            (_, Payload::Atomic(operation, sink)) => self.atomic(&at, message, operation, sink),
-            (wr_opcode::ATOMIC_WRITE, Payload::From(source)) => {
-                self.atomic_write(&at, message, source)
+            (Kind::Atomic, Payload::Atomic(operation, sink)) => {
+                self.atomic(&at, message, operation, sink)
             }
-            (_, Payload::Flush(wanted, range)) => self.flush_memory(&at, message, wanted, range),
+            (Kind::AtomicWrite, Payload::From(source)) => self.atomic_write(&at, message, source),
+            (Kind::Flush, Payload::Flush(wanted, range)) => {
+                self.flush_memory(&at, message, wanted, range)
+            }
             _ => self.invalid_request(tables, qp, vendor_err::OPCODE),
         }
     }
@@ -489,11 +487,8 @@ impl Responder {
         let Some(inbound) = self.inbound.take() else {
             return Answer::NoAnswer;
         };
-        let with_imm = message.opcode == wr_opcode::SEND_WITH_IMM;
-        let mut wc_flags = wc_flag::GRH;
-        if with_imm {
-            wc_flags |= wc_flag::WITH_IMM;
-        }
+        let with_imm = message.imm_is == Imm::Data;
+        let mut wc_flags = wc_flag::GRH | message.imm_is.receive_flags();
         if datagram.is_ipv4() && qp.vm.accepted(feature::HEADER_TYPE) {
             wc_flags |= wc_flag::IPV4;
         }
@@ -548,7 +543,7 @@ impl Responder {
             if self.inbound.is_none() {
                 return Err(Answer::NoAnswer);
             }
-            let placed = message.opcode != wr_opcode::RDMA_WRITE_WITH_IMM;
+            let placed = message.kind == Kind::Send;
             if placed && self.reach < message.length {
                 return self.reach_on(at, message.length);
             }
@@ -568,7 +563,8 @@ impl Responder {
         if self.inbound.is_none() {
             self.claim(at)?;
         }
-        if message.opcode == wr_opcode::RDMA_WRITE_WITH_IMM {
+        // A WRITE takes a receive only for its immediate data.
+        if message.kind == Kind::Write {
             return Ok(());
         }
         let datagram = header != 0;
@@ -691,7 +687,7 @@ impl Responder {
         let Some(inbound) = self.inbound.take() else {
             return Answer::Done;
         };
-        let wc_flags = Opcode::of(message.opcode).map_or(0, Opcode::receive_flags);
+        let wc_flags = message.imm_is.receive_flags();
         let cqe = Cqe {
             wr_id: inbound.wr_id,
             byte_len: u32::try_from(message.length).unwrap_or(u32::MAX),

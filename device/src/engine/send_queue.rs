@@ -10,7 +10,6 @@
 use std::sync::Arc;
 
 use virtio_rdma_spec::command::QpAttr;
-use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::ring::Sge;
 
 use super::cursor::{Cursor, DataSource};
@@ -46,7 +45,8 @@ pub(crate) struct Active {
     pub index: u16,
     pub signaled: bool,
     pub inline: bool,
-    pub kind: Kind,
+    /// When it is done, the key of its only scatter/gather entry is invalidated.
+    pub invalidates_sink: bool,
     /// Bytes moved.
     pub done: u64,
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::facts::Kind;
-use virtio_rdma_spec::verbs::{access, qp_type, vendor_err, wc_status, wr_opcode};
+use virtio_rdma_spec::verbs::{access, qp_type, vendor_err, wc_status};
 
 use super::busy_poll::BusyPoll;
 use super::fast_path::{fast_path, Left};
@@ -149,7 +149,7 @@ fn slow_path(
         // The wake-up has been answered: the next one comes after what the responder says now.
         qp.wake.store(false, Ordering::Relaxed);
     }
-    if active.kind.is_local() {
+    if active.message.kind.is_local() {
         match sq.execute(tables, qp, &active, budget) {
             Ok(true) => sq.finish(tables, qp, &active),
             Ok(false) => return Err(Polled::Again),
@@ -183,7 +183,7 @@ fn slow_path(
         Answer::Done => {
             sq.reset_retries();
             budget.bytes -= len;
-            if active.message.opcode == wr_opcode::RDMA_READ_WITH_INV {
+            if active.invalidates_sink {
                 if let Err(key) = sq.invalidate_sink(tables, qp) {
                     let error = WcError::new(wc_status::LOC_QP_OP_ERR, key.0);
                     sq.fail(tables, qp, error);
@@ -326,19 +326,24 @@ fn exchange(
         let cursor = Cursor::new(tables, &sq.sges, local, access::LOCAL_WRITE, active.done);
         Sink::Guest(cursor)
     };
-    let payload = match sq.operation {
-        Operation::Atomic(operation) if active.kind == Kind::Atomic => {
+    let payload = match (active.message.kind, sq.operation) {
+        (Kind::Send | Kind::Write | Kind::AtomicWrite, _) => {
+            Payload::From(sq.source(tables, qp, active))
+        }
+        (Kind::Read, _) => Payload::Into(sink()),
+        (Kind::Atomic, Operation::Atomic(operation)) => {
             // It must not be done if its result has no place to go.
             if let Err(key) = check(tables, &sq.sges, local, access::LOCAL_WRITE) {
                 return Answer::Local(WcError::new(wc_status::LOC_PROT_ERR, key.0));
             }
             Payload::Atomic(operation, sink())
         }
-        Operation::Flush(wanted, range) if active.kind == Kind::Flush => {
-            Payload::Flush(wanted, range)
+        (Kind::Flush, Operation::Flush(wanted, range)) => Payload::Flush(wanted, range),
+        // No message, or one whose operands are others'.
+        (Kind::Atomic | Kind::Flush | Kind::Bind | Kind::Invalidate | Kind::Register, _) => {
+            let error = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
+            return Answer::Local(error);
         }
-        _ if active.kind == Kind::Read => Payload::Into(sink()),
-        _ => Payload::From(sq.source(tables, qp, active)),
     };
     let slice = Slice {
         message: &active.message,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Packets of the transport, as bytes and as values (InfiniBand architecture specification, volume
 //! 1, chapter 9): base transport header, extension headers, payload, padding.
-use virtio_rdma_spec::facts::Kind;
+use virtio_rdma_spec::facts::{Imm, Kind, Opcode};
 use virtio_rdma_spec::verbs::{wr_opcode, MASK_24};
 
 /// A packet sequence number: 24 bits, which wrap.
@@ -75,14 +75,17 @@ pub(super) struct Request {
     /// The opcode of the work request, as far as this packet tells: with immediate data or a key to
     /// invalidate, the last one tells.
     pub wr_opcode: u8,
+    /// What its four bytes of immediate data are, if it has any.
+    pub imm: Imm,
 }
 
-const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8) -> Request {
+const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8, imm: Imm) -> Request {
     Request {
         opcode,
         kind,
         place,
         wr_opcode,
+        imm,
     }
 }
 
@@ -91,20 +94,20 @@ const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8) -> Request
 const REQUESTS: [Request; 14] = {
     use wr_opcode::{RDMA_WRITE, RDMA_WRITE_WITH_IMM, SEND, SEND_WITH_IMM, SEND_WITH_INV};
     [
-        request(0x00, Kind::Send, Place::First, SEND),
-        request(0x01, Kind::Send, Place::Middle, SEND),
-        request(0x02, Kind::Send, Place::Last, SEND),
-        request(0x03, Kind::Send, Place::Last, SEND_WITH_IMM),
-        request(0x04, Kind::Send, Place::Only, SEND),
-        request(0x05, Kind::Send, Place::Only, SEND_WITH_IMM),
-        request(0x06, Kind::Write, Place::First, RDMA_WRITE),
-        request(0x07, Kind::Write, Place::Middle, RDMA_WRITE),
-        request(0x08, Kind::Write, Place::Last, RDMA_WRITE),
-        request(0x09, Kind::Write, Place::Last, RDMA_WRITE_WITH_IMM),
-        request(0x0a, Kind::Write, Place::Only, RDMA_WRITE),
-        request(0x0b, Kind::Write, Place::Only, RDMA_WRITE_WITH_IMM),
-        request(0x16, Kind::Send, Place::Last, SEND_WITH_INV),
-        request(0x17, Kind::Send, Place::Only, SEND_WITH_INV),
+        request(0x00, Kind::Send, Place::First, SEND, Imm::None),
+        request(0x01, Kind::Send, Place::Middle, SEND, Imm::None),
+        request(0x02, Kind::Send, Place::Last, SEND, Imm::None),
+        request(0x03, Kind::Send, Place::Last, SEND_WITH_IMM, Imm::Data),
+        request(0x04, Kind::Send, Place::Only, SEND, Imm::None),
+        request(0x05, Kind::Send, Place::Only, SEND_WITH_IMM, Imm::Data),
+        request(0x06, Kind::Write, Place::First, RDMA_WRITE, Imm::None),
+        request(0x07, Kind::Write, Place::Middle, RDMA_WRITE, Imm::None),
+        request(0x08, Kind::Write, Place::Last, RDMA_WRITE, Imm::None),
+        request(0x09, Kind::Write, Place::Last, RDMA_WRITE_WITH_IMM, Imm::Data),
+        request(0x0a, Kind::Write, Place::Only, RDMA_WRITE, Imm::None),
+        request(0x0b, Kind::Write, Place::Only, RDMA_WRITE_WITH_IMM, Imm::Data),
+        request(0x16, Kind::Send, Place::Last, SEND_WITH_INV, Imm::RemoteKey),
+        request(0x17, Kind::Send, Place::Only, SEND_WITH_INV, Imm::RemoteKey),
     ]
 };
 
@@ -119,14 +122,10 @@ impl Request {
     /// That of the packet at `place` of a work request's message; `None` if such a message does not
     /// go over a fabric with packets (yet).
     pub(super) fn at(wr_opcode: u8, place: Place) -> Option<Self> {
-        let plain = match wr_opcode {
-            wr_opcode::SEND_WITH_IMM | wr_opcode::SEND_WITH_INV => wr_opcode::SEND,
-            wr_opcode::RDMA_WRITE_WITH_IMM => wr_opcode::RDMA_WRITE,
-            other => other,
-        };
-        let told = if place.ends() { wr_opcode } else { plain };
+        let of = Opcode::of(wr_opcode)?;
+        let imm = if place.ends() { of.imm } else { Imm::None };
         let mut requests = REQUESTS.into_iter();
-        requests.find(|known| known.place == place && known.wr_opcode == told)
+        requests.find(|known| (known.place, known.kind, known.imm) == (place, of.kind, imm))
     }
 
     /// Whether it has an RDMA extended transport header.
@@ -136,10 +135,7 @@ impl Request {
 
     /// Whether it has four bytes of immediate data, or a key to invalidate.
     fn has_immediate(self) -> bool {
-        matches!(
-            self.wr_opcode,
-            wr_opcode::SEND_WITH_IMM | wr_opcode::SEND_WITH_INV | wr_opcode::RDMA_WRITE_WITH_IMM
-        )
+        self.imm != Imm::None
     }
 }
 
@@ -283,8 +279,7 @@ impl<'a> Packet<'a> {
                     out.extend_from_slice(&reth.length.to_be_bytes());
                 }
                 if request.has_immediate() {
-                    let invalidates = request.wr_opcode == wr_opcode::SEND_WITH_INV;
-                    out.extend_from_slice(&if invalidates {
+                    out.extend_from_slice(&if request.imm == Imm::RemoteKey {
                         immediate.to_be_bytes()
                     } else {
                         immediate.to_le_bytes()
@@ -333,7 +328,7 @@ impl<'a> Packet<'a> {
             let mut immediate = 0;
             if request.has_immediate() {
                 let octets = take(&mut bytes)?;
-                immediate = if request.wr_opcode == wr_opcode::SEND_WITH_INV {
+                immediate = if request.imm == Imm::RemoteKey {
                     u32::from_be_bytes(octets)
                 } else {
                     u32::from_le_bytes(octets)

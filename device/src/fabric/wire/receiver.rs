@@ -6,8 +6,8 @@
 //! early is dropped, and its requester told once to go back.
 use std::sync::Arc;
 
-use virtio_rdma_spec::facts::Kind;
-use virtio_rdma_spec::verbs::{qp_state, vendor_err, wc_status, wr_opcode};
+use virtio_rdma_spec::facts::{Imm, Kind};
+use virtio_rdma_spec::verbs::{qp_state, vendor_err, wc_status};
 
 use super::packet::{Body, Nak, Packet, Psn, Reth, Syndrome};
 use crate::engine::cursor::DataSource;
@@ -157,9 +157,11 @@ impl Receiver {
         if !full || end > length || (request.place.ends() && end != length) {
             return responder.invalid_request(tables, qp, vendor_err::MESSAGE_LENGTH);
         }
-        let with_imm = request.wr_opcode == wr_opcode::RDMA_WRITE_WITH_IMM;
+        let with_imm = request.kind == Kind::Write && request.imm == Imm::Data;
         let message = Message {
             opcode: request.wr_opcode,
+            kind: request.kind,
+            imm_is: request.imm,
             solicited: packet.solicited,
             imm: immediate,
             remote_addr: under_way.reth.addr,

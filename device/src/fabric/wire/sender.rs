@@ -228,7 +228,7 @@ impl Sender {
                 Some(Ok(active)) => active,
             };
             budget.messages -= 1;
-            if active.kind.is_local() {
+            if active.message.kind.is_local() {
                 sq.active = Some(active);
                 continue;
             }
@@ -290,7 +290,6 @@ impl Sender {
             let number = self.next.since(message.first);
             let Active {
                 message: what,
-                kind,
                 inline,
                 ..
             } = message.active;
@@ -314,7 +313,7 @@ impl Sender {
             };
             self.packets = self.packets.wrapping_add(1);
             let window_ends = in_flight + 1 == WINDOW;
-            let begins_write = kind == Kind::Write && place.begins();
+            let begins_write = what.kind == Kind::Write && place.begins();
             send(&Packet {
                 dest_qp: peer.dest_qp,
                 psn: self.next,
@@ -331,7 +330,7 @@ impl Sender {
                     } else {
                         Reth::default()
                     },
-                    immediate: if request.wr_opcode == what.opcode {
+                    immediate: if request.imm == what.imm_is {
                         what.imm
                     } else {
                         0

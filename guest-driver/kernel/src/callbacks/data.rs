@@ -13,6 +13,7 @@ use crate::verbs::Mr;
 use core::ffi::c_int;
 use core::ptr::NonNull;
 use virtio_rdma_driver_core::{ArmMode, RecvBatch, SendBatch, SendEntry};
+use virtio_rdma_spec::facts::{Imm, Kind, Opcode};
 use virtio_rdma_spec::ring::{FastReg, MaskedOperands, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{send_flag, wc_flag, wc_opcode, wc_status, wr_opcode};
 
@@ -138,15 +139,13 @@ fn head(wr: &ib_send_wr) -> Result<(u8, u8, u32)> {
         return Err(Errno::EINVAL);
     }
     let opcode = u8::try_from(wr.opcode).map_err(|_| Errno::EINVAL)?;
-    let imm = match opcode {
+    let imm = match Opcode::of(opcode).map_or(Imm::None, |of| of.imm) {
         // SAFETY: both are four bytes; which it is the opcode says. Immediate data are octets to
         // us.
-        wr_opcode::RDMA_WRITE_WITH_IMM | wr_opcode::SEND_WITH_IMM => unsafe {
-            u32::from_le(wr.ex.imm_data)
-        },
+        Imm::Data => unsafe { u32::from_le(wr.ex.imm_data) },
         // SAFETY: as above.
-        wr_opcode::SEND_WITH_INV | wr_opcode::LOCAL_INV => unsafe { wr.ex.invalidate_rkey },
-        _ => 0,
+        Imm::RemoteKey | Imm::LocalKey => unsafe { wr.ex.invalidate_rkey },
+        Imm::None => 0,
     };
     Ok((opcode, flags, imm))
 }
@@ -155,6 +154,7 @@ fn head(wr: &ib_send_wr) -> Result<(u8, u8, u32)> {
 /// The work request must be valid for a connected queue pair.
 unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Result<()> {
     let (opcode, flags, imm) = head(wr)?;
+    let of = Opcode::of(opcode).ok_or(Errno::EINVAL)?;
     let mut entry = SendWqe {
         opcode,
         flags,
@@ -166,18 +166,11 @@ unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Res
     let wr_ptr: *const ib_send_wr = wr;
     // SAFETY: of these opcodes the work request is the start of a longer structure.
     unsafe {
-        match opcode {
-            wr_opcode::SEND
-            | wr_opcode::SEND_WITH_IMM
-            | wr_opcode::SEND_WITH_INV
-            | wr_opcode::LOCAL_INV => {}
-            wr_opcode::RDMA_WRITE
-            | wr_opcode::RDMA_WRITE_WITH_IMM
-            | wr_opcode::RDMA_READ
-            | wr_opcode::RDMA_READ_WITH_INV
-            | wr_opcode::ATOMIC_WRITE => {
+        match of.kind {
+            Kind::Send | Kind::Invalidate => {}
+            Kind::Write | Kind::Read | Kind::AtomicWrite => {
                 // The device invalidates the key that it reads with.
-                if opcode == wr_opcode::RDMA_READ_WITH_INV {
+                if of.invalidates_sink {
                     match sg_list(wr.sg_list, wr.num_sge) {
                         [sge] if sge.lkey == wr.ex.invalidate_rkey => {}
                         _ => return Err(Errno::EINVAL),
@@ -187,16 +180,15 @@ unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Res
                 entry.remote_addr = rdma.remote_addr;
                 entry.rkey = rdma.rkey;
             }
-            wr_opcode::ATOMIC_CMP_AND_SWP
-            | wr_opcode::ATOMIC_FETCH_AND_ADD
-            | wr_opcode::MASKED_ATOMIC_CMP_AND_SWP
-            | wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD => {
+            Kind::Atomic => {
                 let atomic = &*wr_ptr.cast::<ib_atomic_wr>();
                 entry.remote_addr = atomic.remote_addr;
                 entry.rkey = atomic.rkey;
                 entry.operand0 = atomic.compare_add;
                 entry.operand1 = atomic.swap;
-                if opcode >= wr_opcode::MASKED_ATOMIC_CMP_AND_SWP {
+                let masked = opcode == wr_opcode::MASKED_ATOMIC_CMP_AND_SWP
+                    || opcode == wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD;
+                if masked {
                     let operands = MaskedOperands {
                         mask0: atomic.compare_add_mask,
                         mask1: atomic.swap_mask,
@@ -208,7 +200,8 @@ unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Res
                     return Ok(batch.push_masked(&entry, &operands, sges(list).next())?);
                 }
             }
-            _ => return Err(Errno::EINVAL),
+            // Users in the kernel have no work requests of these kinds, or another way (`REG_MR`).
+            Kind::Flush | Kind::Bind | Kind::Register => return Err(Errno::EINVAL),
         }
         push(batch, wr, &entry)
     }
