@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde_json::{json, Value};
 use vhost_device_rdma_sync::{self as sync, Reader, Readers};
 
+use crate::engine::tables::Gid;
 use crate::engine::vm::Link;
 use crate::fabric::registry::Registry;
 use crate::limits::MAX_WORKERS;
@@ -32,6 +33,8 @@ pub struct AdapterSettings {
     pub poll_budget: Duration,
     /// CPUs to pin workers to, in turn; empty: none.
     pub cpus: Vec<usize>,
+    /// The own GIDs of all devices, each with its network: no other device's VM may have them.
+    pub reserved_gids: Vec<(String, Gid)>,
 }
 
 impl Default for AdapterSettings {
@@ -40,7 +43,16 @@ impl Default for AdapterSettings {
             workers: 1,
             poll_budget: Duration::from_micros(50),
             cpus: Vec::new(),
+            reserved_gids: Vec::new(),
         }
+    }
+}
+
+impl AdapterSettings {
+    /// Keeps the own GIDs of a device for it.
+    pub fn reserve_gids_of(&mut self, device: &RnicSettings) {
+        let own = device.own_gids().map(|gid| (device.network.clone(), gid));
+        self.reserved_gids.extend(own);
     }
 }
 
@@ -90,7 +102,9 @@ impl Adapter {
             return Err(Error::Workers(settings.workers));
         }
         let (readers, each) = Readers::new(settings.workers.into());
-        let registry = Arc::<Registry>::default();
+        let reserved = settings.reserved_gids.iter();
+        let reserved = reserved.map(|(network, gid)| (network.as_str().into(), *gid));
+        let registry = Arc::new(Registry::with_reserved(reserved));
         let workers = (0..settings.workers)
             .zip(each)
             .map(|(index, reader)| {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The command line and the configuration file, and what follows from both.
 use std::collections::HashSet;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use crate::adapter::AdapterSettings;
 use crate::limits::{Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::rnic::RnicSettings;
 use crate::socket::Access;
+use crate::verbs::gid_policy::{self, GidPolicy, Gids, MAX_VLAN};
 
 /// Worker threads where nothing else is asked for, at most.
 const MAX_DEFAULT_WORKERS: usize = 4;
@@ -64,8 +66,26 @@ pub enum Error {
     #[error("'{0}' is not the MAC address of a network interface (six octets such as 52:54:00:12:34:56)")]
     Mac(String),
     /// A part of `--socket-path` is not understood.
-    #[error("'{0}' is not an option of a socket (mac=, network= or completion-queues=)")]
+    #[error(
+        "'{0}' is not an option of a socket \
+         (mac=, network=, completion-queues=, gids=, address= or vlan=)"
+    )]
     SocketOption(String),
+    /// A policy for GIDs is not one.
+    #[error("'{0}' is not a policy for GIDs (any or mac)")]
+    Gids(String),
+    /// The policy `mac` without a MAC address.
+    #[error("{0} has gids=mac and no MAC address: give mac= as well")]
+    NoMac(PathBuf),
+    /// VLANs are listed, and nothing is made of them.
+    #[error("{0} has a list of VLANs, which means nothing without gids=mac")]
+    VlansWithoutPolicy(PathBuf),
+    /// An address is not one that a VM can have.
+    #[error("'{0}' is not the IP address of a network interface (such as 10.0.0.1 or fd00::1)")]
+    Address(String),
+    /// A VLAN id is not one.
+    #[error("'{0}' is not a VLAN id (0 to {MAX_VLAN})")]
+    Vlan(String),
     /// A number in `--socket-path` is not one.
     #[error("'{0}' is not a number of completion queues")]
     Number(String),
@@ -149,9 +169,14 @@ pub struct ServeArgs {
     /// mac: address of the VM's network interface that belongs to the RNIC (GIDs and rdma_cm need
     /// it). network: VMs on the same network reach each other [default: default].
     /// completion-queues: interrupts for completions; one for each vCPU is best [default: 4].
+    /// gids: which GIDs the VM may have. any: all but those of other devices. mac: the link-local
+    /// one of its MAC address and each address=, with that MAC address as the source, in no VLAN
+    /// but each vlan= [default: any]. address: an IP address that no other VM may have; may be
+    /// repeated. vlan: a VLAN id, with gids=mac; may be repeated.
     #[arg(
         long,
-        value_name = "PATH[,mac=MAC][,network=NAME][,completion-queues=N]",
+        value_name = "PATH[,mac=MAC][,network=NAME][,completion-queues=N][,gids=any|mac]\
+                      [,address=IP]...[,vlan=ID]...",
         verbatim_doc_comment
     )]
     pub socket_path: Vec<DeviceConfig>,
@@ -191,6 +216,15 @@ pub struct DeviceConfig {
     /// Completion-event queues.
     #[serde(alias = "completion_queues")]
     pub completion_queues: Option<u16>,
+    /// Which GIDs its VM may have.
+    #[serde(default)]
+    pub gids: Gids,
+    /// IP addresses that are GIDs of its VM alone.
+    #[serde(default)]
+    pub addresses: Vec<Address>,
+    /// VLANs that its VM may be in.
+    #[serde(default)]
+    pub vlans: Vec<Vlan>,
 }
 
 impl FromStr for DeviceConfig {
@@ -207,6 +241,9 @@ impl FromStr for DeviceConfig {
             mac: None,
             network: None,
             completion_queues: None,
+            gids: Gids::default(),
+            addresses: Vec::new(),
+            vlans: Vec::new(),
         };
         for part in parts {
             match part.split_once('=') {
@@ -216,6 +253,11 @@ impl FromStr for DeviceConfig {
                     device.completion_queues =
                         Some(n.parse().map_err(|_| Error::Number(n.to_owned()))?);
                 }
+                Some(("gids", "any")) => device.gids = Gids::Any,
+                Some(("gids", "mac")) => device.gids = Gids::Mac,
+                Some(("gids", other)) => return Err(Error::Gids(other.to_owned())),
+                Some(("address", address)) => device.addresses.push(address.parse()?),
+                Some(("vlan", id)) => device.vlans.push(id.parse()?),
                 _ => return Err(Error::SocketOption(part.to_owned())),
             }
         }
@@ -254,6 +296,58 @@ impl TryFrom<String> for Mac {
 
     fn try_from(text: String) -> Result<Self, Error> {
         text.parse()
+    }
+}
+
+/// The IP address of a network interface.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Address(pub IpAddr);
+
+impl FromStr for Address {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let address = text.parse::<IpAddr>().ok();
+        // No interface has these, and as a GID the first one would clear an entry.
+        let good = address.filter(|address| {
+            let address = address.to_canonical();
+            !address.is_unspecified() && !address.is_multicast()
+        });
+        good.map(Self)
+            .ok_or_else(|| Error::Address(text.to_owned()))
+    }
+}
+
+impl TryFrom<String> for Address {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        text.parse()
+    }
+}
+
+/// The id of a VLAN.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u16")]
+pub struct Vlan(pub u16);
+
+impl FromStr for Vlan {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let id = text.parse::<u16>();
+        let id = id.map_err(|_| Error::Vlan(text.to_owned()))?;
+        id.try_into()
+    }
+}
+
+impl TryFrom<u16> for Vlan {
+    type Error = Error;
+
+    fn try_from(id: u16) -> Result<Self, Error> {
+        let good = (id <= MAX_VLAN).then_some(Self(id));
+        good.ok_or_else(|| Error::Vlan(id.to_string()))
     }
 }
 
@@ -339,6 +433,9 @@ impl Config {
         if devices.is_empty() {
             return Err(Error::NoDevice);
         }
+        for (_, device) in &devices {
+            adapter.reserve_gids_of(device);
+        }
         Ok(Self {
             adapter,
             devices,
@@ -384,6 +481,19 @@ impl DeviceConfig {
         if let Some(network) = self.network {
             settings.network = network;
         }
+        let strict = self.gids == Gids::Mac;
+        if strict && self.mac.is_none() {
+            return Err(Error::NoMac(self.socket));
+        }
+        if !strict && !self.vlans.is_empty() {
+            return Err(Error::VlansWithoutPolicy(self.socket));
+        }
+        let addresses = self.addresses.into_iter();
+        settings.gid_policy = GidPolicy {
+            gids: self.gids,
+            addresses: addresses.map(|ip| gid_policy::of_address(ip.0)).collect(),
+            vlans: self.vlans.into_iter().map(|vlan| vlan.0).collect(),
+        };
         Ok((self.socket, settings))
     }
 }
@@ -466,8 +576,88 @@ mod tests {
             "a,speed=9",
             "a,completion-queues=x",
             "a,",
+            "a,gids=all",
+            "a,gids",
+            "a,address=10.0.0",
+            "a,address=10.0.0.0/8",
+            "a,address=0.0.0.0",
+            "a,address=::",
+            "a,address=::ffff:0.0.0.0",
+            "a,address=224.0.0.1",
+            "a,address=::ffff:224.0.0.1",
+            "a,address=ff02::1",
+            "a,vlan=4095",
+            "a,vlan=65535",
+            "a,vlan=-1",
+            "a,vlan=x",
         ] {
             assert!(device(bad).is_err(), "{bad}");
+        }
+    }
+
+    const OF_ONE: &str = "mac=52:54:00:12:34:01,gids=mac,\
+                          address=10.0.0.1,address=fd00::1,vlan=5,vlan=0";
+
+    #[test]
+    fn gids_are_given_alike_on_the_command_line_and_in_the_file() {
+        let file = "[[device]]\nsocket = 'a'\nmac = '52:54:00:12:34:01'\ngids = 'mac'\n\
+                    addresses = ['10.0.0.1', 'fd00::1']\nvlans = [5, 0]\n";
+        let other = "b,mac=52:54:00:12:34:02,network=n,address=10.0.0.2";
+        let cli = config(
+            &[
+                "--socket-path",
+                &format!("a,{OF_ONE}"),
+                "--socket-path",
+                other,
+            ],
+            "",
+        );
+        let both = config(&["--socket-path", other], file);
+        let gid = |text: &str| gid_policy::of_address(text.parse().unwrap());
+        for config in [cli.unwrap(), both.unwrap()] {
+            let [a, b] = [0, 1].map(|i| config.devices[i].1.gid_policy.clone());
+            assert_eq!(a.gids, Gids::Mac);
+            assert_eq!(a.addresses, [gid("10.0.0.1"), gid("fd00::1")]);
+            assert_eq!(a.vlans, [5, 0]);
+            assert_eq!((b.gids, b.vlans), (Gids::Any, vec![]));
+            // All of these are reserved, each in its network.
+            let reserved = [
+                ("default", "fe80::5054:ff:fe12:3401"),
+                ("default", "10.0.0.1"),
+                ("default", "fd00::1"),
+                ("n", "fe80::5054:ff:fe12:3402"),
+                ("n", "10.0.0.2"),
+            ];
+            let reserved = reserved.map(|(network, ip)| (network.to_owned(), gid(ip)));
+            assert_eq!(config.adapter.reserved_gids, reserved);
+        }
+        let plain = config(&["--socket-path", "a"], "").unwrap();
+        assert_eq!(plain.devices[0].1.gid_policy, GidPolicy::default());
+        assert_eq!(plain.adapter.reserved_gids, []);
+    }
+
+    #[test]
+    fn policies_that_make_no_sense_are_refused_in_a_sentence() {
+        let cli = |device: &str| config(&["--socket-path", device], "").unwrap_err();
+        assert_eq!(
+            cli("a,gids=mac"),
+            "a has gids=mac and no MAC address: give mac= as well"
+        );
+        assert_eq!(
+            cli("a,mac=52:54:00:12:34:01,vlan=5"),
+            "a has a list of VLANs, which means nothing without gids=mac"
+        );
+        let file = |line: &str| config(&[], &format!("[[device]]\nsocket = 'a'\n{line}"));
+        assert_eq!(file("gids = 'mac'").unwrap_err(), cli("a,gids=mac"));
+        for (line, why) in [
+            ("gids = 'all'", "`any` or `mac`"),
+            ("addresses = ['ff02::1']", "'ff02::1' is not the IP address"),
+            ("addresses = '10.0.0.1'", "a sequence"),
+            ("vlans = [4095]", "'4095' is not a VLAN id (0 to 4094)"),
+            ("vlans = [70000]", "u16"),
+        ] {
+            let error = file(line).unwrap_err();
+            assert!(error.contains(why), "{line}: {error}");
         }
     }
 
@@ -562,6 +752,7 @@ mod tests {
         assert_eq!(example.devices.len(), 2);
         assert_eq!(example.devices[1].1.completion_queues, 2);
         assert_eq!(example.devices[0].1.limits.qps, 4096);
+        assert_eq!(example.devices[1].1.gid_policy.gids, Gids::Mac);
     }
 
     #[test]

@@ -16,13 +16,15 @@ use virtio_rdma_spec::event::{event_type, AsyncEvent};
 
 use crate::adapter::Adapter;
 use crate::engine::events::{notify, EventSink};
-use crate::engine::tables::Tables;
+use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::{Link, Schedule, Vm, VmSettings};
 use crate::fabric::local::Local;
 use crate::fabric::registry::Registry;
 use crate::fabric::Fabric;
 use crate::limits::{Limits, PORT};
 use crate::memory::GuestMemory;
+use crate::verbs::cq::L2Source;
+use crate::verbs::gid_policy::{eui64, GidPolicy, Refusal};
 use crate::warnings::RateLimited;
 use crate::worker::Worker;
 
@@ -41,6 +43,8 @@ pub struct RnicSettings {
     pub limits: Limits,
     /// The link: the same one for all VMs that attach with these settings.
     pub link: Arc<Link>,
+    /// Which GIDs the VM may set.
+    pub gid_policy: GidPolicy,
 }
 
 impl Default for RnicSettings {
@@ -52,7 +56,15 @@ impl Default for RnicSettings {
             completion_queues: 4,
             limits: Limits::default(),
             link: Arc::default(),
+            gid_policy: GidPolicy::default(),
         }
+    }
+}
+
+impl RnicSettings {
+    /// The GIDs that are this device's own: no other device's VM may have them.
+    pub fn own_gids(&self) -> impl Iterator<Item = Gid> + '_ {
+        self.gid_policy.own(self.mac)
     }
 }
 
@@ -189,6 +201,17 @@ impl Rnic {
         &self.registry
     }
 
+    /// Whether the VM may set a GID with this source.
+    ///
+    /// # Errors
+    /// If it may not, with the reason.
+    pub(crate) fn judge_gid(&self, gid: Gid, source: L2Source) -> Result<(), Refusal> {
+        let reserved = self.registry.is_reserved(&self.vm.network, gid);
+        let settings = &self.settings;
+        let policy = &settings.gid_policy;
+        policy.judge(settings.mac, gid, source, reserved)
+    }
+
     /// The tables. Not for workers.
     pub(crate) fn tables(&self) -> Read<'_, Tables> {
         self.vm.tables()
@@ -291,9 +314,8 @@ impl Rnic {
 
 /// A GUID from the MAC address (EUI-64), or from the name where there is none.
 fn node_guid(settings: &RnicSettings) -> u64 {
-    let [a, b, c, d, e, f] = settings.mac;
     if settings.mac != [0; 6] {
-        return u64::from_be_bytes([a ^ 2, b, c, 0xff, 0xfe, d, e, f]);
+        return u64::from_be_bytes(eui64(settings.mac));
     }
     // FNV-1a over the name: stable over restarts, and different for different sockets.
     let hash = settings

@@ -50,10 +50,18 @@ pub(crate) struct Host {
 
 impl Host {
     pub(crate) fn new() -> Self {
-        let settings = AdapterSettings {
+        Self::serving(&[])
+    }
+
+    /// The same for devices that are configured, whose own GIDs are reserved. None has a VM yet.
+    pub(crate) fn serving(devices: &[RnicSettings]) -> Self {
+        let mut settings = AdapterSettings {
             workers: WORKERS,
             ..AdapterSettings::default()
         };
+        for device in devices {
+            settings.reserve_gids_of(device);
+        }
         let (adapter, loops) = Adapter::without_threads(&settings).unwrap();
         Self {
             adapter,

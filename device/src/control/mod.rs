@@ -29,13 +29,10 @@ use crate::limits::{GID_TABLE_LEN, MAX_MESSAGE, MAX_RD_ATOMIC};
 use crate::memory::Pages;
 use crate::rnic::Rnic;
 use crate::verbs::cq::{L2Source, MAX_MODERATION_COUNT, MAX_MODERATION_PERIOD};
+use crate::verbs::gid_policy::{MAX_VLAN, NO_VLAN};
 use crate::verbs::keys::NULL_LKEY;
 use crate::verbs::mr::MAX_MR_SIZE;
 use crate::verbs::Error;
-
-/// The highest VLAN id, and what stands for none.
-const MAX_VLAN: u16 = 4094;
-const NO_VLAN: u16 = 0xffff;
 
 /// Longest command that a device accepts, bytes.
 pub const MAX_COMMAND: usize = 4096;
@@ -252,6 +249,9 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
         mac: body.mac,
         vlan: body.vlan,
     };
+    if let Some(gid) = new {
+        rnic.judge_gid(gid, new_source)?;
+    }
     if old == new {
         *source = new_source;
         return Ok(Vec::new());
@@ -405,11 +405,15 @@ fn check_ring(
 
 #[cfg(test)]
 mod tests {
-    use virtio_rdma_spec::command::status::{EBUSY, EFAULT, EINVAL, ENOENT, ENOMEM, EOPNOTSUPP};
+    use virtio_rdma_spec::command::status::{
+        EBUSY, EFAULT, EINVAL, ENOENT, ENOMEM, EOPNOTSUPP, EPERM,
+    };
     use virtio_rdma_spec::event::event_type;
 
     use super::fixture::{name, page, Host, TestVm, LIMITS, PAGES, WORKERS};
     use super::*;
+    use crate::rnic::RnicSettings;
+    use crate::verbs::gid_policy::{link_local, of_address, GidPolicy, Gids};
 
     const RC: u64 = 1 << feature::RC;
 
@@ -590,6 +594,124 @@ mod tests {
         })
         .unwrap();
         b.set_gid(&good).unwrap();
+    }
+
+    fn address(text: &str) -> [u8; 16] {
+        of_address(text.parse().unwrap())
+    }
+
+    /// Two devices with these policies on a network, and one on another.
+    fn devices(policies: [Gids; 2]) -> [RnicSettings; 3] {
+        let device = |last, gids, network: &str| RnicSettings {
+            mac: [0x52, 0x54, 0, 0, 0, last],
+            network: network.to_owned(),
+            gid_policy: GidPolicy {
+                gids,
+                addresses: vec![address(&format!("10.0.0.{last}"))],
+                vlans: vec![5],
+            },
+            ..RnicSettings::default()
+        };
+        let [a, b] = policies;
+        [
+            device(1, a, "n"),
+            device(2, b, "n"),
+            device(3, Gids::Any, "m"),
+        ]
+    }
+
+    // D-GID-002.
+    #[test]
+    fn a_vm_has_only_the_gids_that_it_is_allowed() {
+        let [one, two, other] = devices([Gids::Mac, Gids::Any]);
+        let vm = Host::serving(&[one.clone(), two, other]).vm_with(RC, &one);
+        let set = |gid, mac, vlan| {
+            let body = SetGid {
+                mac,
+                vlan,
+                ..TestVm::gid_body(gid)
+            };
+            vm.set_gid(&body).map_err(name)
+        };
+        let (own, mac) = (link_local(one.mac), one.mac);
+        set(own, mac, NO_VLAN).unwrap();
+        set(address("10.0.0.1"), mac, NO_VLAN).unwrap();
+        set(own, mac, 5).unwrap();
+        let entry = || {
+            let tables = vm.rnic.tables();
+            let source = tables.sources[0];
+            (tables.gids[0], source.mac, source.vlan)
+        };
+        let refused = Err(name(EPERM));
+        assert_eq!(set(address("10.0.0.9"), mac, NO_VLAN), refused);
+        assert_eq!(set(address("fd00::1"), mac, NO_VLAN), refused);
+        assert_eq!(set(own, [2, 0, 0, 0, 0, 9], 5), refused);
+        assert_eq!(set(own, [0; 6], 5), refused);
+        assert_eq!(set(own, mac, 6), refused);
+        // A refused command changes nothing, and what is no VLAN at all is an error of its own.
+        assert_eq!(entry(), (Some(own), mac, 5));
+        assert_eq!(set(own, mac, 4095), Err(name(EINVAL)));
+        // An entry is cleared whatever else the command says.
+        set([0; 16], [2, 0, 0, 0, 0, 9], 6).unwrap();
+        assert_eq!(entry().0, None);
+    }
+
+    // D-GID-002.
+    #[test]
+    fn gids_of_a_device_are_reserved_whether_or_not_its_vm_is_attached() {
+        let [one, two, other] = devices([Gids::Any, Gids::Mac]);
+        let host = Host::serving(&[one.clone(), two.clone(), other.clone()]);
+        let vm = host.vm_with(RC, &one);
+        let set = |gid| vm.set_gid(&TestVm::gid_body(gid)).map_err(name);
+        let theirs = [link_local(two.mac), address("10.0.0.2")];
+        for gid in theirs {
+            assert_eq!(set(gid), Err(name(EPERM)));
+        }
+        // Of another network, of nobody, and its own; with any source.
+        for gid in [
+            link_local(other.mac),
+            address("10.0.0.3"),
+            address("10.0.0.9"),
+            address("10.0.0.1"),
+            link_local(one.mac),
+        ] {
+            set(gid).unwrap();
+        }
+        // The VM that they are reserved for comes, has them, and goes.
+        let owner = host.vm_with(RC, &two);
+        for gid in theirs {
+            let body = TestVm::gid_body(gid);
+            owner
+                .set_gid(&SetGid {
+                    mac: two.mac,
+                    ..body
+                })
+                .unwrap();
+            assert_eq!(set(gid), Err(name(EPERM)));
+        }
+        owner.rnic.detach();
+        for gid in theirs {
+            assert_eq!(set(gid), Err(name(EPERM)));
+        }
+    }
+
+    /// An address that two devices list is for both: for the VM that sets it first.
+    #[test]
+    fn an_address_may_be_listed_for_more_than_one_device() {
+        let [mut one, mut two, _] = devices([Gids::Mac, Gids::Mac]);
+        let shared = address("fd00::5");
+        one.gid_policy.addresses.push(shared);
+        two.gid_policy.addresses.push(shared);
+        let host = Host::serving(&[one.clone(), two.clone()]);
+        let [first, second] = [one, two].map(|device| {
+            let mac = device.mac;
+            let body = TestVm::gid_body(shared);
+            (host.vm_with(RC, &device), SetGid { mac, ..body })
+        });
+        first.0.set_gid(&first.1).unwrap();
+        assert_eq!(second.0.set_gid(&second.1), Err(EBUSY));
+        first.0.rnic.detach();
+        second.0.set_gid(&second.1).unwrap();
     }
 
     // D-STS-001.

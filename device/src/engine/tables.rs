@@ -15,6 +15,7 @@ use crate::limits::{Limits, GID_TABLE_LEN};
 use crate::memory::{GuestMemory, Pages};
 use crate::verbs::cq::{Cq, L2Source};
 use crate::verbs::footprint::Footprint;
+pub use crate::verbs::gid_policy::Gid;
 use crate::verbs::keys::Keys;
 use crate::verbs::numbers::Numbers;
 use crate::verbs::slab::Slab;
@@ -102,9 +103,6 @@ pub struct Context {
     /// What its page list takes of our memory, bytes.
     pub footprint: u64,
 }
-
-/// An entry of the GID table.
-pub type Gid = [u8; 16];
 
 /// Everything one VM has.
 pub struct Tables {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Which VM of this process has which GID, and which queue pairs are in which multicast group.
-use std::collections::HashMap;
+//! Which VM of this process has which GID, which GIDs are reserved for configured devices, and which
+//! queue pairs are in which multicast group.
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -15,9 +16,25 @@ pub struct Registry {
     /// Changes whenever `owners` does.
     generation: AtomicU64,
     groups: RwLock<HashMap<(Network, Gid), Members>>,
+    /// The own GIDs of all configured devices.
+    reserved: HashSet<(Network, Gid)>,
 }
 
 impl Registry {
+    /// A registry of which nobody has anything yet, where the networks' devices have these GIDs
+    /// for their own.
+    pub fn with_reserved(reserved: impl IntoIterator<Item = (Network, Gid)>) -> Self {
+        Self {
+            reserved: reserved.into_iter().collect(),
+            ..Self::default()
+        }
+    }
+
+    /// Whether a GID is an own one of a device of this network, whether or not its VM is attached.
+    pub fn is_reserved(&self, network: &Network, gid: Gid) -> bool {
+        self.reserved.contains(&(network.clone(), gid))
+    }
+
     /// Gives a GID to a VM. Returns false if another has it already: the first keeps it.
     pub fn claim(&self, gid: Gid, vm: &Arc<Vm>) -> bool {
         let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);

@@ -8,6 +8,7 @@
 pub mod cq;
 pub mod fast;
 pub mod footprint;
+pub mod gid_policy;
 pub mod keys;
 pub mod mr;
 pub mod mw;
@@ -74,6 +75,9 @@ pub enum Error {
     /// Not supported.
     #[error("not supported")]
     NotSupported,
+    /// The operator does not allow this VM the GID.
+    #[error(transparent)]
+    GidNotAllowed(#[from] gid_policy::Refusal),
 }
 
 impl Error {
@@ -88,6 +92,7 @@ impl Error {
             Self::Busy => status::EBUSY,
             Self::Invalid => status::EINVAL,
             Self::NotSupported => status::EOPNOTSUPP,
+            Self::GidNotAllowed(_) => status::EPERM,
         }
     }
 }

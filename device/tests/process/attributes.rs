@@ -10,7 +10,7 @@ use vhost_device_rdma_bare::spec::ring::{
     Cqe, SendWqe, MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES,
 };
 use vhost_device_rdma_bare::spec::verbs::{qp_state, wc_status, wr_opcode, MASK_24};
-use vhost_device_rdma_bare::{Connection, Qp, QpOptions, PAGE};
+use vhost_device_rdma_bare::{Connection, DeviceProcess, ProcessOptions, Qp, QpOptions, PAGE};
 
 use crate::common::{
     assert_event, assert_reaches, assert_refused, assert_status, assert_success, counts, overflown,
@@ -162,6 +162,58 @@ fn a_vlan_is_an_id_or_none() {
     }
     for vlan in [4095, 0x1001, 0xfffe] {
         assert_refused(set(vlan), status::EINVAL);
+    }
+}
+
+// D-GID-002, D-SEC-006.
+#[test]
+fn the_operator_says_which_gids_a_vm_may_have() {
+    let mut options = ProcessOptions::vms(2).binary(env!("CARGO_BIN_EXE_vhost-device-rdma"));
+    let policy = ",gids=mac,address=10.0.0.1,address=fd00::1,vlan=5";
+    options.vms[0].push_str(policy);
+    let process = DeviceProcess::start(&options).unwrap();
+    let mapped = |last| {
+        [&[0; 10][..], &[0xff, 0xff, 10, 0, 0, last]]
+            .concat()
+            .try_into()
+    };
+    let [listed, foreign] = [1, 2].map(|last| mapped(last).unwrap());
+    // No VM is attached to the other socket, yet what is its device's is its device's.
+    let other = vm(process.socket(1));
+    let mut reserved = other.gid();
+    reserved[15] = 1;
+    assert_refused(other.set_gid(1, reserved), status::EPERM);
+    assert_refused(other.set_gid(1, listed), status::EPERM);
+    other.set_gid(1, foreign).unwrap();
+    // And this one has just those, under the MAC address of its device.
+    let strict = vm(process.socket(0));
+    assert_eq!(strict.gid(), reserved);
+    strict.set_gid(1, listed).unwrap();
+    assert_refused(strict.set_gid(2, foreign), status::EPERM);
+    let set = |mac, vlan| {
+        let body = command::SetGid {
+            gid: listed,
+            index: 1,
+            gid_type: gid_type::ROCE_V2,
+            port_num: 1,
+            vlan,
+            mac,
+            reserved: [0; 12],
+        };
+        strict.execute::<SetGid>(&body)
+    };
+    set(strict.config().mac, 5).unwrap();
+    assert_refused(set(strict.config().mac, 6), status::EPERM);
+    assert_refused(set(other.config().mac, 5), status::EPERM);
+    strict.set_gid(1, [0; 16]).unwrap();
+    let log = process.log();
+    for line in [
+        "GID ::ffff:10.0.0.1: reserved for another device",
+        "GID ::ffff:10.0.0.2: neither that of the device's MAC address nor a listed address",
+        "GID ::ffff:10.0.0.1: VLAN 6 is not listed",
+        "GID ::ffff:10.0.0.1: the source MAC address 52:54:00:00:00:02 is not the device's",
+    ] {
+        assert_eq!(log.matches(line).count(), 1, "{line}:\n{log}");
     }
 }
 

@@ -11,6 +11,7 @@ pub(crate) struct Errno(u16);
 pub(crate) type Result<T> = core::result::Result<T, Errno>;
 
 impl Errno {
+    pub(crate) const EPERM: Self = Self(status::EPERM);
     pub(crate) const EIO: Self = Self(5);
     pub(crate) const ENOENT: Self = Self(status::ENOENT);
     pub(crate) const ENOMEM: Self = Self(status::ENOMEM);

@@ -209,7 +209,8 @@ pub(crate) fn query_port(device: &Device, port: u32, attr: &mut PortAttr) -> Res
     Ok(())
 }
 
-/// Enters a GID into the device's table.
+/// Enters a GID into the device's table. The core logs a GID that it could not enter; what it
+/// cannot know is that the operator of the host did not want it.
 pub(crate) fn add_gid(
     device: &Device,
     index: u16,
@@ -227,7 +228,16 @@ pub(crate) fn add_gid(
         mac,
         reserved: [0; 12],
     };
-    device.simple_command(opcode::SET_GID, &body)
+    device
+        .simple_command(opcode::SET_GID, &body)
+        .inspect_err(|error| {
+            if *error == Errno::EPERM {
+                device.virtio().error(
+                    "the operator of the host does not allow this VM the GID; index",
+                    i64::from(index),
+                );
+            }
+        })
 }
 
 /// Takes a GID out of the device's table.
