@@ -12,7 +12,7 @@ use crate::lanes::Fixture;
 use crate::vm::{wait_for, Job, SHORT};
 
 /// How long traffic may take to begin, on a busy machine without KVM.
-const BEGINS: Duration = Duration::from_secs(60);
+const BEGINS: Duration = Duration::from_secs(180);
 
 /// A guest has one processor: an application that polls leaves it to what else has to be done.
 const GIVES_WAY: &str = "nice -n 19";
