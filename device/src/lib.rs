@@ -5,7 +5,7 @@
 //!
 //! | layer | what |
 //! |---|---|
-//! | [`limits`], [`error`], [`epoll_fd`], [`socket`] | numbers; how errors are told; the system |
+//! | [`limits`], [`error`], [`epoll_fd`], [`socket`] | numbers; errors; file descriptors; sockets |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
 //! | [`engine`] | what work requests mean: send queues, responders, completions |

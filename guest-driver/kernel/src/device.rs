@@ -23,14 +23,14 @@ use virtio_rdma_spec::PAGE_SIZE;
 /// How long binding the driver waits for the device to come up. Longer than that, it comes up
 /// later, by itself.
 const START_WAIT_MS: u32 = 3_000;
-/// How long after its loss a device is taken from its users, if there are none in the kernel.
+/// How long after its loss the driver begins to take a device from its users.
 const LOST_DELAY_MS: u32 = 100;
 /// How long users in the kernel may take to destroy the queue pairs that they have on a lost
 /// device. Those that have done so by the time the device is unregistered connect again by
 /// themselves; of others it takes more (an NVMe controller, for one, is removed for good).
 const LET_GO_MS: u32 = 10_000;
-/// How long after that the device is still there, without a GID by which new connections would find
-/// it: NFS connects again at once, and if its device goes between address and route, rdma_cm says
+/// How long after that the device is still there, so that processes, too, see what became of their
+/// work requests. It has no GID by which new connections would find it: NFS connects again at once, and if its device goes between address and route, rdma_cm says
 /// EINVAL, which NFS hands to applications. Otherwise it is refused, and tries again.
 const SETTLES_MS: u32 = 700;
 /// How often that is looked at.
