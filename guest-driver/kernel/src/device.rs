@@ -30,8 +30,9 @@ const LOST_DELAY_MS: u32 = 100;
 /// themselves; of others it takes more (an NVMe controller, for one, is removed for good).
 const LET_GO_MS: u32 = 10_000;
 /// How long after that the device is still there, so that processes, too, see what became of their
-/// work requests. It has no GID by which new connections would find it: NFS connects again at once, and if its device goes between address and route, rdma_cm says
-/// EINVAL, which NFS hands to applications. Otherwise it is refused, and tries again.
+/// work requests. It has no GID by which new connections would find it: NFS connects again at once,
+/// and if its device goes between address and route, rdma_cm says EINVAL, which NFS hands to
+/// applications. Otherwise it is refused, and tries again.
 const SETTLES_MS: u32 = 700;
 /// How often that is looked at.
 const POLL_MS: u32 = 20;
