@@ -14,6 +14,7 @@ mod execute;
 mod finish;
 #[cfg(test)]
 pub(crate) mod fixture;
+mod gather;
 pub mod message;
 pub mod operation;
 pub mod path;

@@ -14,6 +14,7 @@ use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::facts::{Failure, QpType};
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, MASK_24};
 
+use super::gather::Gather;
 use super::responder::Responder;
 use super::send_queue::SendQueue;
 use super::tables::Tables;
@@ -99,6 +100,8 @@ pub(crate) struct PrefetchHints {
     peer: Hint,
     /// Entries of the last poll.
     entries: AtomicU32,
+    /// Whether it is worth letting its work requests gather.
+    pub(crate) gather: Gather,
 }
 
 impl PrefetchHints {

@@ -147,6 +147,21 @@ impl WorkQueue {
         (flags & PHASE == self.phase()).then_some(word)
     }
 
+    /// Whether the entry that comes `ahead` entries after the current one was posted; none if the
+    /// queue is too short to tell.
+    #[inline]
+    #[must_use]
+    pub fn is_posted(&self, buffer: &Pages, ahead: u32) -> Option<bool> {
+        if ahead >= self.entries {
+            return None;
+        }
+        let there = Self {
+            position: self.position.wrapping_add(ahead),
+            ..*self
+        };
+        Some(there.ready(buffer).is_some())
+    }
+
     /// Where the current entry begins.
     #[inline]
     #[must_use]
@@ -338,6 +353,23 @@ mod tests {
         post(&buffer, &queue, 0, PHASE, 7);
         assert_eq!(queue.read::<16>(&buffer), None);
         assert_eq!(queue.ready(&buffer), None);
+    }
+
+    #[test]
+    fn entries_ahead_are_seen() {
+        let (buffer, mut queue) = (buffer(), queue(0, 8));
+        (0..6).for_each(|index| post(&buffer, &queue, index, PHASE, index));
+        queue.position = 4;
+        let posted = |ahead| queue.is_posted(&buffer, ahead);
+        assert_eq!(
+            [0, 1, 2, 3].map(posted),
+            [true, true, false, false].map(Some)
+        );
+        // The next lap.
+        assert_eq!(posted(4), Some(false));
+        post(&buffer, &queue, 0, 0, 8);
+        assert_eq!(posted(4), Some(true));
+        assert_eq!(posted(8), None);
     }
 
     #[test]

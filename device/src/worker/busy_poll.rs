@@ -118,6 +118,13 @@ impl BusyPoll for BusyPoller<'_> {
         None
     }
 
+    #[inline(always)]
+    fn pause(&self, tables: &Tables, qp: &Qp, looks: u32) -> bool {
+        let own = self.doorbell(tables, qp);
+        let rings = (0..looks).any(|_| self.others_ring([own.as_ref()]));
+        !rings && !self.section.is_awaited() && !self.worker.is_wanted(self.generation)
+    }
+
     fn next(&mut self, qp: &Arc<Qp>) {
         self.next = Some(qp.clone());
     }

@@ -43,6 +43,10 @@ pub(crate) trait BusyPoll {
         posted: impl Fn() -> Option<Came>,
     ) -> Option<Came>;
 
+    /// Leaves a queue pair of the VM of `tables` alone for so many looks at the doorbells of others.
+    /// Returns whether none of them rang.
+    fn pause(&self, tables: &Tables, qp: &Qp, looks: u32) -> bool;
+
     /// Has a queue pair polled next.
     fn next(&mut self, qp: &Arc<Qp>);
 }

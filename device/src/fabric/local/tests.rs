@@ -54,6 +54,10 @@ impl BusyPoll for Never {
         None
     }
 
+    fn pause(&self, _: &Tables, _: &Qp, _: u32) -> bool {
+        false
+    }
+
     fn next(&mut self, _: &Arc<Qp>) {}
 }
 
