@@ -42,6 +42,8 @@ const GRH: u32 = 40;
 pub struct Bed {
     a: Arc<Vm>,
     b: Arc<Vm>,
+    /// A neighbour, which takes no part.
+    c: Arc<Vm>,
     /// For [`Bed::round`]; `None`: the worker runs by itself.
     work: Option<Loop>,
     adapter: Arc<Adapter>,
@@ -73,7 +75,7 @@ impl Bed {
         let directory = std::env::temp_dir().join(format!("bed-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
         let mut servers = Vec::new();
-        let [a, b] = [1, 2].map(|i| {
+        let [a, b, c] = [1, 2, 3].map(|i| {
             let path = directory.join(format!("vm{i}"));
             let settings = RnicSettings {
                 name: path.display().to_string(),
@@ -86,6 +88,7 @@ impl Bed {
             );
             let options = VmOptions {
                 features: 1 << feature::UD | 1 << feature::SRQ | 1 << feature::ATOMIC,
+                memory: 128 << 20,
                 ..VmOptions::default()
             };
             Vm::connect(&path, options).expect("a VM")
@@ -93,6 +96,7 @@ impl Bed {
         Self {
             a,
             b,
+            c,
             work,
             adapter,
             servers,
@@ -155,6 +159,8 @@ pub struct Workload {
     list: u32,
     /// Queue pairs, that have one list each.
     qps: u32,
+    /// Contexts of a neighbour, in which nothing happens.
+    idle_contexts: u32,
 }
 
 const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Workload {
@@ -163,13 +169,23 @@ const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Worklo
         verb,
         list,
         qps,
+        idle_contexts: 0,
     }
 }
 
 /// All of them.
-pub const WORKLOADS: [Workload; 16] = [
+pub const WORKLOADS: [Workload; 17] = [
     workload("a poll iteration that finds nothing", Verb::Nothing, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
+    Workload {
+        idle_contexts: 4096,
+        ..workload(
+            "WRITE, one by one, beside 4,096 contexts",
+            Verb::Write,
+            1,
+            1,
+        )
+    },
     workload("WRITE, lists of 32", Verb::Write, LIST, 1),
     workload("WRITE, lists of 96", Verb::Write, LONE_LIST, 1),
     workload("WRITE, 1,000 queue pairs", Verb::Write, 1, MANY),
@@ -278,6 +294,7 @@ pub struct Flow {
     workload: Workload,
     from: End,
     to: End,
+    _neighbours: Vec<Arc<Context>>,
 }
 
 impl Flow {
@@ -299,7 +316,13 @@ impl Flow {
                 this.connect(&connection).expect("a connection");
             }
         }
-        Self { workload, from, to }
+        let neighbour = |_| Context::new(&bed.c).expect("a context");
+        Self {
+            workload,
+            from,
+            to,
+            _neighbours: (0..workload.idle_contexts).map(neighbour).collect(),
+        }
     }
 
     /// Rings for `count` of the queue pairs, whether they have work or not.

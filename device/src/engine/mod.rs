@@ -43,6 +43,12 @@ pub struct Budget {
 }
 
 impl Budget {
+    /// Nothing.
+    pub const NONE: Self = Self {
+        messages: 0,
+        bytes: 0,
+    };
+
     /// What was done since it was `whole`.
     #[inline(always)]
     #[must_use]

@@ -71,6 +71,8 @@ struct Counters {
     retries: AtomicU64,
     errors: AtomicU64,
     qkey_violations: AtomicU64,
+    /// What the VM has had of the worker's time, by the worker's estimate.
+    used: AtomicU64,
 }
 
 /// Adds to a counter that only the calling worker writes.
@@ -254,6 +256,19 @@ impl Vm {
             add(&counters.rx_messages, messages);
             add(&counters.rx_bytes, bytes);
         }
+    }
+
+    /// Adds to what the VM has had of a worker's time, in the worker's units.
+    pub(crate) fn use_worker(&self, worker: u16, cost: u64) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.used, cost);
+        }
+    }
+
+    /// What the VM has had of a worker's time.
+    pub(crate) fn used_of_worker(&self, worker: u16) -> u64 {
+        self.counters(worker)
+            .map_or(0, |counters| counters.used.load(Ordering::Relaxed))
     }
 
     pub(crate) fn count_rnr(&self, worker: u16) {

@@ -16,6 +16,7 @@ use super::handle::{count, Worker, KICK};
 use super::idle_policy::{Idle, IdlePolicy};
 use super::scheduler::{QpQueue, Scan, Scheduler};
 use super::timers::{Holds, Parked};
+use super::watched::Watched;
 use crate::engine::queue_pair::Qp;
 use crate::engine::vm::Vm;
 use crate::engine::{BUDGET, LONE_BUDGET};
@@ -26,7 +27,11 @@ use crate::fabric::registry::Registry;
 /// Queue pairs of the run queue that are polled before the doorbells are scanned again, and those
 /// that are polled at once during a scan.
 const MOST_POLLED: usize = 32;
-/// Most doorbells that are busy polled: with more contexts, each poll iteration scans all of them,
+/// Bytes that polls of the run queue may cost before the doorbells are scanned again.
+const MOST_COST: u64 = 2 * BUDGET.bytes;
+/// Parked queue pairs of a VM whose time has come that are woken in a poll iteration.
+const WOKEN: usize = 8;
+/// Most doorbells that are busy polled: with more contexts, each poll iteration scans some of them,
 /// and that takes its time.
 const BUSY_POLLED: usize = 64;
 /// How often the last queue pair may find more work by busy polling before the clock and everything
@@ -60,6 +65,8 @@ pub struct Loop {
     reader: Reader,
     registry: Arc<Registry>,
     vms: Vec<Arc<Vm>>,
+    /// Which doorbells of each of them are looked at.
+    watched: Vec<Watched>,
     generation: u64,
     queue: QpQueue,
     parked: Parked,
@@ -94,6 +101,7 @@ impl Loop {
             reader,
             registry,
             vms: Vec::new(),
+            watched: Vec::new(),
             generation: u64::MAX,
             queue: QpQueue::default(),
             parked: Parked::default(),
@@ -209,6 +217,8 @@ impl Loop {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner),
         );
+        self.watched.clear();
+        self.watched.resize_with(self.vms.len(), Watched::default);
         self.parked.forget_dead();
         self.announce(worker_status::POLLING);
     }
@@ -286,6 +296,7 @@ impl Loop {
                 queue: &mut self.queue,
                 parked: &mut self.parked,
                 time: self.time,
+                cost: 0,
             },
             served: 0,
             next: None,
@@ -293,33 +304,36 @@ impl Loop {
             cache: LookupCache::new(&section, &self.registry, &self.vms),
         };
         let mut doorbells = ArrayVec::<_, BUSY_POLLED>::new();
+        let mut ringing = ArrayVec::<_, BUSY_POLLED>::new();
         let mut all = true;
-        let mut rang = false;
-        for vm in &self.vms {
+        for (vm, watched) in self.vms.iter().zip(&mut self.watched) {
             let Some(tables) = vm.read_in(&section).filter(|tables| tables.running) else {
                 continue;
             };
-            for (_, context) in tables.contexts.iter() {
+            all &= watched.look(tables, |context| {
                 let Some(doorbell) = Doorbell::new(context, worker) else {
-                    continue;
+                    return false;
                 };
-                if doorbell.rings() {
-                    rang = true;
+                let rings = doorbell.rings();
+                if rings && ringing.try_push((tables, doorbell)).is_err() {
+                    // With so many there is no hurry.
+                    scan.most = 0;
                     scan.answer(tables, &doorbell);
                 }
                 all &= doorbells.try_push((tables, doorbell)).is_ok();
-            }
+                rings
+            });
         }
+        let rang = !ringing.is_empty();
+        scan.answer_all(&ringing);
         let mut waited = false;
         if !rang && idle && all && polling != Polling::No {
             for _ in 0..POLLS {
                 if doorbells.iter().any(|(_, doorbell)| doorbell.rings()) {
                     waited = true;
-                    for (tables, doorbell) in
-                        doorbells.iter().filter(|(_, doorbell)| doorbell.rings())
-                    {
-                        scan.answer(tables, doorbell);
-                    }
+                    let rings = |(_, doorbell): &&(_, Doorbell<'_>)| doorbell.rings();
+                    ringing.extend(doorbells.iter().filter(rings).copied());
+                    scan.answer_all(&ringing);
                     break;
                 }
                 if section.is_awaited() || worker.is_wanted(self.generation) {
@@ -333,12 +347,13 @@ impl Loop {
         let mut busy_polled = false;
         if let Some(last) = scan.then.take() {
             scan.serve(last);
-            // With timers, the clock has to be read more often.
+            // With timers, the clock has to be read more often, and with more doorbells than are
+            // busy polled, these have to be looked at.
             let timed = !scan.scheduler.parked.is_empty() || !self.holds.is_empty();
             let left = match polling {
-                Polling::Eagerly | Polling::Relaxed if all && timed => BUSY_POLLS / 16,
-                Polling::Eagerly | Polling::Relaxed if all => BUSY_POLLS,
-                _ => 0,
+                Polling::No => 0,
+                _ if timed || !all => BUSY_POLLS / 16,
+                _ => BUSY_POLLS,
             };
             let mut busy_poll = BusyPoller {
                 section: &section,
@@ -360,9 +375,12 @@ impl Loop {
 
     /// Puts parked queue pairs whose time has come into the run queue.
     fn expire(&mut self) {
-        while let Some(qp) = self.parked.due(self.time) {
-            self.again(qp);
-        }
+        let queue = &mut self.queue;
+        self.parked.take_due(self.time, WOKEN, |qp| {
+            if !qp.scheduled.swap(true, Ordering::SeqCst) {
+                queue.add(qp);
+            }
+        });
     }
 
     /// Puts a queue pair that is not parked at the end of the run queue, unless it is in it.
@@ -372,13 +390,17 @@ impl Loop {
         }
     }
 
-    /// Polls the first `most` queue pairs of the run queue.
+    /// Polls the first `most` queue pairs of the run queue, or as many as may be polled before the
+    /// doorbells are to be scanned again.
     fn run_queued(&mut self, most: usize) {
         if self.queue.is_empty() {
             return;
         }
         let mut section = self.reader.enter();
-        for _ in 0..most {
+        let mut cost = 0;
+        let mut most = most;
+        while most != 0 && cost < MOST_COST {
+            most -= 1;
             let Some(qp) = self.queue.pop() else {
                 break;
             };
@@ -398,6 +420,7 @@ impl Loop {
                 queue: &mut self.queue,
                 parked: &mut self.parked,
                 time: self.time,
+                cost,
             };
             match qp.vm.read_in(&section) {
                 Some(tables) => {
@@ -409,6 +432,7 @@ impl Loop {
                 }
                 None => scheduler.again(&qp),
             }
+            cost = scheduler.cost;
         }
     }
 

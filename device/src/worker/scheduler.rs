@@ -19,6 +19,9 @@ use crate::fabric;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::local::LocalCarrier;
 
+/// Queue pairs of a VM that are polled at once during a scan in which another VM's ring, too.
+const AT_ONCE: usize = 4;
+
 /// A queue pair that is about to be polled, with the tables of its VM.
 #[derive(Clone, Copy)]
 pub(super) struct Served<'a> {
@@ -59,6 +62,26 @@ impl<'a> Scan<'a> {
         });
     }
 
+    /// Takes the queue pairs of these doorbells, which are in order of their VMs. If there are
+    /// several VMs, some of each are polled at once, and the others go to the run queue.
+    #[inline(always)]
+    pub(super) fn answer_all(&mut self, ringing: &[(&'a Tables, Doorbell<'a>)]) {
+        let is = |one: &Tables, other: &Tables| std::ptr::eq(one, other);
+        let Some((first, _)) = ringing.first() else {
+            return;
+        };
+        let several = ringing.iter().any(|(tables, _)| !is(tables, first));
+        let most = self.most;
+        let mut vm = None;
+        for (tables, doorbell) in ringing {
+            if several && !vm.is_some_and(|vm| is(vm, tables)) {
+                vm = Some(*tables);
+                self.most = most.min(self.served + AT_ONCE);
+            }
+            self.answer(tables, doorbell);
+        }
+    }
+
     /// Polls `next`. After it comes `then`.
     #[inline(always)]
     pub(super) fn serve(&mut self, then: Served<'a>) {
@@ -72,13 +95,33 @@ impl<'a> Scan<'a> {
     }
 }
 
+/// What a poll costs a worker by itself, and a message, in bytes that it could have copied instead.
+const POLL: u64 = 1024;
+const MESSAGE: u64 = 512;
+
+/// What a poll in which so much was done costs a worker, in bytes that it could have copied.
+fn cost(done: Budget) -> u64 {
+    POLL + MESSAGE * u64::from(done.messages) + done.bytes
+}
+
 /// The run queue of queue pairs, by the address of their VM.
 pub(super) type QpQueue = RunQueue<Arc<Qp>>;
+
+/// The owner of a queue pair's place in the run queue.
+fn owner(qp: &Qp) -> usize {
+    Arc::as_ptr(&qp.vm).addr()
+}
 
 impl QpQueue {
     /// Puts a queue pair behind the others of its VM.
     pub(super) fn add(&mut self, qp: Arc<Qp>) {
-        self.push(Arc::as_ptr(&qp.vm).addr(), qp);
+        let (vm, worker) = (&qp.vm, qp.worker_index);
+        let before = vm.used_of_worker(worker);
+        let used = self.begin(before);
+        if used != before {
+            vm.use_worker(worker, used.wrapping_sub(before));
+        }
+        self.push(owner(&qp), used, qp);
     }
 }
 
@@ -90,6 +133,8 @@ pub(super) struct Scheduler<'a> {
     pub(super) parked: &'a mut Parked,
     /// The time of the last poll iteration, nanoseconds.
     pub(super) time: u64,
+    /// What the polls have cost, in bytes.
+    pub(super) cost: u64,
 }
 
 impl<'a> Scheduler<'a> {
@@ -141,8 +186,17 @@ impl<'a> Scheduler<'a> {
         'a: 'b,
     {
         count(&self.worker.stats.polls);
-        let mut carrier = LocalCarrier { cache, busy_poll };
-        match fabric::poll(&mut carrier, tables, qp, self.time, budget) {
+        let mut carrier = LocalCarrier {
+            cache,
+            busy_poll,
+            done: Budget::NONE,
+        };
+        let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
+        let cost = cost(carrier.done);
+        self.cost += cost;
+        qp.vm.use_worker(self.worker.index, cost);
+        self.queue.charge(owner(qp), cost);
+        match polled {
             Polled::Idle if qp.dead.load(Ordering::SeqCst) => {
                 self.parked.cancel(qp);
             }
