@@ -21,6 +21,7 @@ pub mod queue_pair;
 mod register;
 pub mod responder;
 pub mod send_queue;
+pub mod share;
 pub mod tables;
 pub mod vm;
 

@@ -2,7 +2,7 @@
 //! What a worker's thread does, again and again.
 use std::fmt;
 use std::sync::atomic::{fence, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
@@ -37,6 +37,9 @@ const BUSY_POLLED: usize = 64;
 /// How often the last queue pair may find more work by busy polling before the clock and everything
 /// else get their poll iteration.
 const BUSY_POLLS: u32 = 256;
+
+/// When the clock of all workers began.
+static EPOCH: OnceLock<Instant> = OnceLock::new();
 
 /// Whether a poll iteration that finds nothing goes on for a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,7 +110,7 @@ impl Loop {
             parked: Parked::default(),
             holds: Holds::default(),
             timer,
-            epoch: Instant::now(),
+            epoch: *EPOCH.get_or_init(Instant::now),
             time: 0,
             idle_policy: IdlePolicy::new(poll_budget),
         }

@@ -159,7 +159,7 @@ impl<'a> Scheduler<'a> {
         cache: &mut LookupCache<'a>,
     ) {
         let Served { tables, qp } = last;
-        if !self.queue.is_empty() {
+        if !self.queue.is_empty() || qp.vm.caps().is_some() {
             let mut no = self.no_busy_poll();
             self.poll(tables, qp, BUDGET, &mut no, cache);
             return;
@@ -185,6 +185,10 @@ impl<'a> Scheduler<'a> {
     where
         'a: 'b,
     {
+        if let Some(until) = qp.vm.caps().and_then(|caps| caps.wait(self.time)) {
+            self.parked.park(qp, until);
+            return false;
+        }
         count(&self.worker.stats.polls);
         let mut carrier = LocalCarrier {
             cache,
@@ -194,8 +198,12 @@ impl<'a> Scheduler<'a> {
         let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
         let cost = cost(carrier.done);
         self.cost += cost;
-        qp.vm.use_worker(self.worker.index, cost);
-        self.queue.charge(owner(qp), cost);
+        let weighed = qp.vm.weighed(cost);
+        qp.vm.use_worker(self.worker.index, weighed);
+        self.queue.charge(owner(qp), weighed);
+        if let Some(caps) = qp.vm.caps() {
+            caps.spend(self.time, carrier.done);
+        }
         match polled {
             Polled::Idle if qp.dead.load(Ordering::SeqCst) => {
                 self.parked.cancel(qp);

@@ -214,7 +214,7 @@ mod tests {
         let (readers, _each) = Readers::new(1);
         let mut guests = [1, 2].map(|number| Guest::new(&readers, number));
         let [many, few] = &mut guests;
-        let mut make = |guest: &mut Guest, count| -> Vec<Arc<Qp>> {
+        let make = |guest: &mut Guest, count| -> Vec<Arc<Qp>> {
             (0..count)
                 .map(|_| guest.queue_pair(qp_type::RC).qp)
                 .collect()

@@ -73,16 +73,9 @@ impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {
         budget: Budget,
     ) -> Polled {
         let (busy_poll, cache) = (&mut *self.busy_poll, &mut *self.cache);
-        requester::poll(
-            sq,
-            tables,
-            qp,
-            now,
-            budget,
-            busy_poll,
-            cache,
-            &mut self.done,
-        )
+        let (polled, done) = requester::poll(sq, tables, qp, now, budget, busy_poll, cache);
+        self.done = done;
+        polled
     }
 
     fn flush(&mut self, _: &mut SendQueue, _: &'a Tables, _: &'a Arc<Qp>) {

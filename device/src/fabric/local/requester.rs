@@ -44,7 +44,7 @@ const LEAST_GATHER: u32 = 4_000;
 const MOST_GATHER: u32 = 128_000;
 
 /// Polls a send queue at time `now`, nanoseconds, within the budget `whole`. With nothing more to
-/// do it may `busy_poll`. What it did is in `done`.
+/// do it may `busy_poll`. Returns what it led to, and what was done.
 pub(crate) fn poll<'a, B: BusyPoll>(
     sq: &mut SendQueue,
     tables: &'a Tables,
@@ -53,8 +53,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
     whole: Budget,
     busy_poll: &mut B,
     cache: &mut LookupCache<'a>,
-    done: &mut Budget,
-) -> Polled {
+) -> (Polled, Budget) {
     sq.resumed = false;
     if let Some(until) = sq.parked {
         if now < until && cache.registry.appears(&mut sq.path, &qp.vm, sq.dest_gid) {
@@ -62,11 +61,12 @@ pub(crate) fn poll<'a, B: BusyPoll>(
             sq.retries = sq.retries.saturating_sub(1);
         } else if now < until {
             if !qp.wake.swap(false, Ordering::SeqCst) {
-                return Polled::Park(until);
+                return (Polled::Park(until), Budget::NONE);
             }
             if sq.gather != 0 && !sq.gathering {
                 sq.gathering = true;
-                return park(sq, now, u64::from(sq.gather).min(until - now));
+                let wait = u64::from(sq.gather).min(until - now);
+                return (park(sq, now, wait), Budget::NONE);
             }
         }
         qp.wake.store(false, Ordering::SeqCst);
@@ -75,7 +75,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         sq.resumed = true;
     }
     if sq.queue.entries == 0 {
-        return Polled::Idle;
+        return (Polled::Idle, Budget::NONE);
     }
     if sq.buffer.lost() {
         if qp.fail() {
@@ -86,18 +86,18 @@ pub(crate) fn poll<'a, B: BusyPoll>(
                 vendor_err::MEMORY_GONE,
             );
         }
-        return Polled::Again;
+        return (Polled::Again, Budget::NONE);
     }
     if qp.facts.datagram {
-        return datagrams(sq, cache, tables, qp, done);
+        return datagrams(sq, cache, tables, qp);
     }
     let mut path = std::mem::take(&mut sq.path);
     cache.registry.refresh(&mut path, &qp.vm, sq.dest_gid);
     let polled = if cache.follow(&path) {
-        carry_out(sq, tables, qp, now, whole, busy_poll, cache, done)
+        carry_out(sq, tables, qp, now, whole, busy_poll, cache)
     } else {
         let mut cache = cache.afresh(Peer::at(&path, cache.section));
-        carry_out(sq, tables, qp, now, whole, busy_poll, &mut cache, done)
+        carry_out(sq, tables, qp, now, whole, busy_poll, &mut cache)
     };
     sq.path = path;
     polled
@@ -113,8 +113,7 @@ fn carry_out<'a, B: BusyPoll>(
     whole: Budget,
     busy_poll: &mut B,
     cache: &mut LookupCache<'a>,
-    done: &mut Budget,
-) -> Polled {
+) -> (Polled, Budget) {
     let mut budget = whole;
     let polled = loop {
         // This is all that most polls are.
@@ -132,12 +131,12 @@ fn carry_out<'a, B: BusyPoll>(
             break polled;
         }
     };
-    *done = budget.spent(whole);
+    let done = budget.spent(whole);
     let long = done.messages > BUDGET.messages || done.bytes > BUDGET.bytes;
     if polled == Polled::Again && long {
-        return Polled::Long;
+        return (Polled::Long, done);
     }
-    polled
+    (polled, done)
 }
 
 /// The slow path, for one work request or a slice of it, after `sent` of this poll. Fails with what
@@ -228,12 +227,10 @@ fn slow_path(
         Answer::NotReady(timer) => {
             qp.vm.count_rnr(qp.worker_index);
             note_starved(sq, sent);
-            if sq.rnr_retry != NO_LIMIT {
-                if sq.rnr_retries >= sq.rnr_retry {
-                    let error = WcError::new(wc_status::RNR_RETRY_EXC_ERR, vendor_err::NO_RECEIVE);
-                    sq.fail(tables, qp, error);
-                    return Err(Polled::Again);
-                }
+            if sq.rnr_retry != NO_LIMIT && sq.rnr_retries >= sq.rnr_retry {
+                let error = WcError::new(wc_status::RNR_RETRY_EXC_ERR, vendor_err::NO_RECEIVE);
+                sq.fail(tables, qp, error);
+                return Err(Polled::Again);
             }
             let wait = rnr_wait(rnr_nanoseconds(timer), sq.rnr_retry, sq.rnr_retries);
             sq.rnr_retries = sq.rnr_retries.saturating_add(1);
@@ -254,18 +251,18 @@ fn datagrams(
     cache: &LookupCache<'_>,
     tables: &Tables,
     qp: &Arc<Qp>,
-    done: &mut Budget,
-) -> Polled {
+) -> (Polled, Budget) {
+    let mut done = Budget::NONE;
     for _ in 0..BUDGET.messages {
         let active = match sq.next_active(tables, qp) {
             Ok(active) => active,
-            Err(polled) => return polled,
+            Err(polled) => return (polled, done),
         };
         sq.active = Some(active);
         let Some(datagram) = sq.datagram else {
             let error = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
             sq.fail(tables, qp, error);
-            return Polled::Again;
+            return (Polled::Again, done);
         };
         let answer = if datagram.multicast() {
             let fanout = sq.fanout.take();
@@ -294,10 +291,10 @@ fn datagrams(
             answer
         };
         match answer {
-            Answer::Busy => return Polled::Again,
+            Answer::Busy => return (Polled::Again, done),
             Answer::Local(error) => {
                 sq.fail(tables, qp, error);
-                return Polled::Again;
+                return (Polled::Again, done);
             }
             Answer::Progress => {}
             _ => {
@@ -308,10 +305,10 @@ fn datagrams(
         done.messages += 1;
         done.bytes += active.message.length;
         if done.bytes >= BUDGET.bytes {
-            return Polled::Again;
+            return (Polled::Again, done);
         }
     }
-    Polled::Again
+    (Polled::Again, done)
 }
 
 /// How long to wait for a receive that is not there for the `retries`th time, nanoseconds, where
