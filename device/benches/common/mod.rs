@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Two VMs and the device in one process, with a worker that runs when it is told to: what the
 //! device does for a message, by itself.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,8 +42,8 @@ const GRH: u32 = 40;
 pub struct Bed {
     a: Arc<Vm>,
     b: Arc<Vm>,
-    /// A neighbour, which takes no part.
-    c: Arc<Vm>,
+    /// The socket of a neighbour, which takes no part.
+    neighbour: PathBuf,
     /// For [`Bed::round`]; `None`: the worker runs by itself.
     work: Option<Loop>,
     adapter: Arc<Adapter>,
@@ -75,7 +75,7 @@ impl Bed {
         let directory = std::env::temp_dir().join(format!("bed-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
         let mut servers = Vec::new();
-        let [a, b, c] = [1, 2, 3].map(|i| {
+        let sockets = [1, 2, 3].map(|i| {
             let path = directory.join(format!("vm{i}"));
             let settings = RnicSettings {
                 name: path.display().to_string(),
@@ -86,17 +86,14 @@ impl Bed {
                 Server::start(&path, &Access::default(), adapter.clone(), settings)
                     .expect("a socket"),
             );
-            let options = VmOptions {
-                features: 1 << feature::UD | 1 << feature::SRQ | 1 << feature::ATOMIC,
-                memory: 128 << 20,
-                ..VmOptions::default()
-            };
-            Vm::connect(&path, options).expect("a VM")
+            path
         });
+        let [a, b] = [0, 1].map(|i| connect(&sockets[i]));
+        let [_, _, neighbour] = sockets;
         Self {
             a,
             b,
-            c,
+            neighbour,
             work,
             adapter,
             servers,
@@ -117,6 +114,15 @@ impl Bed {
     pub fn busy_round(&mut self) -> bool {
         self.work.as_mut().is_some_and(Loop::busy_round)
     }
+}
+
+fn connect(socket: &Path) -> Arc<Vm> {
+    let options = VmOptions {
+        features: 1 << feature::UD | 1 << feature::SRQ | 1 << feature::ATOMIC,
+        memory: 128 << 20,
+        ..VmOptions::default()
+    };
+    Vm::connect(socket, options).expect("a VM")
 }
 
 impl Drop for Bed {
@@ -294,7 +300,7 @@ pub struct Flow {
     workload: Workload,
     from: End,
     to: End,
-    _neighbours: Vec<Arc<Context>>,
+    _idle: Vec<Arc<Context>>,
 }
 
 impl Flow {
@@ -316,12 +322,17 @@ impl Flow {
                 this.connect(&connection).expect("a connection");
             }
         }
-        let neighbour = |_| Context::new(&bed.c).expect("a context");
+        let mut idle = Vec::new();
+        if workload.idle_contexts != 0 {
+            let vm = connect(&bed.neighbour);
+            let context = |_| Context::new(&vm).expect("a context");
+            idle.extend((0..workload.idle_contexts).map(context));
+        }
         Self {
             workload,
             from,
             to,
-            _neighbours: (0..workload.idle_contexts).map(neighbour).collect(),
+            _idle: idle,
         }
     }
 

@@ -3,7 +3,7 @@
 //! that has had least of the worker's time is next, so that one with a thousand busy queue pairs
 //! gets no more than one with a single one.
 //!
-//! Time is not measured, which would cost as much as a small message, but estimated from what was
+//! What an owner uses while nobody else has entries is not charged. Time is not measured, which would cost as much as a small message, but estimated from what was
 //! done ([`cost`](super::scheduler)).
 use std::collections::VecDeque;
 
@@ -37,7 +37,8 @@ pub(super) struct RunQueue<T> {
     first: Share<T>,
     /// The other owners with entries, in any order.
     others: Vec<Share<T>>,
-    /// What the owner of the last entry had used: who comes anew begins there.
+    /// What the owner of the last entry for which others waited had used: who comes anew begins
+    /// there.
     floor: u64,
     /// Empty queues of owners that had entries.
     spare: Vec<VecDeque<T>>,
@@ -65,32 +66,28 @@ impl<T> RunQueue<T> {
         self.others.len() + usize::from(!self.is_empty())
     }
 
-    /// What an owner has used that had used so much when it was charged last, and now comes anew.
+    /// Adds an entry behind the others of its owner. If there are none, `begin` is called with it
+    /// and with the least that an owner that comes anew has used, and returns what this one has.
     #[inline]
-    pub(super) fn begin(&self, used: u64) -> u64 {
-        used.max(self.floor)
-    }
-
-    /// Adds an entry behind the others of its owner, which has used so much ([`Self::begin`]).
-    #[inline]
-    pub(super) fn push(&mut self, owner: usize, used: u64, entry: T) {
+    pub(super) fn push(&mut self, owner: usize, entry: T, begin: impl FnOnce(&T, u64) -> u64) {
         if self.first.owner != owner || self.first.queue.is_empty() {
             if !self.first.queue.is_empty() {
-                self.push_other(owner, used, entry);
+                self.push_other(owner, entry, begin);
                 return;
             }
             self.first.owner = owner;
-            self.first.used = used;
+            self.first.used = begin(&entry, self.floor);
         }
         self.first.queue.push_back(entry);
     }
 
     #[inline(never)]
-    fn push_other(&mut self, owner: usize, used: u64, entry: T) {
+    fn push_other(&mut self, owner: usize, entry: T, begin: impl FnOnce(&T, u64) -> u64) {
         if let Some(share) = self.others.iter_mut().find(|share| share.owner == owner) {
             share.queue.push_back(entry);
             return;
         }
+        let used = begin(&entry, self.floor);
         let mut queue = self.spare.pop().unwrap_or_default();
         queue.push_back(entry);
         self.others.push(Share { owner, used, queue });
@@ -99,33 +96,35 @@ impl<T> RunQueue<T> {
     /// Takes the next entry.
     #[inline]
     pub(super) fn pop(&mut self) -> Option<T> {
-        if !self.others.is_empty() {
-            self.choose();
+        if self.others.is_empty() {
+            return self.first.queue.pop_front();
         }
-        let entry = self.first.queue.pop_front()?;
-        self.floor = self.floor.max(self.first.used);
-        if self.first.queue.is_empty() {
-            self.replace();
-        }
-        Some(entry)
+        self.pop_of_several()
     }
 
-    /// Has the owner that has used least come first; among equals another than the last one.
+    /// The same where several owners have entries: that of the one that has used least, and among
+    /// equals of another than the last one.
     #[inline(never)]
-    fn choose(&mut self) {
+    fn pop_of_several(&mut self) -> Option<T> {
         let least = self.others.iter_mut().min_by_key(|share| share.used);
         if let Some(other) = least.filter(|other| other.used <= self.first.used) {
             std::mem::swap(&mut self.first, other);
         }
+        self.floor = self.floor.max(self.first.used);
+        let entry = self.first.queue.pop_front();
+        if self.first.queue.is_empty() {
+            if let Some(other) = self.others.pop() {
+                let share = std::mem::replace(&mut self.first, other);
+                self.spare.push(share.queue);
+            }
+        }
+        entry
     }
 
-    /// The first owner has no more entries: another comes first, if there is one.
+    /// Whether another owner than this one has entries.
     #[inline]
-    fn replace(&mut self) {
-        if let Some(other) = self.others.pop() {
-            let share = std::mem::replace(&mut self.first, other);
-            self.spare.push(share.queue);
-        }
+    pub(super) fn has_others(&self, owner: usize) -> bool {
+        self.first.owner != owner && !self.is_empty() || !self.others.is_empty()
     }
 
     /// An owner has used `cost` more.
@@ -162,17 +161,21 @@ mod tests {
     impl World {
         fn push(&mut self, owner: usize) {
             let used = self.used.entry(owner).or_default();
-            *used = self.queue.begin(*used);
-            self.queue.push(owner, *used, owner);
+            self.queue.push(owner, owner, |_, least| {
+                *used = least.max(*used);
+                *used
+            });
         }
 
         /// The next owner is polled, which costs what `cost` says.
         fn poll(&mut self, cost: impl Fn(usize) -> u64) -> usize {
             let owner = self.queue.pop().unwrap();
             let cost = cost(owner);
-            *self.used.entry(owner).or_default() += cost;
             *self.charged.entry(owner).or_default() += cost;
-            self.queue.charge(owner, cost);
+            if self.queue.has_others(owner) {
+                *self.used.entry(owner).or_default() += cost;
+                self.queue.charge(owner, cost);
+            }
             owner
         }
     }
@@ -221,7 +224,7 @@ mod tests {
             let mut queue = RunQueue::default();
             let mut left = [0; 4];
             for owner in &owners {
-                queue.push(*owner, 0, (*owner, left[*owner]));
+                queue.push(*owner, (*owner, left[*owner]), |_, least| least);
                 left[*owner] += 1;
             }
             let all = left;

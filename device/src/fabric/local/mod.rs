@@ -72,10 +72,7 @@ impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {
         now: u64,
         budget: Budget,
     ) -> Polled {
-        let (busy_poll, cache) = (&mut *self.busy_poll, &mut *self.cache);
-        let (polled, done) = requester::poll(sq, tables, qp, now, budget, busy_poll, cache);
-        self.done = done;
-        polled
+        requester::poll(self, sq, tables, qp, now, budget)
     }
 
     fn flush(&mut self, _: &mut SendQueue, _: &'a Tables, _: &'a Arc<Qp>) {

@@ -12,6 +12,7 @@ use super::busy_poll::BusyPoll;
 use super::fast_path::{fast_path, Left};
 use super::lookup_cache::LookupCache;
 use super::peer::{deliver_next, Peer};
+use super::LocalCarrier;
 use crate::engine::cursor::{check, Cursor, Sink};
 use crate::engine::events::raise;
 use crate::engine::message::Answer;
@@ -44,16 +45,21 @@ const LEAST_GATHER: u32 = 4_000;
 const MOST_GATHER: u32 = 128_000;
 
 /// Polls a send queue at time `now`, nanoseconds, within the budget `whole`. With nothing more to
-/// do it may `busy_poll`. Returns what it led to, and what was done.
+/// do it may busy poll. The `carrier` learns what was done.
 pub(crate) fn poll<'a, B: BusyPoll>(
+    carrier: &mut LocalCarrier<'_, 'a, B>,
     sq: &mut SendQueue,
     tables: &'a Tables,
     qp: &'a Arc<Qp>,
     now: u64,
     whole: Budget,
-    busy_poll: &mut B,
-    cache: &mut LookupCache<'a>,
-) -> (Polled, Budget) {
+) -> Polled {
+    let LocalCarrier {
+        cache,
+        busy_poll,
+        done,
+    } = carrier;
+    let (cache, busy_poll) = (&mut **cache, &mut **busy_poll);
     sq.resumed = false;
     if let Some(until) = sq.parked {
         if now < until && cache.registry.appears(&mut sq.path, &qp.vm, sq.dest_gid) {
@@ -61,12 +67,12 @@ pub(crate) fn poll<'a, B: BusyPoll>(
             sq.retries = sq.retries.saturating_sub(1);
         } else if now < until {
             if !qp.wake.swap(false, Ordering::SeqCst) {
-                return (Polled::Park(until), Budget::NONE);
+                return Polled::Park(until);
             }
             if sq.gather != 0 && !sq.gathering {
                 sq.gathering = true;
                 let wait = u64::from(sq.gather).min(until - now);
-                return (park(sq, now, wait), Budget::NONE);
+                return park(sq, now, wait);
             }
         }
         qp.wake.store(false, Ordering::SeqCst);
@@ -75,7 +81,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         sq.resumed = true;
     }
     if sq.queue.entries == 0 {
-        return (Polled::Idle, Budget::NONE);
+        return Polled::Idle;
     }
     if sq.buffer.lost() {
         if qp.fail() {
@@ -86,24 +92,25 @@ pub(crate) fn poll<'a, B: BusyPoll>(
                 vendor_err::MEMORY_GONE,
             );
         }
-        return (Polled::Again, Budget::NONE);
+        return Polled::Again;
     }
     if qp.facts.datagram {
-        return datagrams(sq, cache, tables, qp);
+        return datagrams(sq, cache, tables, qp, done);
     }
     let mut path = std::mem::take(&mut sq.path);
     cache.registry.refresh(&mut path, &qp.vm, sq.dest_gid);
-    let polled = if cache.follow(&path) {
+    let (polled, sent) = if cache.follow(&path) {
         carry_out(sq, tables, qp, now, whole, busy_poll, cache)
     } else {
         let mut cache = cache.afresh(Peer::at(&path, cache.section));
         carry_out(sq, tables, qp, now, whole, busy_poll, &mut cache)
     };
     sq.path = path;
+    *done = sent;
     polled
 }
 
-/// Carries out work requests for the peer in `cache`.
+/// Carries out work requests for the peer in `cache`. Returns what it led to, and what was done.
 #[inline(always)]
 fn carry_out<'a, B: BusyPoll>(
     sq: &mut SendQueue,
@@ -251,18 +258,18 @@ fn datagrams(
     cache: &LookupCache<'_>,
     tables: &Tables,
     qp: &Arc<Qp>,
-) -> (Polled, Budget) {
-    let mut done = Budget::NONE;
+    done: &mut Budget,
+) -> Polled {
     for _ in 0..BUDGET.messages {
         let active = match sq.next_active(tables, qp) {
             Ok(active) => active,
-            Err(polled) => return (polled, done),
+            Err(polled) => return polled,
         };
         sq.active = Some(active);
         let Some(datagram) = sq.datagram else {
             let error = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
             sq.fail(tables, qp, error);
-            return (Polled::Again, done);
+            return Polled::Again;
         };
         let answer = if datagram.multicast() {
             let fanout = sq.fanout.take();
@@ -291,10 +298,10 @@ fn datagrams(
             answer
         };
         match answer {
-            Answer::Busy => return (Polled::Again, done),
+            Answer::Busy => return Polled::Again,
             Answer::Local(error) => {
                 sq.fail(tables, qp, error);
-                return (Polled::Again, done);
+                return Polled::Again;
             }
             Answer::Progress => {}
             _ => {
@@ -305,10 +312,10 @@ fn datagrams(
         done.messages += 1;
         done.bytes += active.message.length;
         if done.bytes >= BUDGET.bytes {
-            return (Polled::Again, done);
+            return Polled::Again;
         }
     }
-    (Polled::Again, done)
+    Polled::Again
 }
 
 /// How long to wait for a receive that is not there for the `retries`th time, nanoseconds, where
