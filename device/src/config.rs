@@ -2,6 +2,7 @@
 //! The command line and the configuration file, and what follows from both.
 use std::collections::HashSet;
 use std::net::IpAddr;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -11,6 +12,7 @@ use nix::unistd::{Group, User};
 use serde::Deserialize;
 
 use crate::adapter::AdapterSettings;
+use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
 use crate::limits::{Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::rnic::RnicSettings;
 use crate::socket::Access;
@@ -89,6 +91,14 @@ pub enum Error {
     /// A number in `--socket-path` is not one.
     #[error("'{0}' is not a number of completion queues")]
     Number(String),
+    /// A weight is out of range.
+    #[error("the weight {weight} of {socket}: there must be 1 to {MOST_WEIGHT}")]
+    Weight {
+        /// The socket.
+        socket: PathBuf,
+        /// Asked for.
+        weight: u16,
+    },
     /// Permissions are not what chmod takes.
     #[error("'{0}' are no permissions of a socket (an octal number such as 0660)")]
     Mode(String),
@@ -225,6 +235,14 @@ pub struct DeviceConfig {
     /// VLANs that its VM may be in.
     #[serde(default)]
     pub vlans: Vec<Vlan>,
+    /// Its part of a worker beside other VMs with work.
+    pub weight: Option<u16>,
+    /// Bytes that its VM may send, or read from others, per second.
+    #[serde(alias = "bytes_per_second")]
+    pub bytes_per_second: Option<NonZeroU64>,
+    /// Messages that its VM may send per second.
+    #[serde(alias = "messages_per_second")]
+    pub messages_per_second: Option<NonZeroU64>,
 }
 
 impl FromStr for DeviceConfig {
@@ -244,6 +262,9 @@ impl FromStr for DeviceConfig {
             gids: Gids::default(),
             addresses: Vec::new(),
             vlans: Vec::new(),
+            weight: None,
+            bytes_per_second: None,
+            messages_per_second: None,
         };
         for part in parts {
             match part.split_once('=') {
@@ -481,6 +502,18 @@ impl DeviceConfig {
         if let Some(network) = self.network {
             settings.network = network;
         }
+        let weight = self.weight.unwrap_or(USUAL_WEIGHT);
+        if !(1..=MOST_WEIGHT).contains(&weight) {
+            return Err(Error::Weight {
+                socket: self.socket,
+                weight,
+            });
+        }
+        settings.share = ShareSettings {
+            weight,
+            bytes_per_second: self.bytes_per_second,
+            messages_per_second: self.messages_per_second,
+        };
         let strict = self.gids == Gids::Mac;
         if strict && self.mac.is_none() {
             return Err(Error::NoMac(self.socket));
@@ -592,6 +625,30 @@ mod tests {
             "a,vlan=x",
         ] {
             assert!(device(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn shares_are_given_in_the_file() {
+        let share = |keys: &str| {
+            let file = format!("[[device]]\nsocket = 'a'\n{keys}\n");
+            config(&[], &file).map(|config| config.devices[0].1.share)
+        };
+        assert_eq!(share(""), Ok(ShareSettings::default()));
+        let given = ShareSettings {
+            weight: 300,
+            bytes_per_second: NonZeroU64::new(1 << 30),
+            messages_per_second: NonZeroU64::new(1000),
+        };
+        let keys = "weight = 300\nbytes-per-second = 1073741824\nmessages-per-second = 1000";
+        assert_eq!(share(keys), Ok(given));
+        for bad in [
+            "weight = 0",
+            "weight = 10001",
+            "bytes-per-second = 0",
+            "messages-per-second = -1",
+        ] {
+            assert!(share(bad).is_err(), "{bad}");
         }
     }
 

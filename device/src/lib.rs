@@ -5,7 +5,7 @@
 //!
 //! | layer | what |
 //! |---|---|
-//! | [`limits`], [`error`], [`epoll_fd`], [`socket`] | numbers; errors; file descriptors; sockets |
+//! | [`limits`], [`error`], [`epoll_fd`], [`eventfd`], [`socket`] | numbers; errors; file descriptors; sockets |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
 //! | [`engine`] | what work requests mean: send queues, responders, completions |
@@ -29,6 +29,7 @@ pub mod control;
 pub mod engine;
 pub mod epoll_fd;
 pub mod error;
+pub mod eventfd;
 pub mod fabric;
 #[allow(unsafe_code)]
 pub mod heap;

@@ -16,6 +16,7 @@ use virtio_rdma_spec::event::{event_type, AsyncEvent};
 
 use crate::adapter::Adapter;
 use crate::engine::events::{notify, EventSink};
+use crate::engine::share::ShareSettings;
 use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::{Link, Schedule, Vm, VmSettings};
 use crate::fabric::local::Local;
@@ -45,6 +46,8 @@ pub struct RnicSettings {
     pub link: Arc<Link>,
     /// Which GIDs the VM may set.
     pub gid_policy: GidPolicy,
+    /// What the VM may have of the workers.
+    pub share: ShareSettings,
 }
 
 impl Default for RnicSettings {
@@ -57,6 +60,7 @@ impl Default for RnicSettings {
             limits: Limits::default(),
             link: Arc::default(),
             gid_policy: GidPolicy::default(),
+            share: ShareSettings::default(),
         }
     }
 }
@@ -106,6 +110,7 @@ impl Rnic {
             }
             .qp_numbers(),
             link: settings.link.clone(),
+            share: settings.share,
             workers: workers.iter().map(schedule).collect(),
             warnings: Box::new(RateLimited::new(settings.name.clone())),
         };

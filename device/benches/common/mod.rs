@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Two VMs and the device in one process, with a worker that runs when it is told to: what the
 //! device does for a message, by itself.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,6 +42,8 @@ const GRH: u32 = 40;
 pub struct Bed {
     a: Arc<Vm>,
     b: Arc<Vm>,
+    /// The socket of a neighbour, which takes no part.
+    neighbour: PathBuf,
     /// For [`Bed::round`]; `None`: the worker runs by itself.
     work: Option<Loop>,
     adapter: Arc<Adapter>,
@@ -73,7 +75,7 @@ impl Bed {
         let directory = std::env::temp_dir().join(format!("bed-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
         let mut servers = Vec::new();
-        let [a, b] = [1, 2].map(|i| {
+        let sockets = [1, 2, 3].map(|i| {
             let path = directory.join(format!("vm{i}"));
             let settings = RnicSettings {
                 name: path.display().to_string(),
@@ -84,15 +86,14 @@ impl Bed {
                 Server::start(&path, &Access::default(), adapter.clone(), settings)
                     .expect("a socket"),
             );
-            let options = VmOptions {
-                features: 1 << feature::UD | 1 << feature::SRQ | 1 << feature::ATOMIC,
-                ..VmOptions::default()
-            };
-            Vm::connect(&path, options).expect("a VM")
+            path
         });
+        let [a, b] = [0, 1].map(|i| connect(&sockets[i]));
+        let [_, _, neighbour] = sockets;
         Self {
             a,
             b,
+            neighbour,
             work,
             adapter,
             servers,
@@ -113,6 +114,15 @@ impl Bed {
     pub fn busy_round(&mut self) -> bool {
         self.work.as_mut().is_some_and(Loop::busy_round)
     }
+}
+
+fn connect(socket: &Path) -> Arc<Vm> {
+    let options = VmOptions {
+        features: 1 << feature::UD | 1 << feature::SRQ | 1 << feature::ATOMIC,
+        memory: 128 << 20,
+        ..VmOptions::default()
+    };
+    Vm::connect(socket, options).expect("a VM")
 }
 
 impl Drop for Bed {
@@ -155,6 +165,8 @@ pub struct Workload {
     list: u32,
     /// Queue pairs, that have one list each.
     qps: u32,
+    /// Contexts of a neighbour, in which nothing happens.
+    idle_contexts: u32,
 }
 
 const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Workload {
@@ -163,13 +175,23 @@ const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Worklo
         verb,
         list,
         qps,
+        idle_contexts: 0,
     }
 }
 
 /// All of them.
-pub const WORKLOADS: [Workload; 16] = [
+pub const WORKLOADS: [Workload; 17] = [
     workload("a poll iteration that finds nothing", Verb::Nothing, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
+    Workload {
+        idle_contexts: 4096,
+        ..workload(
+            "WRITE, one by one, beside 4,096 contexts",
+            Verb::Write,
+            1,
+            1,
+        )
+    },
     workload("WRITE, lists of 32", Verb::Write, LIST, 1),
     workload("WRITE, lists of 96", Verb::Write, LONE_LIST, 1),
     workload("WRITE, 1,000 queue pairs", Verb::Write, 1, MANY),
@@ -278,6 +300,7 @@ pub struct Flow {
     workload: Workload,
     from: End,
     to: End,
+    _idle: Vec<Arc<Context>>,
 }
 
 impl Flow {
@@ -299,7 +322,18 @@ impl Flow {
                 this.connect(&connection).expect("a connection");
             }
         }
-        Self { workload, from, to }
+        let mut idle = Vec::new();
+        if workload.idle_contexts != 0 {
+            let vm = connect(&bed.neighbour);
+            let context = |_| Context::new(&vm).expect("a context");
+            idle.extend((0..workload.idle_contexts).map(context));
+        }
+        Self {
+            workload,
+            from,
+            to,
+            _idle: idle,
+        }
     }
 
     /// Rings for `count` of the queue pairs, whether they have work or not.

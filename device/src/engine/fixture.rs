@@ -25,6 +25,7 @@ use super::events::EventSink;
 use super::queue_pair::{Qp, QpParts};
 use super::responder::Responder;
 use super::send_queue::SendQueue;
+use super::share::ShareSettings;
 use super::tables::{Gid, Pd};
 use super::vm::{Link, Network, Schedule, Vm, VmSettings, Warn};
 use crate::limits::Limits;
@@ -171,6 +172,7 @@ impl Guest {
                 limits: Limits::default(),
                 qp_numbers: NUMBERS,
                 link: Arc::new(Link::default()),
+                share: ShareSettings::default(),
                 workers: vec![run_list.clone()],
                 warnings: Box::new(warnings.clone()),
             },

@@ -22,6 +22,7 @@ pub mod queue_pair;
 mod register;
 pub mod responder;
 pub mod send_queue;
+pub mod share;
 pub mod tables;
 pub mod vm;
 
@@ -44,6 +45,12 @@ pub struct Budget {
 }
 
 impl Budget {
+    /// Nothing.
+    pub const NONE: Self = Self {
+        messages: 0,
+        bytes: 0,
+    };
+
     /// What was done since it was `whole`.
     #[inline(always)]
     #[must_use]

@@ -60,6 +60,8 @@ pub struct Qp {
     pub qp_type: u8,
     /// Multicast messages of its own VM do not reach it.
     pub block_multicast_loopback: bool,
+    /// Its VM has caps.
+    pub(crate) capped: bool,
     state: AtomicU8,
     /// In a run queue, or about to be.
     pub(crate) scheduled: AtomicBool,
@@ -187,6 +189,7 @@ impl Qp {
         } = parts;
         let (send_queue, responder) = (parts.send_queue, parts.responder);
         Self {
+            capped: vm.caps().is_some(),
             number,
             vm,
             worker,

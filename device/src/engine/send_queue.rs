@@ -87,6 +87,8 @@ pub struct SendQueue {
     pub(crate) signal_all: bool,
     pub(crate) retries: u8,
     pub(crate) rnr_retries: u8,
+    /// How often in a row the peer's VM was stopped, as far as that is counted.
+    pub(crate) stopped: u8,
     pub(crate) drained: bool,
     pub(crate) drained_notify: bool,
     pub(crate) timeout: u8,
@@ -148,6 +150,7 @@ impl SendQueue {
             parked: None,
             retries: 0,
             rnr_retries: 0,
+            stopped: 0,
             drained: false,
             drained_notify: false,
             timeout: 0,
@@ -237,6 +240,7 @@ impl SendQueue {
     pub(crate) fn reset_retries(&mut self) {
         self.retries = 0;
         self.rnr_retries = 0;
+        self.stopped = 0;
     }
 
     /// What the message in progress reads, from where it is on.

@@ -14,6 +14,7 @@ use crossbeam_utils::CachePadded;
 use vhost_device_rdma_sync::{self as sync, ReadSection, Readers, Shared};
 
 use super::queue_pair::Qp;
+use super::share::{weighed, Caps, ShareSettings};
 use super::tables::Tables;
 use crate::limits::Limits;
 use crate::verbs::cq::Cq;
@@ -71,6 +72,8 @@ struct Counters {
     retries: AtomicU64,
     errors: AtomicU64,
     qkey_violations: AtomicU64,
+    /// What the VM has had of the worker's time: what its polls cost, by its weight.
+    used: AtomicU64,
 }
 
 /// Adds to a counter that only the calling worker writes.
@@ -112,6 +115,8 @@ pub struct VmSettings {
     pub qp_numbers: RangeInclusive<u32>,
     /// The link.
     pub link: Arc<Link>,
+    /// What it may have of the workers.
+    pub share: ShareSettings,
     /// The workers.
     pub workers: Vec<Arc<dyn Schedule>>,
     /// Where warnings go.
@@ -128,6 +133,8 @@ pub struct Vm {
     /// Feature bits that the driver accepted.
     features: AtomicU64,
     link: Arc<Link>,
+    weight: u16,
+    caps: Option<Caps>,
     /// The driver has the port up.
     up_for_driver: AtomicBool,
     workers: Vec<Arc<dyn Schedule>>,
@@ -150,6 +157,7 @@ impl Vm {
             limits,
             qp_numbers,
             link,
+            share,
             workers,
             warnings,
         } = settings;
@@ -163,6 +171,8 @@ impl Vm {
                 tables: Shared::new(readers, tables),
                 features: AtomicU64::new(0),
                 link,
+                weight: share.weight,
+                caps: Caps::new(&share),
                 up_for_driver: AtomicBool::new(true),
                 workers,
                 counters,
@@ -254,6 +264,31 @@ impl Vm {
             add(&counters.rx_messages, messages);
             add(&counters.rx_bytes, bytes);
         }
+    }
+
+    /// The caps, if it has any.
+    #[inline]
+    pub(crate) fn caps(&self) -> Option<&Caps> {
+        self.caps.as_ref()
+    }
+
+    /// What a poll that costs a worker so much counts for this VM.
+    #[inline]
+    pub(crate) fn weighed(&self, cost: u64) -> u64 {
+        weighed(cost, self.weight)
+    }
+
+    /// Adds to what the VM has had of a worker's time.
+    pub(crate) fn use_worker(&self, worker: u16, weighed: u64) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.used, weighed);
+        }
+    }
+
+    /// What the VM has had of a worker's time.
+    pub(crate) fn used_of_worker(&self, worker: u16) -> u64 {
+        self.counters(worker)
+            .map_or(0, |counters| counters.used.load(Ordering::Relaxed))
     }
 
     pub(crate) fn count_rnr(&self, worker: u16) {

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::AtomicU64;
 use std::sync::Arc;
 
+use rustix::fs::fstatfs;
 use rustix::mm::{madvise, Advice};
 use virtio_rdma_spec::PAGE_SIZE;
 use vm_memory::mmap::MmapRegionError;
@@ -12,8 +13,15 @@ use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
     GuestRegionMmap, MmapRegion,
 };
+use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
+use super::loss::Watch;
 use super::ContiguousRange;
+
+/// Type of the file system of memfds and of /dev/shm (statfs(2)).
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+/// Type of the file system of huge pages.
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 /// Why guest memory could not be mapped or found.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +50,15 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// The file behind the region is not memory: an access might wait for a disk, a network, or
+    /// another process.
+    #[error(
+        "the file behind the memory region at {0:#x} is neither a memfd nor on tmpfs or hugetlbfs"
+    )]
+    NotMemory(u64),
+    /// The loss of the region's memory would end the process.
+    #[error("cannot watch the memory regions")]
+    Watch(#[source] std::io::Error),
     /// The region overlaps another.
     #[error("the memory region at {0:#x} overlaps another")]
     Overlap(u64),
@@ -85,6 +102,11 @@ pub(super) struct MappedRange {
 }
 
 impl MappedRange {
+    /// Its mapping: address and size in bytes.
+    fn mapping(&self) -> (usize, usize) {
+        (self.host.0 as usize, self.size as usize)
+    }
+
     /// What a guest has in its memory is not for those who look at a core dump of this process.
     fn keep_out_of_core_dumps(&self) -> Result<(), Error> {
         let Host(start) = self.host;
@@ -109,6 +131,8 @@ impl MappedRange {
 
 #[derive(Debug)]
 struct Inner {
+    /// Dropped before the mappings.
+    _watch: Watch,
     mmap: Arc<GuestMemoryMmap>,
     /// The regions by guest-physical address.
     ranges: Vec<MappedRange>,
@@ -119,40 +143,34 @@ struct Inner {
 pub struct GuestMemory(Arc<Inner>);
 
 impl GuestMemory {
-    /// Maps `regions`.
+    /// Maps `regions`, and tells nobody when their memory is lost.
     ///
     /// # Errors
-    /// If a region is not page aligned, is longer than its file, overlaps another, or cannot be
-    /// mapped.
+    /// As [`Self::of`], and if a region overlaps another or cannot be mapped.
     pub fn new(regions: Vec<RegionInfo>) -> Result<Self, Error> {
-        let mmap = regions
-            .into_iter()
-            .try_fold(GuestMemoryMmap::new(), |mmap, region| {
-                let addr = region.guest_addr;
-                let file = FileOffset::new(region.file, region.fd_offset);
-                let size = usize::try_from(region.size).map_err(|_| Error::Alignment(addr))?;
-                let mapping = MmapRegion::from_file(file, size)
-                    .map_err(|source| Error::Map { addr, source })?;
-                let region = GuestRegionMmap::new(mapping, GuestAddress(addr))
-                    .ok_or(Error::Alignment(addr))?;
-                mmap.insert_region(Arc::new(region))
-                    .map_err(|_| Error::Overlap(addr))
-            })?;
-        Self::of(Arc::new(mmap))
+        let nobody = EventFd::new(EFD_NONBLOCK).map_err(Error::Watch)?;
+        Self::of(Arc::new(map(regions)?), &Arc::new(nobody))
     }
 
     /// The memory that is mapped by `mmap`, which is accessed only after this has judged it: the
-    /// crate that mapped it does not look at alignment and at the length of files.
+    /// crate that mapped it does not look at alignment and at files. When memory of it is lost
+    /// (see `loss`), `lost` is signaled.
     ///
     /// # Errors
-    /// If a region is not page aligned, is longer than its file, or cannot be kept out of core
-    /// dumps.
-    pub fn of(mmap: Arc<GuestMemoryMmap>) -> Result<Self, Error> {
+    /// If a region is not page aligned, is longer than its file, is not memory, or cannot be kept
+    /// out of core dumps.
+    pub fn of(mmap: Arc<GuestMemoryMmap>, lost: &Arc<EventFd>) -> Result<Self, Error> {
         let ranges = mmap.iter().map(range).collect::<Result<Vec<_>, _>>()?;
         ranges
             .iter()
             .try_for_each(MappedRange::keep_out_of_core_dumps)?;
-        Ok(Self(Arc::new(Inner { mmap, ranges })))
+        let watch = Watch::new(ranges.iter().map(MappedRange::mapping), lost)
+            .map_err(|error| Error::Watch(error.into()))?;
+        Ok(Self(Arc::new(Inner {
+            _watch: watch,
+            mmap,
+            ranges,
+        })))
     }
 
     /// The mappings, for virtqueues.
@@ -238,6 +256,23 @@ impl GuestMemory {
     }
 }
 
+/// Maps regions.
+pub(super) fn map(regions: Vec<RegionInfo>) -> Result<GuestMemoryMmap, Error> {
+    regions
+        .into_iter()
+        .try_fold(GuestMemoryMmap::new(), |mmap, region| {
+            let addr = region.guest_addr;
+            let file = FileOffset::new(region.file, region.fd_offset);
+            let size = usize::try_from(region.size).map_err(|_| Error::Alignment(addr))?;
+            let mapping =
+                MmapRegion::from_file(file, size).map_err(|source| Error::Map { addr, source })?;
+            let region =
+                GuestRegionMmap::new(mapping, GuestAddress(addr)).ok_or(Error::Alignment(addr))?;
+            mmap.insert_region(Arc::new(region))
+                .map_err(|_| Error::Overlap(addr))
+        })
+}
+
 /// Where a region is, if it is one that can be accessed.
 fn range(region: &GuestRegionMmap) -> Result<MappedRange, Error> {
     let GuestAddress(guest) = region.start_addr();
@@ -252,6 +287,13 @@ fn range(region: &GuestRegionMmap) -> Result<MappedRange, Error> {
         if end.is_none_or(|end| length < end) {
             return Err(Error::Short(guest));
         }
+        // A lost region is replaced as a whole, in whole pages of its file system.
+        match fstatfs(file.file()).map(|fs| (fs.f_type as u64 & 0xffff_ffff, fs.f_bsize as u64)) {
+            Ok((TMPFS_MAGIC, _)) => {}
+            Ok((HUGETLBFS_MAGIC, page)) if size % page == 0 => {}
+            Ok((HUGETLBFS_MAGIC, _)) => return Err(Error::Alignment(guest)),
+            _ => return Err(Error::NotMemory(guest)),
+        }
     }
     Ok(MappedRange {
         guest,
@@ -263,11 +305,11 @@ fn range(region: &GuestRegionMmap) -> Result<MappedRange, Error> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use vmm_sys_util::tempfile::TempFile;
+    use rustix::fs::{memfd_create, MemfdFlags};
 
     /// A region of `pages` pages at `guest_addr`, of fresh memory.
     pub(crate) fn region(guest_addr: u64, pages: u64) -> RegionInfo {
-        let file = TempFile::new().unwrap().into_file();
+        let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
         let size = pages * PAGE_SIZE;
         file.set_len(size).unwrap();
         RegionInfo {
@@ -276,6 +318,23 @@ pub(crate) mod tests {
             fd_offset: 0,
             file,
         }
+    }
+
+    #[test]
+    fn files_on_disks_are_not_memory() {
+        // Of a device, since what the temporary directory is on differs.
+        let file = File::open("/proc/self/exe").unwrap();
+        let size = file.metadata().unwrap().len() & !(PAGE_SIZE - 1);
+        let disk = RegionInfo {
+            guest_addr: 0,
+            size,
+            fd_offset: 0,
+            file,
+        };
+        assert!(matches!(
+            GuestMemory::new(vec![disk]),
+            Err(Error::NotMemory(0) | Error::Map { .. })
+        ));
     }
 
     #[test]
@@ -298,7 +357,11 @@ pub(crate) mod tests {
             .guest_memory()
             .remove_region(GuestAddress(0x1000), 2 * PAGE_SIZE)
             .unwrap();
-        let less = GuestMemory::of(Arc::new(less)).unwrap();
+        let less = GuestMemory::of(
+            Arc::new(less),
+            &Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
+        )
+        .unwrap();
         assert!(!less.same(&more));
         assert_eq!(less.guest(more.host(0x1000, 1).unwrap()), None);
         assert!(less.host(0x1000, 1).is_none());

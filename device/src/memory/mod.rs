@@ -14,6 +14,7 @@ mod avx;
 mod blocks;
 mod guest;
 mod list;
+mod loss;
 pub mod null;
 mod pages;
 mod range;

@@ -135,6 +135,23 @@ impl<T> Slab<T> {
             .filter_map(move |(i, e)| Some((first.wrapping_add(i as u32), e.as_ref()?)))
     }
 
+    /// Places of handles, taken or free: what [`Self::iter`] has to walk.
+    #[must_use]
+    pub fn places(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// The objects at the next `count` places from `place` on, and behind the last one from the
+    /// first on, with their handles.
+    pub fn iter_from(&self, place: usize, count: usize) -> impl Iterator<Item = (u32, &T)> {
+        let all = self.entries.len();
+        (0..count.min(all)).filter_map(move |i| {
+            let place = (place % all + i) % all;
+            let object = self.entries.get(place)?.as_ref()?;
+            Some((self.first.wrapping_add(place as u32), object))
+        })
+    }
+
     /// All objects, to change them.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.entries.iter_mut().filter_map(Option::as_mut)
@@ -192,6 +209,25 @@ mod tests {
         // There is no room to choose from.
         let mut full = Slab::scattered(1, 300, 300);
         assert_eq!(full.insert_with(Ok), Ok(1));
+    }
+
+    #[test]
+    fn places_are_walked_in_turn() {
+        let mut slab = Slab::new(5, 10);
+        assert_eq!(slab.iter_from(3, 4).count(), 0);
+        for _ in 0..5 {
+            slab.insert_with(Ok).unwrap();
+        }
+        slab.remove(6);
+        let walk = |place, count| -> Vec<u32> {
+            slab.iter_from(place, count)
+                .map(|(handle, _)| handle)
+                .collect()
+        };
+        assert_eq!(slab.places(), 5);
+        assert_eq!(walk(0, 3), [5, 7]);
+        assert_eq!(walk(3, 3), [8, 9, 5]);
+        assert_eq!(walk(7, 100), [7, 8, 9, 5]);
     }
 
     #[test]

@@ -19,6 +19,7 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use super::vring::{make_for, Memory, Vring};
 use crate::engine::vm::Warn;
 use crate::error::sentence;
+use crate::eventfd;
 use crate::memory::GuestMemory;
 use crate::virtio::{self, Ring, VirtioDevice, FEATURES, MAX_RING_SIZE};
 use crate::warnings::RateLimited;
@@ -29,6 +30,8 @@ const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
 const END: u16 = 0x100;
 /// There are more commands.
 const MORE: u16 = 0x101;
+/// Memory of the VM is lost.
+const LOST: u16 = 0x102;
 /// Kicks of virtqueue i have this number plus i.
 const FIRST_KICK: u16 = 0x200;
 
@@ -39,6 +42,15 @@ pub type Daemon = VhostUserDaemon<Arc<Backend>>;
 
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A file descriptor is no eventfd.
+#[derive(Debug, thiserror::Error)]
+#[error("virtqueue {index} cannot be notified by the file descriptor that was passed")]
+struct NoKick {
+    index: u16,
+    #[source]
+    error: io::Error,
 }
 
 /// A device, as the messages of its front end change it.
@@ -56,10 +68,10 @@ pub struct Backend {
     kicks: Mutex<Vec<Option<File>>>,
     end: EventFd,
     more: EventFd,
+    lost: Arc<EventFd>,
 }
 
-/// Edge triggered: every write is seen, and nobody reads, so that no file descriptor a front end
-/// might pass can block us.
+/// Edge triggered: every write is seen, and nobody reads, which the front end could have wait.
 fn edges() -> EventSet {
     EventSet::IN | EventSet::EDGE_TRIGGERED
 }
@@ -72,7 +84,8 @@ impl Backend {
         connection: Connection,
         attach: impl FnOnce() -> VirtioDevice,
     ) -> io::Result<Arc<Self>> {
-        let [end, more] = [EventFd::new(EFD_NONBLOCK)?, EventFd::new(EFD_NONBLOCK)?];
+        let eventfd = || EventFd::new(EFD_NONBLOCK);
+        let (end, more, lost) = (eventfd()?, eventfd()?, Arc::new(eventfd()?));
         // Nothing fails from here on, so that what is attached is detached by its session.
         let device = attach();
         let queues = device.queues();
@@ -87,6 +100,7 @@ impl Backend {
             kicks: Mutex::new((0..queues).map(|_| None).collect()),
             end,
             more,
+            lost,
         }))
     }
 
@@ -106,7 +120,8 @@ impl Backend {
     /// Has the virtqueues' thread wait for what is not a virtqueue.
     fn listen(&self, daemon: &Daemon) -> io::Result<()> {
         for handler in daemon.get_epoll_handlers() {
-            for (event, number) in [(&self.end, END), (&self.more, MORE)] {
+            let events = [(&self.end, END), (&self.more, MORE), (&*self.lost, LOST)];
+            for (event, number) in events {
                 handler.register_listener(event.as_raw_fd(), edges(), number.into())?;
             }
             // The handler holds us.
@@ -149,6 +164,10 @@ impl Backend {
             self.stop(index);
             return;
         };
+        if let Err(error) = eventfd::check(&kick) {
+            self.refuse(&NoKick { index, error });
+            return;
+        }
         // A doorbell queue's kick goes straight to the worker.
         let ours = self.with_device(|device| {
             if device.is_doorbell(index) {
@@ -255,7 +274,8 @@ impl VhostUserBackend for Backend {
     }
 
     fn update_memory(&self, memory: Memory) -> io::Result<()> {
-        let memory = GuestMemory::of(memory.memory().into_inner()).map_err(io::Error::other)?;
+        let memory = GuestMemory::of(memory.memory().into_inner(), &self.lost);
+        let memory = memory.map_err(io::Error::other)?;
         self.with_device(|device| device.set_memory(Some(memory)));
         Ok(())
     }
@@ -283,6 +303,13 @@ impl VhostUserBackend for Backend {
             // That is how the thread ends.
             END => return Err(io::Error::other("the session has ended")),
             MORE => CONTROL_QUEUE,
+            LOST => {
+                self.log.warn(format_args!(
+                    "memory of the VM is lost: its file was truncated, or the system had none left"
+                ));
+                self.shut_down();
+                return Ok(());
+            }
             _ => match event.checked_sub(FIRST_KICK) {
                 Some(index) => index,
                 None => return Ok(()),

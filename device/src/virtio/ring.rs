@@ -5,14 +5,14 @@
 //! The rings are the guest's. `virtio-queue` checks indices and bounds every walk; what it finds
 //! wrong breaks the ring, which is then left alone until it is set up anew.
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::sync::atomic::Ordering;
 
 use log::debug;
-use rustix::io::ioctl_fionbio;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
+use crate::eventfd;
 use crate::memory::GuestMemory;
 
 /// Largest virtqueue, descriptors.
@@ -166,10 +166,10 @@ impl Ring {
     /// The eventfd that interrupts the guest; `None`: it is not interrupted.
     ///
     /// # Errors
-    /// If the file descriptor cannot be made one that never blocks.
+    /// If it is not an eventfd.
     pub fn set_interrupt(&mut self, interrupt: Option<File>) -> Result<(), Error> {
         if let Some(interrupt) = &interrupt {
-            ioctl_fionbio(interrupt, true).map_err(|e| Error::Interrupt(e.into()))?;
+            eventfd::check(interrupt).map_err(Error::Interrupt)?;
         }
         self.interrupt = interrupt;
         Ok(())
@@ -307,9 +307,11 @@ impl Ring {
         if !wanted || (!self.queue.event_idx_enabled() && self.interrupts_off(memory)) {
             return;
         }
-        if let Some(mut interrupt) = self.interrupt.as_ref() {
-            // If it would block, the counter is full, and the guest has been told.
-            let _ = interrupt.write(&1u64.to_ne_bytes());
+        if let Some(interrupt) = &self.interrupt {
+            // It was an eventfd when it was set, and that does not change.
+            if let Err(error) = eventfd::signal(interrupt) {
+                debug!("virtqueue {}: {error}", self.index);
+            }
         }
     }
 

@@ -37,6 +37,20 @@ pub(crate) struct BusyPoller<'a> {
     pub(super) next: Option<Arc<Qp>>,
 }
 
+impl<'a> BusyPoller<'a> {
+    /// Lets nobody busy poll.
+    pub(super) fn never(section: &'a ReadSection<'a>, worker: &'a Worker) -> Self {
+        Self {
+            section,
+            worker,
+            generation: 0,
+            doorbells: &[],
+            left: 0,
+            next: None,
+        }
+    }
+}
+
 impl BusyPoll for BusyPoller<'_> {
     type OwnDoorbell<'d> = OwnDoorbell<'d>;
 

@@ -2,7 +2,7 @@
 //! What a worker's thread does, again and again.
 use std::fmt;
 use std::sync::atomic::{fence, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
@@ -16,22 +16,30 @@ use super::handle::{count, Worker, KICK};
 use super::idle_policy::{Idle, IdlePolicy};
 use super::scheduler::{QpQueue, Scan, Scheduler};
 use super::timers::{Holds, Parked};
+use super::watched::{Watched, FEW};
 use crate::engine::queue_pair::Qp;
+use crate::engine::tables::{Context, Tables};
 use crate::engine::vm::Vm;
 use crate::engine::{BUDGET, LONE_BUDGET};
 use crate::epoll_fd::NO_EVENT;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::registry::Registry;
 
-/// Queue pairs of the run queue that are polled before the doorbells are scanned again, and those
-/// that are polled at once during a scan.
+/// Queue pairs that are polled at once during a scan.
 const MOST_POLLED: usize = 32;
-/// Most doorbells that are busy polled: with more contexts, each poll iteration scans all of them,
+/// Bytes that polls of the run queue may cost before the doorbells are scanned again.
+const MOST_COST: u64 = 3 * BUDGET.bytes;
+/// Parked queue pairs of a VM whose time has come that are woken in a poll iteration.
+const WOKEN: usize = 8;
+/// Most doorbells that are busy polled, one for each bit of a word: with more contexts, each poll iteration scans some of them,
 /// and that takes its time.
 const BUSY_POLLED: usize = 64;
 /// How often the last queue pair may find more work by busy polling before the clock and everything
 /// else get their poll iteration.
 const BUSY_POLLS: u32 = 256;
+
+/// When the clock of all workers began.
+static EPOCH: OnceLock<Instant> = OnceLock::new();
 
 /// Whether a poll iteration that finds nothing goes on for a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +68,8 @@ pub struct Loop {
     reader: Reader,
     registry: Arc<Registry>,
     vms: Vec<Arc<Vm>>,
+    /// Which doorbells of each of them are looked at.
+    watched: Vec<Watched>,
     generation: u64,
     queue: QpQueue,
     parked: Parked,
@@ -71,6 +81,56 @@ pub struct Loop {
     time: u64,
     /// How long to poll for work before sleeping.
     idle_policy: IdlePolicy,
+}
+
+/// The doorbells that a poll iteration has looked at.
+struct Doorbells<'a> {
+    list: ArrayVec<(&'a Tables, Doorbell<'a>), BUSY_POLLED>,
+    /// A bit for each of `list` that rings.
+    ringing: u64,
+    /// The VM of the last one that rings.
+    rang: Option<&'a Tables>,
+    /// Those that ring are of several VMs.
+    several: bool,
+    /// These are all that there are.
+    all: bool,
+}
+
+impl Default for Doorbells<'_> {
+    fn default() -> Self {
+        Self {
+            list: ArrayVec::new(),
+            ringing: 0,
+            rang: None,
+            several: false,
+            all: true,
+        }
+    }
+}
+
+impl<'a> Doorbells<'a> {
+    /// Looks at the doorbell of a context. Returns whether it rings.
+    #[inline(always)]
+    fn look(&mut self, scan: &mut Scan<'a>, tables: &'a Tables, context: &'a Context) -> bool {
+        let Some(doorbell) = Doorbell::new(context, scan.scheduler.worker) else {
+            return false;
+        };
+        let rings = doorbell.rings();
+        if rings {
+            self.several |= self.rang.is_some_and(|rang| !std::ptr::eq(rang, tables));
+            self.rang = Some(tables);
+            self.ringing |= 1u64.checked_shl(self.list.len() as u32).unwrap_or_default();
+        }
+        if self.list.try_push((tables, doorbell)).is_err() {
+            self.all = false;
+            if rings {
+                // With so many there is no hurry.
+                scan.most = 0;
+                scan.answer(tables, &doorbell);
+            }
+        }
+        rings
+    }
 }
 
 impl fmt::Debug for Loop {
@@ -94,12 +154,13 @@ impl Loop {
             reader,
             registry,
             vms: Vec::new(),
+            watched: Vec::new(),
             generation: u64::MAX,
             queue: QpQueue::default(),
             parked: Parked::default(),
             holds: Holds::default(),
             timer,
-            epoch: Instant::now(),
+            epoch: *EPOCH.get_or_init(Instant::now),
             time: 0,
             idle_policy: IdlePolicy::new(poll_budget),
         }
@@ -136,7 +197,7 @@ impl Loop {
                 if before.is_some() || waited || busy_polled {
                     self.idle_policy.found();
                 }
-                self.run_queued(MOST_POLLED);
+                self.run_queued(MOST_COST);
                 idle_since = None;
                 continue;
             }
@@ -173,7 +234,7 @@ impl Loop {
     pub fn round(&mut self) -> bool {
         let Iteration { served, .. } = self.iterate(MOST_POLLED, Polling::No);
         let work = served != 0 || !self.queue.is_empty();
-        self.run_queued(MOST_POLLED);
+        self.run_queued(MOST_COST);
         work
     }
 
@@ -181,7 +242,7 @@ impl Loop {
     /// Returns whether busy polling of the last queue pair found more work.
     pub fn busy_round(&mut self) -> bool {
         let Iteration { busy_polled, .. } = self.iterate(MOST_POLLED, Polling::Eagerly);
-        self.run_queued(MOST_POLLED);
+        self.run_queued(MOST_COST);
         busy_polled
     }
 
@@ -209,6 +270,8 @@ impl Loop {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner),
         );
+        self.watched.clear();
+        self.watched.resize_with(self.vms.len(), Watched::default);
         self.parked.forget_dead();
         self.announce(worker_status::POLLING);
     }
@@ -286,40 +349,42 @@ impl Loop {
                 queue: &mut self.queue,
                 parked: &mut self.parked,
                 time: self.time,
+                cost: 0,
             },
             served: 0,
             next: None,
             then: None,
             cache: LookupCache::new(&section, &self.registry, &self.vms),
         };
-        let mut doorbells = ArrayVec::<_, BUSY_POLLED>::new();
-        let mut all = true;
-        let mut rang = false;
-        for vm in &self.vms {
+        let mut doorbells = Doorbells::default();
+        for (at, vm) in self.vms.iter().enumerate() {
             let Some(tables) = vm.read_in(&section).filter(|tables| tables.running) else {
                 continue;
             };
-            for (_, context) in tables.contexts.iter() {
-                let Some(doorbell) = Doorbell::new(context, worker) else {
-                    continue;
-                };
-                if doorbell.rings() {
-                    rang = true;
-                    scan.answer(tables, &doorbell);
+            if tables.contexts.places() <= FEW {
+                for (_, context) in tables.contexts.iter() {
+                    doorbells.look(&mut scan, tables, context);
                 }
-                all &= doorbells.try_push((tables, doorbell)).is_ok();
+            } else if let Some(watched) = self.watched.get_mut(at) {
+                doorbells.all = false;
+                watched.look(tables, |context| doorbells.look(&mut scan, tables, context));
             }
+        }
+        let (mut ringing, several, all) = (doorbells.ringing, doorbells.several, doorbells.all);
+        let doorbells = doorbells.list.as_slice();
+        let rang = ringing != 0;
+        if rang {
+            scan.answer_all(doorbells, ringing, several);
         }
         let mut waited = false;
         if !rang && idle && all && polling != Polling::No {
             for _ in 0..POLLS {
                 if doorbells.iter().any(|(_, doorbell)| doorbell.rings()) {
                     waited = true;
-                    for (tables, doorbell) in
-                        doorbells.iter().filter(|(_, doorbell)| doorbell.rings())
-                    {
-                        scan.answer(tables, doorbell);
+                    for (at, (_, doorbell)) in doorbells.iter().enumerate() {
+                        ringing |= u64::from(doorbell.rings()) << at;
                     }
+                    scan.answer_all(doorbells, ringing, ringing.count_ones() > 1);
                     break;
                 }
                 if section.is_awaited() || worker.is_wanted(self.generation) {
@@ -333,18 +398,19 @@ impl Loop {
         let mut busy_polled = false;
         if let Some(last) = scan.then.take() {
             scan.serve(last);
-            // With timers, the clock has to be read more often.
+            // With timers, the clock has to be read more often, and with more doorbells than are
+            // busy polled, these have to be looked at.
             let timed = !scan.scheduler.parked.is_empty() || !self.holds.is_empty();
             let left = match polling {
-                Polling::Eagerly | Polling::Relaxed if all && timed => BUSY_POLLS / 16,
-                Polling::Eagerly | Polling::Relaxed if all => BUSY_POLLS,
-                _ => 0,
+                Polling::No => 0,
+                _ if timed || !all => BUSY_POLLS / 16,
+                _ => BUSY_POLLS,
             };
             let mut busy_poll = BusyPoller {
                 section: &section,
                 worker,
                 generation: self.generation,
-                doorbells: &doorbells,
+                doorbells,
                 left,
                 next: None,
             };
@@ -360,9 +426,12 @@ impl Loop {
 
     /// Puts parked queue pairs whose time has come into the run queue.
     fn expire(&mut self) {
-        while let Some(qp) = self.parked.due(self.time) {
-            self.again(qp);
-        }
+        let queue = &mut self.queue;
+        self.parked.take_due(self.time, WOKEN, |qp| {
+            if !qp.scheduled.swap(true, Ordering::SeqCst) {
+                queue.add(qp);
+            }
+        });
     }
 
     /// Puts a queue pair that is not parked at the end of the run queue, unless it is in it.
@@ -372,42 +441,56 @@ impl Loop {
         }
     }
 
-    /// Polls the first `most` queue pairs of the run queue.
-    fn run_queued(&mut self, most: usize) {
+    /// Polls the first queue pairs of the run queue, until that has cost so much.
+    fn run_queued(&mut self, most: u64) {
         if self.queue.is_empty() {
             return;
         }
         let mut section = self.reader.enter();
-        for _ in 0..most {
-            let Some(qp) = self.queue.pop() else {
-                break;
-            };
-            // Before the poll: a queue pair that is scheduled during it is polled again.
-            qp.scheduled.store(false, Ordering::SeqCst);
-            let budget = match self.queue.next() {
-                Some(next) => {
-                    next.prefetch();
-                    BUDGET
-                }
-                None => LONE_BUDGET,
-            };
+        let mut cost = MOST_COST.saturating_sub(most);
+        loop {
             section.yield_to_writers();
-            let mut scheduler = Scheduler {
-                section: &section,
-                worker: &self.worker,
-                queue: &mut self.queue,
-                parked: &mut self.parked,
-                time: self.time,
-            };
-            match qp.vm.read_in(&section) {
-                Some(tables) => {
-                    let mut no = scheduler.no_busy_poll();
-                    let mut cache = LookupCache::new(&section, &self.registry, &self.vms);
-                    if scheduler.poll(tables, &qp, budget, &mut no, &mut cache) {
-                        break;
+            let mut no = BusyPoller::never(&section, &self.worker);
+            // Until a writer waits.
+            while !section.is_awaited() {
+                let Some(qp) = self.queue.pop() else {
+                    return;
+                };
+                // Before the poll: a queue pair that is scheduled during it is polled again.
+                qp.scheduled.store(false, Ordering::SeqCst);
+                let budget = match self.queue.next() {
+                    Some(next) => {
+                        next.prefetch();
+                        BUDGET
+                    }
+                    None => LONE_BUDGET,
+                };
+                let mut scheduler = Scheduler {
+                    section: &section,
+                    worker: &self.worker,
+                    queue: &mut self.queue,
+                    parked: &mut self.parked,
+                    time: self.time,
+                    cost,
+                };
+                match qp.vm.read_in(&section) {
+                    Some(tables) => {
+                        let mut cache = LookupCache::new(&section, &self.registry, &self.vms);
+                        let long = scheduler.poll(tables, &qp, budget, &mut no, &mut cache);
+                        cost = scheduler.cost;
+                        if long || cost >= MOST_COST {
+                            return;
+                        }
+                    }
+                    // A writer is at them: not for long.
+                    None => {
+                        scheduler.again(&qp);
+                        cost += BUDGET.bytes;
+                        if cost >= MOST_COST {
+                            return;
+                        }
                     }
                 }
-                None => scheduler.again(&qp),
             }
         }
     }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A worker as other threads see it: what they hand to it, and how they wake it.
 use std::fs::File;
+use std::io;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, Mutex, PoisonError, Weak};
+use std::sync::{mpsc, Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use super::timers::Held;
 use crate::engine::queue_pair::Qp;
 use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
+use crate::eventfd;
 use crate::fabric::registry::Registry;
 use crate::verbs::cq::Cq;
 
@@ -87,18 +89,22 @@ impl Worker {
         cpu: Option<usize>,
     ) -> std::io::Result<Arc<Self>> {
         let (worker, mut work) = Self::without_thread(index, reader, registry, poll_budget)?;
-        let started = Arc::new(Barrier::new(2));
-        let ready = started.clone();
+        let (ready, started) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name(format!("worker{index}"))
             .spawn(move || {
                 if let Some(cpu) = cpu {
                     pin(index, cpu);
                 }
-                ready.wait();
-                work.run();
+                let set_up = eventfd::set_up_thread();
+                let go = set_up.is_ok();
+                // The other end is waited at below.
+                let _ = ready.send(set_up);
+                if go {
+                    work.run();
+                }
             })?;
-        started.wait();
+        started.recv().map_err(io::Error::other)??;
         *worker.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(worker)
     }

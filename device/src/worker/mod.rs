@@ -2,8 +2,8 @@
 //! Workers: the threads that poll doorbells and queue pairs, shared by all VMs.
 //!
 //! A worker loops (`event_loop`): it takes what other threads scheduled (`handle`), scans the
-//! doorbell memory of every VM (`doorbell`), looks at the timers (`timers`), and polls each
-//! queue pair with work within a budget (`scheduler`): at once where its doorbell rang, if the
+//! doorbell memory of every VM (`doorbell`, `watched`), looks at the timers (`timers`), and polls
+//! each queue pair with work within a budget (`scheduler`): at once where its doorbell rang, if the
 //! run queue is empty, otherwise in the order of the run queue, which is fair by VM (`run_queue`).
 //! Without work it polls on for a while, then sleeps until a doorbell queue is notified, another
 //! thread schedules something, or a timer ends. Where guests compete for its CPU and would notify
@@ -12,6 +12,12 @@
 //! A sender of one message at a time is answered soonest: while nobody else has work, the worker
 //! goes on polling the send queue of the last queue pair, and that of its peer, beside the
 //! doorbells (`busy_poll`).
+//!
+//! # What a VM can cost another
+//! Whatever a VM has of contexts, queue pairs and timers, a poll iteration does a bounded part of it
+//! for each VM: it looks at some 64 doorbells, wakes 8 parked queue pairs, and polls 4 queue pairs
+//! that rang if another VM's rang, too. What remains is in the run queue, where the VM that has had
+//! least of the worker's time is next.
 //!
 //! # Sleeping loses no wake-up
 //! A guest sets its doorbell bit and then loads the worker's status word; the worker stores
@@ -27,6 +33,7 @@ mod idle_policy;
 mod run_queue;
 mod scheduler;
 mod timers;
+mod watched;
 
 pub use event_loop::Loop;
 pub use handle::Worker;

@@ -19,6 +19,9 @@ use crate::fabric;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::local::LocalCarrier;
 
+/// Queue pairs of a VM that are polled at once during a scan in which another VM's ring, too.
+const AT_ONCE: usize = 4;
+
 /// A queue pair that is about to be polled, with the tables of its VM.
 #[derive(Clone, Copy)]
 pub(super) struct Served<'a> {
@@ -59,6 +62,32 @@ impl<'a> Scan<'a> {
         });
     }
 
+    /// Takes the queue pairs of those `doorbells` whose bits are set in `ringing`. If they are of
+    /// `several` VMs, in order of these, some of each are polled at once, and the others go to the
+    /// run queue.
+    #[inline(always)]
+    pub(super) fn answer_all(
+        &mut self,
+        doorbells: &[(&'a Tables, Doorbell<'a>)],
+        mut ringing: u64,
+        several: bool,
+    ) {
+        let most = self.most;
+        let mut vm: Option<&Tables> = None;
+        while ringing != 0 {
+            let at = ringing.trailing_zeros();
+            ringing &= ringing - 1;
+            let Some((tables, doorbell)) = doorbells.get(at as usize) else {
+                return;
+            };
+            if several && !vm.is_some_and(|vm| std::ptr::eq(vm, *tables)) {
+                vm = Some(tables);
+                self.most = most.min(self.served + AT_ONCE);
+            }
+            self.answer(tables, doorbell);
+        }
+    }
+
     /// Polls `next`. After it comes `then`.
     #[inline(always)]
     pub(super) fn serve(&mut self, then: Served<'a>) {
@@ -72,13 +101,34 @@ impl<'a> Scan<'a> {
     }
 }
 
+/// What a poll costs a worker by itself, and a message, in bytes that it could have copied instead.
+const POLL: u64 = 4096;
+const MESSAGE: u64 = 512;
+
+/// What a poll in which so much was done costs a worker, in bytes that it could have copied.
+#[inline(always)]
+fn cost(done: Budget) -> u64 {
+    POLL + MESSAGE * u64::from(done.messages) + done.bytes
+}
+
 /// The run queue of queue pairs, by the address of their VM.
 pub(super) type QpQueue = RunQueue<Arc<Qp>>;
+
+/// The owner of a queue pair's place in the run queue.
+fn owner(qp: &Qp) -> usize {
+    Arc::as_ptr(&qp.vm).addr()
+}
 
 impl QpQueue {
     /// Puts a queue pair behind the others of its VM.
     pub(super) fn add(&mut self, qp: Arc<Qp>) {
-        self.push(Arc::as_ptr(&qp.vm).addr(), qp);
+        self.push(owner(&qp), qp, |qp, least| {
+            let (vm, worker) = (&qp.vm, qp.worker_index);
+            let before = vm.used_of_worker(worker);
+            let used = before.max(least);
+            vm.use_worker(worker, used - before);
+            used
+        });
     }
 }
 
@@ -90,19 +140,14 @@ pub(super) struct Scheduler<'a> {
     pub(super) parked: &'a mut Parked,
     /// The time of the last poll iteration, nanoseconds.
     pub(super) time: u64,
+    /// What the polls have cost, in bytes.
+    pub(super) cost: u64,
 }
 
 impl<'a> Scheduler<'a> {
     /// No busy polling.
     pub(super) fn no_busy_poll(&self) -> BusyPoller<'a> {
-        BusyPoller {
-            section: self.section,
-            worker: self.worker,
-            generation: 0,
-            doorbells: &[],
-            left: 0,
-            next: None,
-        }
+        BusyPoller::never(self.section, self.worker)
     }
 
     /// Polls the last queue pair that a scan found. If the run queue is empty, it may `busy_poll`.
@@ -114,7 +159,7 @@ impl<'a> Scheduler<'a> {
         cache: &mut LookupCache<'a>,
     ) {
         let Served { tables, qp } = last;
-        if !self.queue.is_empty() {
+        if !self.queue.is_empty() || qp.capped {
             let mut no = self.no_busy_poll();
             self.poll(tables, qp, BUDGET, &mut no, cache);
             return;
@@ -140,9 +185,21 @@ impl<'a> Scheduler<'a> {
     where
         'a: 'b,
     {
+        if qp.capped && self.must_wait(qp) {
+            return false;
+        }
         count(&self.worker.stats.polls);
-        let mut carrier = LocalCarrier { cache, busy_poll };
-        match fabric::poll(&mut carrier, tables, qp, self.time, budget) {
+        let mut carrier = LocalCarrier {
+            cache,
+            busy_poll,
+            done: Budget::NONE,
+        };
+        let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
+        self.cost += cost(carrier.done);
+        if qp.capped || self.queue.has_others(owner(qp)) {
+            self.charge(qp, carrier.done);
+        }
+        match polled {
             Polled::Idle if qp.dead.load(Ordering::SeqCst) => {
                 self.parked.cancel(qp);
             }
@@ -155,6 +212,31 @@ impl<'a> Scheduler<'a> {
             Polled::Park(until) => self.parked.park(qp, until),
         }
         false
+    }
+
+    /// Whether a queue pair's VM has caps and may not send now; then it is parked.
+    #[inline(never)]
+    fn must_wait(&mut self, qp: &Arc<Qp>) -> bool {
+        let caps = qp.vm.caps();
+        caps.is_some_and(|caps| match caps.wait(self.time) {
+            Some(until) => {
+                self.parked.park(qp, until);
+                true
+            }
+            None => false,
+        })
+    }
+
+    /// So much was done in a poll of a queue pair, and another VM has waited for it, or its own has
+    /// caps.
+    #[inline(never)]
+    fn charge(&mut self, qp: &Qp, done: Budget) {
+        let weighed = qp.vm.weighed(cost(done));
+        qp.vm.use_worker(self.worker.index, weighed);
+        self.queue.charge(owner(qp), weighed);
+        if let Some(caps) = qp.vm.caps() {
+            caps.spend(self.time, done);
+        }
     }
 
     /// Puts a queue pair at the end of the run queue, unless it is about to be polled anyway.

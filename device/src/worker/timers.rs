@@ -15,9 +15,29 @@ use crate::verbs::cq::Cq;
 /// How long to leave an event held back whose VM's tables are being changed, nanoseconds.
 const BUSY_RETRY: u64 = 10_000;
 
-/// Parked queue pairs by time, nanoseconds; each is in it once at most.
-#[derive(Debug, Default)]
-pub(super) struct Parked(BTreeMap<(u64, usize), Arc<Qp>>);
+/// Parked queue pairs of a VM by time, nanoseconds; each is in it once at most.
+type OfVm = BTreeMap<(u64, usize), Arc<Qp>>;
+
+/// Parked queue pairs, by VM: each VM's are woken within a budget of its own.
+#[derive(Debug)]
+pub(super) struct Parked {
+    /// By the address of the VM. Those of VMs that have none any longer go when the list of VMs
+    /// changes.
+    vms: BTreeMap<usize, OfVm>,
+    /// When the first of all is due, or before.
+    next: u64,
+    len: usize,
+}
+
+impl Default for Parked {
+    fn default() -> Self {
+        Self {
+            vms: BTreeMap::new(),
+            next: u64::MAX,
+            len: 0,
+        }
+    }
+}
 
 fn id<T>(of: &Arc<T>) -> usize {
     Arc::as_ptr(of) as usize
@@ -25,41 +45,79 @@ fn id<T>(of: &Arc<T>) -> usize {
 
 impl Parked {
     pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.len == 0
     }
 
     /// When the first of them is due.
     pub(super) fn next(&self) -> Option<u64> {
-        self.0.first_key_value().map(|((at, _), _)| *at)
+        self.first_times().min()
+    }
+
+    fn first_times(&self) -> impl Iterator<Item = u64> + '_ {
+        let first = |of_vm: &OfVm| of_vm.first_key_value().map(|((at, _), _)| *at);
+        self.vms.values().filter_map(first)
     }
 
     /// Parks a queue pair until this time, and not until another.
     pub(super) fn park(&mut self, qp: &Arc<Qp>, until: u64) {
         let old = std::mem::replace(&mut *lock(&qp.timer), until);
-        self.0.remove(&(old, id(qp)));
-        self.0.insert((until, id(qp)), qp.clone());
+        let of_vm = self.vms.entry(id(&qp.vm)).or_default();
+        if of_vm.remove(&(old, id(qp))).is_none() {
+            self.len += 1;
+        }
+        of_vm.insert((until, id(qp)), qp.clone());
+        self.next = self.next.min(until);
     }
 
     /// A queue pair is not to be parked any longer.
     pub(super) fn cancel(&mut self, qp: &Arc<Qp>) {
         let until = *lock(&qp.timer);
-        self.0.remove(&(until, id(qp)));
+        let of_vm = self.vms.get_mut(&id(&qp.vm));
+        if of_vm.is_some_and(|of_vm| of_vm.remove(&(until, id(qp))).is_some()) {
+            self.len -= 1;
+        }
     }
 
-    /// Takes out the first one, if it is due.
-    pub(super) fn due(&mut self, now: u64) -> Option<Arc<Qp>> {
-        let entry = self.0.first_entry()?;
-        (entry.key().0 <= now).then(|| entry.remove())
+    /// Takes out those that are due, the first `most` of each VM; the others remain due.
+    #[inline(always)]
+    pub(super) fn take_due(&mut self, now: u64, most: usize, f: impl FnMut(Arc<Qp>)) {
+        // Most poll iterations find none.
+        if self.next <= now {
+            self.find_due(now, most, f);
+        }
+    }
+
+    #[inline(never)]
+    fn find_due(&mut self, now: u64, most: usize, mut f: impl FnMut(Arc<Qp>)) {
+        for of_vm in self.vms.values_mut() {
+            for _ in 0..most {
+                match of_vm.first_entry() {
+                    Some(entry) if entry.key().0 <= now => {
+                        self.len -= 1;
+                        f(entry.remove());
+                    }
+                    _ => break,
+                }
+            }
+        }
+        self.next = self.next().unwrap_or(u64::MAX);
     }
 
     /// Takes out all.
     pub(super) fn take(&mut self) -> impl Iterator<Item = Arc<Qp>> {
-        std::mem::take(&mut self.0).into_values()
+        std::mem::take(self)
+            .vms
+            .into_values()
+            .flat_map(BTreeMap::into_values)
     }
 
     /// Lets go of those that were destroyed.
     pub(super) fn forget_dead(&mut self) {
-        self.0.retain(|_, qp| !qp.dead.load(Ordering::Relaxed));
+        for of_vm in self.vms.values_mut() {
+            of_vm.retain(|_, qp| !qp.dead.load(Ordering::Relaxed));
+        }
+        self.vms.retain(|_, of_vm| !of_vm.is_empty());
+        self.len = self.vms.values().map(BTreeMap::len).sum();
     }
 }
 
@@ -142,4 +200,48 @@ fn release(section: &ReadSection<'_>, vm: &Vm, cq: &Arc<Cq>, number: u32) -> boo
         notify(tables, cq);
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::fixture::Guest;
+    use vhost_device_rdma_sync::Readers;
+    use virtio_rdma_spec::verbs::qp_type;
+
+    #[test]
+    fn each_vm_has_a_budget_of_its_own() {
+        let (readers, _each) = Readers::new(1);
+        let mut guests = [1, 2].map(|number| Guest::new(&readers, number));
+        let [many, few] = &mut guests;
+        let make = |guest: &mut Guest, count| -> Vec<Arc<Qp>> {
+            (0..count)
+                .map(|_| guest.queue_pair(qp_type::RC).qp)
+                .collect()
+        };
+        let (many, few) = (make(many, 8), make(few, 2));
+        let mut parked = Parked::default();
+        for (time, qp) in many.iter().enumerate() {
+            parked.park(qp, time as u64);
+        }
+        // One is parked for longer, and one not at all, after all.
+        few.iter().for_each(|qp| parked.park(qp, 50));
+        parked.park(&few[0], 200);
+        parked.park(&many[7], 60);
+        parked.cancel(&many[7]);
+        let mut taken = |now| {
+            let mut taken = Vec::new();
+            parked.take_due(now, 3, |qp| taken.push(qp));
+            let of = |all: &[Arc<Qp>]| {
+                let is = |qp: &&Arc<Qp>| all.iter().any(|one| Arc::ptr_eq(one, qp));
+                taken.iter().filter(is).count()
+            };
+            (of(&many), of(&few), parked.next(), parked.is_empty())
+        };
+        assert_eq!(taken(100), (3, 1, Some(3), false));
+        assert_eq!(taken(100), (3, 0, Some(6), false));
+        assert_eq!(taken(100), (1, 0, Some(200), false));
+        assert_eq!(taken(199), (0, 0, Some(200), false));
+        assert_eq!(taken(200), (0, 1, None, true));
+    }
 }

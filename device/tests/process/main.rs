@@ -11,6 +11,7 @@ mod errors;
 mod events;
 mod fast;
 mod frontend;
+mod hostile;
 mod lifecycle;
 mod link;
 mod memory;

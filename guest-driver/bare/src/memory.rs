@@ -138,6 +138,15 @@ impl Region {
         }
     }
 
+    /// Takes the memory away: the file is truncated. Who accesses it from now on, in this process,
+    /// too, gets a SIGBUS.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn truncate(&self) -> Result<(), Error> {
+        Ok(self.file.set_len(0)?)
+    }
+
     fn pages(&self) -> MutexGuard<'_, Pages> {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -58,6 +58,8 @@ pub(crate) struct LocalCarrier<'p, 'a, B> {
     pub cache: &'p mut LookupCache<'a>,
     /// Busy polling, which it may do when there is nothing more to do.
     pub busy_poll: &'p mut B,
+    /// What it did in this poll.
+    pub done: Budget,
 }
 
 impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {
@@ -70,7 +72,7 @@ impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {
         now: u64,
         budget: Budget,
     ) -> Polled {
-        requester::poll(sq, tables, qp, now, budget, self.busy_poll, self.cache)
+        requester::poll(self, sq, tables, qp, now, budget)
     }
 
     fn flush(&mut self, _: &mut SendQueue, _: &'a Tables, _: &'a Arc<Qp>) {

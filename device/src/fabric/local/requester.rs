@@ -12,6 +12,7 @@ use super::busy_poll::BusyPoll;
 use super::fast_path::{fast_path, Left};
 use super::lookup_cache::LookupCache;
 use super::peer::{deliver_next, Peer};
+use super::LocalCarrier;
 use crate::engine::cursor::{check, Cursor, Sink};
 use crate::engine::events::raise;
 use crate::engine::message::Answer;
@@ -26,10 +27,17 @@ use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
 
-/// How long to wait for a stopped VM before looking again, nanoseconds.
+/// How long to wait for a stopped VM before looking again, nanoseconds: at first, and doubled so
+/// often at most.
 const STOPPED_RETRY: u64 = 5_000_000;
+const MOST_DOUBLED: u8 = 4;
 /// How long to wait between attempts where no time-out is set, nanoseconds.
 const ENDLESS_RETRY: u64 = 100_000_000;
+
+/// `rnr_retry` without a limit.
+const NO_LIMIT: u8 = 7;
+/// The longest wait for a receive, nanoseconds, unless the responder asks for a longer one.
+const MOST_RNR_WAIT: u64 = 1_000_000_000;
 
 /// How long to let receives gather where a sender that waits for them finds few each time,
 /// nanoseconds: at least, and at most (specification: "RNR").
@@ -37,16 +45,21 @@ const LEAST_GATHER: u32 = 4_000;
 const MOST_GATHER: u32 = 128_000;
 
 /// Polls a send queue at time `now`, nanoseconds, within the budget `whole`. With nothing more to
-/// do it may `busy_poll`.
+/// do it may busy poll. The `carrier` learns what was done.
 pub(crate) fn poll<'a, B: BusyPoll>(
+    carrier: &mut LocalCarrier<'_, 'a, B>,
     sq: &mut SendQueue,
     tables: &'a Tables,
     qp: &'a Arc<Qp>,
     now: u64,
     whole: Budget,
-    busy_poll: &mut B,
-    cache: &mut LookupCache<'a>,
 ) -> Polled {
+    let LocalCarrier {
+        cache,
+        busy_poll,
+        done,
+    } = carrier;
+    let (cache, busy_poll) = (&mut **cache, &mut **busy_poll);
     sq.resumed = false;
     if let Some(until) = sq.parked {
         if now < until && cache.registry.appears(&mut sq.path, &qp.vm, sq.dest_gid) {
@@ -58,7 +71,8 @@ pub(crate) fn poll<'a, B: BusyPoll>(
             }
             if sq.gather != 0 && !sq.gathering {
                 sq.gathering = true;
-                return park(sq, now, u64::from(sq.gather).min(until - now));
+                let wait = u64::from(sq.gather).min(until - now);
+                return park(sq, now, wait);
             }
         }
         qp.wake.store(false, Ordering::SeqCst);
@@ -81,21 +95,22 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         return Polled::Again;
     }
     if qp.facts.datagram {
-        return datagrams(sq, cache, tables, qp);
+        return datagrams(sq, cache, tables, qp, done);
     }
     let mut path = std::mem::take(&mut sq.path);
     cache.registry.refresh(&mut path, &qp.vm, sq.dest_gid);
-    let polled = if cache.follow(&path) {
+    let (polled, sent) = if cache.follow(&path) {
         carry_out(sq, tables, qp, now, whole, busy_poll, cache)
     } else {
         let mut cache = cache.afresh(Peer::at(&path, cache.section));
         carry_out(sq, tables, qp, now, whole, busy_poll, &mut cache)
     };
     sq.path = path;
+    *done = sent;
     polled
 }
 
-/// Carries out work requests for the peer in `cache`.
+/// Carries out work requests for the peer in `cache`. Returns what it led to, and what was done.
 #[inline(always)]
 fn carry_out<'a, B: BusyPoll>(
     sq: &mut SendQueue,
@@ -105,7 +120,7 @@ fn carry_out<'a, B: BusyPoll>(
     whole: Budget,
     busy_poll: &mut B,
     cache: &mut LookupCache<'a>,
-) -> Polled {
+) -> (Polled, Budget) {
     let mut budget = whole;
     let polled = loop {
         // This is all that most polls are.
@@ -126,9 +141,9 @@ fn carry_out<'a, B: BusyPoll>(
     let done = budget.spent(whole);
     let long = done.messages > BUDGET.messages || done.bytes > BUDGET.bytes;
     if polled == Polled::Again && long {
-        return Polled::Long;
+        return (Polled::Long, done);
     }
-    polled
+    (polled, done)
 }
 
 /// The slow path, for one work request or a slice of it, after `sent` of this poll. Fails with what
@@ -198,7 +213,11 @@ fn slow_path(
             }
         }
         Answer::Busy => return Err(Polled::Again),
-        Answer::Stopped => return Err(park(sq, now, STOPPED_RETRY)),
+        Answer::Stopped => {
+            let wait = STOPPED_RETRY << sq.stopped;
+            sq.stopped = (sq.stopped + 1).min(MOST_DOUBLED);
+            return Err(park(sq, now, wait));
+        }
         Answer::NoAnswer => {
             qp.vm.count_retry(qp.worker_index);
             if sq.timeout == 0 {
@@ -215,15 +234,14 @@ fn slow_path(
         Answer::NotReady(timer) => {
             qp.vm.count_rnr(qp.worker_index);
             note_starved(sq, sent);
-            if sq.rnr_retry != 7 {
-                if sq.rnr_retries >= sq.rnr_retry {
-                    let error = WcError::new(wc_status::RNR_RETRY_EXC_ERR, vendor_err::NO_RECEIVE);
-                    sq.fail(tables, qp, error);
-                    return Err(Polled::Again);
-                }
-                sq.rnr_retries += 1;
+            if sq.rnr_retry != NO_LIMIT && sq.rnr_retries >= sq.rnr_retry {
+                let error = WcError::new(wc_status::RNR_RETRY_EXC_ERR, vendor_err::NO_RECEIVE);
+                sq.fail(tables, qp, error);
+                return Err(Polled::Again);
             }
-            return Err(park(sq, now, rnr_nanoseconds(timer)));
+            let wait = rnr_wait(rnr_nanoseconds(timer), sq.rnr_retry, sq.rnr_retries);
+            sq.rnr_retries = sq.rnr_retries.saturating_add(1);
+            return Err(park(sq, now, wait));
         }
         Answer::Refused(error) | Answer::Local(error) => {
             sq.fail(tables, qp, error);
@@ -235,8 +253,13 @@ fn slow_path(
 
 /// Polls a queue pair that sends datagrams: each has its own destination, and is sent whole. One to
 /// a multicast group counts once for each queue pair in it.
-fn datagrams(sq: &mut SendQueue, cache: &LookupCache<'_>, tables: &Tables, qp: &Arc<Qp>) -> Polled {
-    let mut budget = BUDGET.bytes;
+fn datagrams(
+    sq: &mut SendQueue,
+    cache: &LookupCache<'_>,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    done: &mut Budget,
+) -> Polled {
     for _ in 0..BUDGET.messages {
         let active = match sq.next_active(tables, qp) {
             Ok(active) => active,
@@ -286,12 +309,27 @@ fn datagrams(sq: &mut SendQueue, cache: &LookupCache<'_>, tables: &Tables, qp: &
                 qp.vm.count_sent(qp.worker_index, 1, active.message.length);
             }
         }
-        budget = budget.saturating_sub(active.message.length);
-        if budget == 0 {
+        done.messages += 1;
+        done.bytes += active.message.length;
+        if done.bytes >= BUDGET.bytes {
             return Polled::Again;
         }
     }
     Polled::Again
+}
+
+/// How long to wait for a receive that is not there for the `retries`th time, nanoseconds, where
+/// the responder asks for `timer`.
+///
+/// The guest rings for the next receive, and that ends the wait. The time is for a driver that does
+/// not. Where there is no limit of retries, each further wait is twice as long: so many queue pairs
+/// that wait for long cost next to nothing.
+fn rnr_wait(timer: u64, limit: u8, retries: u8) -> u64 {
+    if limit != NO_LIMIT {
+        return timer;
+    }
+    let longer = timer << retries.saturating_sub(NO_LIMIT).min(16);
+    longer.min(MOST_RNR_WAIT).max(timer)
 }
 
 /// There is no receive, after `sent` messages of this poll. Each that is posted while the sender

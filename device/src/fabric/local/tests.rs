@@ -99,6 +99,7 @@ impl World for Process {
             let mut carrier = LocalCarrier {
                 cache: &mut cache,
                 busy_poll: &mut Never,
+                done: Budget::NONE,
             };
             fabric::poll(&mut carrier, tables, qp, now, budget)
         })
@@ -268,6 +269,23 @@ fn a_receive_that_is_posted_wakes_the_sender() {
     process.run(&mut pair, SECOND / 1000);
     assert_eq!(pair.completions(0).len(), 1);
     assert_eq!(pair.completions(1).len(), 1);
+}
+
+// D-RNR-003.
+#[test]
+fn a_sender_that_waits_for_long_seldom_asks() {
+    // 10 µs.
+    let (mut pair, mut process) = start(|attr| (attr.rnr_retry, attr.min_rnr_timer) = (7, 1));
+    let send = pair.a_send(0, 1, 100);
+    pair.post_send(0, &send);
+    process.run(&mut pair, 10 * SECOND);
+    let naks = pair.ends[0].guest.vm.totals().rnr_naks;
+    assert!((10..40).contains(&naks), "{naks}");
+    // It is woken at once all the same.
+    let at = pair.ends[1].allocate(100);
+    pair.post_receive(1, RECEIVES, at, 100);
+    process.run(&mut pair, 10 * SECOND + SECOND / 1000);
+    assert_eq!(pair.completions(0).len(), 1);
 }
 
 #[test]
