@@ -326,7 +326,7 @@ pub(super) fn modify(rnic: &Arc<Rnic>, body: &ModifyQp) -> Result<Vec<u8>, Error
     zero(attr.reserved0 == [0; 6] && attr.reserved1 == [0; 16] && attr.av.reserved == [0; 7])?;
     let tables = rnic.tables();
     let qp = tables.qps.get(body.qpn).ok_or(Error::NotFound)?;
-    qp.modify(&tables, body.attr_mask, attr)?;
+    qp.modify(body.attr_mask, attr)?;
     Ok(Vec::new())
 }
 

@@ -74,10 +74,22 @@ impl SendQueue {
         complete_failed(tables, qp, &active, error);
     }
 
-    /// Completes all work requests that are posted now as flushed.
-    pub(crate) fn flush_all(&mut self, tables: &Tables, qp: &Arc<Qp>) {
-        // There are no more than entries: what is posted while we flush does not keep us here.
-        self.flush(tables, qp, self.queue.entries);
+    /// What is posted now is to be flushed, whatever the state: by [`Self::flush_stale`].
+    pub(crate) fn outdate(&mut self) {
+        self.stale = self.queue.posted(&self.buffer);
+    }
+
+    /// Whether there are work requests that are to be flushed, whatever the state.
+    #[inline(always)]
+    pub(crate) fn is_stale(&self) -> bool {
+        self.stale != 0
+    }
+
+    /// Completes up to `budget` of these as flushed.
+    pub(crate) fn flush_stale(&mut self, tables: &Tables, qp: &Arc<Qp>, budget: u32) {
+        let count = self.stale.min(budget);
+        let more = self.flush_posted(tables, qp, count);
+        self.stale = if more { self.stale - count } else { 0 };
     }
 
     /// Completes up to `budget` posted work requests as flushed. Returns whether there may be more.
@@ -87,8 +99,13 @@ impl SendQueue {
         if !matches!(qp.state(), qp_state::ERR | qp_state::SQE) {
             return false;
         }
+        self.flush_posted(tables, qp, budget)
+    }
+
+    /// Completes up to `count` posted work requests as flushed. Returns whether there may be more.
+    fn flush_posted(&mut self, tables: &Tables, qp: &Arc<Qp>, count: u32) -> bool {
         self.parked = None;
-        for _ in 0..budget {
+        for _ in 0..count {
             if self.active.is_none() && self.fetch(tables, qp).is_none() {
                 return false;
             }

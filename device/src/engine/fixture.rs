@@ -37,7 +37,7 @@ use crate::verbs::numbers::NUMBERS;
 use crate::verbs::work_queue::WorkQueue;
 
 /// Entries of each work queue of a fixture's queue pair.
-pub(crate) const ENTRIES: u32 = 64;
+pub(crate) const ENTRIES: u32 = 256;
 /// Scatter/gather entries of a work request.
 const MAX_SGE: u32 = 3;
 /// Inline bytes of a send work request.
@@ -47,7 +47,7 @@ const CQ_ENTRIES: u32 = 1024;
 /// Pages of a guest.
 const PAGES: u64 = 512;
 /// Where the region of a guest begins, as an address and as guest memory: below are the rings.
-pub(crate) const DATA: u64 = 64 * PAGE_SIZE;
+pub(crate) const DATA: u64 = 160 * PAGE_SIZE;
 
 /// Queue pairs that want to be polled.
 #[derive(Debug, Default)]
@@ -330,7 +330,6 @@ impl Guest {
             ..QpAttr::default()
         };
         change(&mut attr);
-        let tables = self.vm.tables();
         let acknowledged = qp.qp.facts.acknowledged;
         let only = |mask: u32, bits| if acknowledged { mask | bits } else { mask };
         let steps = [
@@ -358,7 +357,7 @@ impl Guest {
         ];
         for (state, mask) in steps {
             attr.qp_state = state;
-            qp.qp.modify(&tables, mask | qp_attr::STATE, &attr).unwrap();
+            qp.qp.modify(mask | qp_attr::STATE, &attr).unwrap();
         }
     }
 

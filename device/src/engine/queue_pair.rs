@@ -17,7 +17,6 @@ use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, MASK_24};
 use super::gather::Gather;
 use super::responder::Responder;
 use super::send_queue::SendQueue;
-use super::tables::Tables;
 use super::vm::{Schedule, Vm};
 use crate::limits::{GID_TABLE_LEN, MAX_RD_ATOMIC};
 use crate::memory::{lines, prefetch_from, GuestMemory, Hint, Pages};
@@ -322,7 +321,7 @@ impl Qp {
     ///
     /// # Errors
     /// [`Error::Invalid`] or [`Error::NotSupported`], with nothing changed.
-    pub fn modify(self: &Arc<Self>, tables: &Tables, mask: u32, new: &QpAttr) -> Result<(), Error> {
+    pub fn modify(self: &Arc<Self>, mask: u32, new: &QpAttr) -> Result<(), Error> {
         let mut attr = self.attr.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.state();
         let next = if mask & qp_attr::STATE != 0 {
@@ -363,8 +362,8 @@ impl Qp {
                 self.state.store(next, Ordering::SeqCst);
             } else {
                 if (current, next) == (qp_state::SQE, qp_state::RTS) {
-                    // What was posted before must not be executed now.
-                    send_queue.flush_all(tables, self);
+                    // What was posted before must not be executed now. Its worker flushes it.
+                    send_queue.outdate();
                 }
                 // The worker may have failed the queue pair meanwhile: then it stays in the
                 // error state.

@@ -117,6 +117,8 @@ pub struct SendQueue {
     pub(crate) qkey: u32,
     /// Work requests that the fabric took out and has not ended.
     pub(super) under_way: u32,
+    /// Entries that are to be flushed before others are executed.
+    pub(super) stale: u32,
     pub(crate) path_attributes: PathAttributes,
 }
 
@@ -164,6 +166,7 @@ impl SendQueue {
             dest_gid: Gid::default(),
             qkey: 0,
             under_way: 0,
+            stale: 0,
             path_attributes: PathAttributes::default(),
         }
     }
@@ -205,6 +208,7 @@ impl SendQueue {
         self.queue.position = 0;
         self.active = None;
         self.under_way = 0;
+        self.stale = 0;
         self.registration = None;
         self.drain(false);
         self.configure(&QpAttr::default());

@@ -119,6 +119,12 @@ pub(crate) fn poll<'a>(
                 qp.responder().receives_posted(qp);
             }
             let mut send_queue = qp.send_queue();
+            if send_queue.is_stale() {
+                // It was in SQE.
+                carrier.flush(&mut send_queue, tables, qp);
+                send_queue.flush_stale(tables, qp, FLUSH);
+                return Polled::Again;
+            }
             carrier.send(&mut send_queue, tables, qp, now, budget)
         }
         qp_state::SQE => {

@@ -49,9 +49,14 @@ pub(super) struct Pair {
 impl Pair {
     /// Both ends have the same attributes, with what `change` changes.
     pub(super) fn new(readers: &Readers, change: impl Fn(&mut QpAttr)) -> Self {
+        Self::of(qp_type::RC, readers, change)
+    }
+
+    /// Of queue pairs of another type.
+    pub(super) fn of(qp_type: u8, readers: &Readers, change: impl Fn(&mut QpAttr)) -> Self {
         let ends = [1, 2].map(|number| {
             let mut guest = Guest::new(readers, number);
-            let qp = guest.queue_pair(qp_type::RC);
+            let qp = guest.queue_pair(qp_type);
             End { guest, qp, free: 0 }
         });
         let pair = Self {
@@ -139,9 +144,7 @@ impl Pair {
     }
 
     pub(super) fn modify(&self, end: usize, mask: u32, attr: &QpAttr) {
-        let End { guest, qp, .. } = &self.ends[end];
-        let tables = guest.vm.tables();
-        qp.qp.modify(&tables, mask, attr).unwrap();
+        self.ends[end].qp.qp.modify(mask, attr).unwrap();
     }
 
     /// Brings a queue pair to a state that needs no further attribute.

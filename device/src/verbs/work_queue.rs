@@ -162,6 +162,23 @@ impl WorkQueue {
         Some(there.ready(buffer).is_some())
     }
 
+    /// How many entries are posted, from the current one on. Only a few of them are looked at: each
+    /// is taken for posted if one behind it is. (So is the first of a list that the driver has not
+    /// published yet.)
+    #[must_use]
+    pub fn posted(&self, buffer: &Pages) -> u32 {
+        let (mut posted, mut end) = (0, self.entries);
+        while posted < end {
+            let middle = posted + (end - posted) / 2;
+            let position = self.position.wrapping_add(middle);
+            match (Self { position, ..*self }).ready(buffer) {
+                Some(_) => posted = middle + 1,
+                None => end = middle,
+            }
+        }
+        posted
+    }
+
     /// Where the current entry begins.
     #[inline]
     #[must_use]

@@ -8,22 +8,22 @@ use vhost_device_rdma_sync::{Reader, Readers};
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::verbs::{
-    access, qp_attr, qp_state, send_flag, vendor_err, wc_opcode, wc_status, wr_opcode,
+    access, qp_attr, qp_state, qp_type, send_flag, vendor_err, wc_opcode, wc_status, wr_opcode,
 };
 
 use super::busy_poll::{BusyPoll, Came};
 use super::lookup_cache::LookupCache;
 use super::{Local, LocalCarrier};
-use crate::engine::fixture::{Send, DATA};
+use crate::engine::fixture::{Send, DATA, ENTRIES};
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Tables;
 use crate::engine::vm::Schedule;
 use crate::engine::{Budget, BUDGET, LONE_BUDGET};
 use crate::fabric::registry::Registry;
 use crate::fabric::scenario::{
-    programs, verify, Clock, Pair, World, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
+    programs, verify, Clock, End, Pair, World, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
 };
-use crate::fabric::{self, Fabric};
+use crate::fabric::{self, Fabric, FLUSH};
 
 /// Nobody busy polls.
 struct Never;
@@ -107,8 +107,12 @@ impl World for Process {
 }
 
 fn start(change: impl Fn(&mut QpAttr)) -> (Pair, Process) {
+    start_with(qp_type::RC, change)
+}
+
+fn start_with(qp_type: u8, change: impl Fn(&mut QpAttr)) -> (Pair, Process) {
     let (readers, mut each) = Readers::new(1);
-    let pair = Pair::new(&readers, change);
+    let pair = Pair::of(qp_type, &readers, change);
     let process = Process::new(each.pop().unwrap(), &pair);
     (pair, process)
 }
@@ -356,4 +360,114 @@ fn a_queue_that_drains_begins_nothing_more() {
     process.run(&mut pair, 2 * SECOND);
     let sent: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.wr_id).collect();
     assert_eq!(sent, [2]);
+}
+
+/// The send queue of a UC queue pair in SQE, full of WRITEs to `there` but for `free` entries: what
+/// was posted when nobody polled it any more.
+fn in_error(free: u64) -> (Pair, Process, Send) {
+    let (mut pair, mut process) = start_with(qp_type::UC, |_| {});
+    let there = pair.ends[1].allocate(8);
+    let write = Send {
+        opcode: wr_opcode::RDMA_WRITE,
+        remote_addr: DATA + there,
+        rkey: pair.ends[1].guest.key,
+        ..pair.a_send(0, 0, 1)
+    };
+    let refused = Send {
+        opcode: wr_opcode::RDMA_READ,
+        ..write.clone()
+    };
+    pair.post_send(0, &refused);
+    process.run(&mut pair, SECOND);
+    assert_eq!(pair.completions(0)[0].status, wc_status::LOC_QP_OP_ERR);
+    assert_eq!(pair.state(0), qp_state::SQE);
+    pair.ends[0].guest.write(0, &[9]);
+    for wr_id in 1..=u64::from(ENTRIES) - free {
+        let write = Send {
+            wr_id,
+            ..write.clone()
+        };
+        pair.post_send(0, &write);
+    }
+    (pair, process, write)
+}
+
+// D-SQE-002.
+#[test]
+fn what_was_posted_before_a_send_queue_is_ready_again_is_flushed_first_and_not_all_at_once() {
+    let (mut pair, mut process, write) = in_error(8);
+    let there = write.remote_addr - DATA;
+    pair.set_state(0, qp_state::RTS);
+    // The command itself flushes nothing.
+    assert_eq!(pair.completions(0).len(), 0);
+    assert_eq!(pair.state(0), qp_state::RTS);
+    let old = u64::from(ENTRIES) - 8;
+    for wr_id in old + 1..=old + 8 {
+        let later = Send {
+            wr_id,
+            remote_addr: write.remote_addr + 1,
+            ..write.clone()
+        };
+        pair.post_send(0, &later);
+    }
+    let mut cqes = Vec::new();
+    while cqes.len() < old as usize {
+        assert!(process.serve(&pair, 0));
+        let some = pair.completions(0);
+        assert!((1..=FLUSH as usize).contains(&some.len()), "{}", some.len());
+        cqes.extend(some);
+    }
+    process.run(&mut pair, 2 * SECOND);
+    cqes.extend(pair.completions(0));
+    assert_eq!(cqes.len(), old as usize + 8);
+    for (cqe, wr_id) in cqes.iter().zip(1..) {
+        let status = match wr_id <= old {
+            true => wc_status::WR_FLUSH_ERR,
+            false => wc_status::SUCCESS,
+        };
+        assert_eq!((cqe.wr_id, cqe.status), (wr_id, status));
+    }
+    assert_eq!(pair.ends[1].guest.read(there, 2), [0, 9]);
+}
+
+// D-SQE-002.
+#[test]
+fn a_send_queue_that_is_ready_again_drains_when_it_has_flushed() {
+    let (mut pair, mut process, _) = in_error(0);
+    pair.set_state(0, qp_state::RTS);
+    let drains = QpAttr {
+        qp_state: qp_state::SQD,
+        en_sqd_async_notify: 1,
+        ..QpAttr::default()
+    };
+    let mask = qp_attr::STATE | qp_attr::EN_SQD_ASYNC_NOTIFY;
+    pair.modify(0, mask, &drains);
+    let drained = (event_type::SQ_DRAINED, pair.ends[0].qp.qp.number);
+    let mut flushed = 0;
+    while flushed < ENTRIES as usize {
+        assert!(!pair.ends[0].guest.events.take().contains(&drained));
+        assert!(process.serve(&pair, 0));
+        flushed += pair.completions(0).len();
+    }
+    process.run(&mut pair, 2 * SECOND);
+    assert_eq!(pair.ends[0].guest.events.take(), [drained]);
+    assert_eq!(pair.completions(0), []);
+}
+
+#[test]
+fn a_queue_pair_that_is_reset_flushes_nothing_of_its_former_life() {
+    let (mut pair, mut process, write) = in_error(8);
+    pair.set_state(0, qp_state::RTS);
+    pair.set_state(0, qp_state::RESET);
+    assert_eq!(pair.completions(0).len(), 0);
+    for end in [0, 1] {
+        pair.set_state(end, qp_state::RESET);
+        let End { guest, qp, .. } = &mut pair.ends[end];
+        guest.forget_posted(qp);
+    }
+    pair.connect(|_| {});
+    pair.post_send(0, &write);
+    process.run(&mut pair, 2 * SECOND);
+    let statuses: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.status).collect();
+    assert_eq!(statuses, [wc_status::SUCCESS]);
 }
