@@ -67,6 +67,20 @@ pub(crate) struct PathAttributes {
     pub rq_psn: u32,
 }
 
+/// How often the message in progress was tried in vain, one after the other.
+// One word, so that each message forgets it by one store.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C, align(4))]
+pub(crate) struct Tries {
+    /// There was no answer.
+    pub no_answer: u8,
+    /// There was no receive.
+    pub not_ready: u8,
+    /// The peer's VM was stopped, as far as that is counted.
+    pub stopped: u8,
+    reserved: u8,
+}
+
 /// The send queue of a queue pair, and how far its work requests are.
 // In this order: what every poll needs is on few cache lines, and first.
 #[derive(Debug)]
@@ -85,10 +99,7 @@ pub struct SendQueue {
     pub(crate) dest_qp: u32,
     pub(crate) qp_type: u8,
     pub(crate) signal_all: bool,
-    pub(crate) retries: u8,
-    pub(crate) rnr_retries: u8,
-    /// How often in a row the peer's VM was stopped, as far as that is counted.
-    pub(crate) stopped: u8,
+    pub(crate) tries: Tries,
     pub(crate) drained: bool,
     pub(crate) drained_notify: bool,
     pub(crate) timeout: u8,
@@ -150,9 +161,7 @@ impl SendQueue {
             fanout: None,
             path: Path::default(),
             parked: None,
-            retries: 0,
-            rnr_retries: 0,
-            stopped: 0,
+            tries: Tries::default(),
             drained: false,
             drained_notify: false,
             timeout: 0,
@@ -242,9 +251,7 @@ impl SendQueue {
     }
 
     pub(crate) fn reset_retries(&mut self) {
-        self.retries = 0;
-        self.rnr_retries = 0;
-        self.stopped = 0;
+        self.tries = Tries::default();
     }
 
     /// What the message in progress reads, from where it is on.

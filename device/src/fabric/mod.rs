@@ -120,10 +120,7 @@ pub(crate) fn poll<'a>(
             }
             let mut send_queue = qp.send_queue();
             if send_queue.is_stale() {
-                // It was in SQE.
-                carrier.flush(&mut send_queue, tables, qp);
-                send_queue.flush_stale(tables, qp, FLUSH);
-                return Polled::Again;
+                return flush_stale(carrier, &mut send_queue, tables, qp);
             }
             carrier.send(&mut send_queue, tables, qp, now, budget)
         }
@@ -147,6 +144,20 @@ pub(crate) fn poll<'a>(
             Polled::Idle
         }
     }
+}
+
+/// Flushes some of what was posted before a queue pair left SQE.
+#[cold]
+#[inline(never)]
+fn flush_stale<'a>(
+    carrier: &mut impl Carrier<'a>,
+    send_queue: &mut SendQueue,
+    tables: &'a Tables,
+    qp: &'a Arc<Qp>,
+) -> Polled {
+    carrier.flush(send_queue, tables, qp);
+    send_queue.flush_stale(tables, qp, FLUSH);
+    Polled::Again
 }
 
 fn again(more: bool) -> Polled {

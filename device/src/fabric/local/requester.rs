@@ -64,7 +64,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
     if let Some(until) = sq.parked {
         if now < until && cache.registry.appears(&mut sq.path, &qp.vm, sq.dest_gid) {
             // The wait for an answer is cut short: that attempt does not count.
-            sq.retries = sq.retries.saturating_sub(1);
+            sq.tries.no_answer = sq.tries.no_answer.saturating_sub(1);
         } else if now < until {
             if !qp.wake.swap(false, Ordering::SeqCst) {
                 return Polled::Park(until);
@@ -214,8 +214,8 @@ fn slow_path(
         }
         Answer::Busy => return Err(Polled::Again),
         Answer::Stopped => {
-            let wait = STOPPED_RETRY << sq.stopped;
-            sq.stopped = (sq.stopped + 1).min(MOST_DOUBLED);
+            let wait = STOPPED_RETRY << sq.tries.stopped;
+            sq.tries.stopped = (sq.tries.stopped + 1).min(MOST_DOUBLED);
             return Err(park(sq, now, wait));
         }
         Answer::NoAnswer => {
@@ -223,24 +223,24 @@ fn slow_path(
             if sq.timeout == 0 {
                 return Err(park(sq, now, ENDLESS_RETRY));
             }
-            if sq.retries > sq.retry_cnt {
+            if sq.tries.no_answer > sq.retry_cnt {
                 let error = WcError::new(wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
                 sq.fail(tables, qp, error);
                 return Err(Polled::Again);
             }
-            sq.retries += 1;
+            sq.tries.no_answer += 1;
             return Err(park(sq, now, 4096u64 << sq.timeout));
         }
         Answer::NotReady(timer) => {
             qp.vm.count_rnr(qp.worker_index);
             note_starved(sq, sent);
-            if sq.rnr_retry != NO_LIMIT && sq.rnr_retries >= sq.rnr_retry {
+            if sq.rnr_retry != NO_LIMIT && sq.tries.not_ready >= sq.rnr_retry {
                 let error = WcError::new(wc_status::RNR_RETRY_EXC_ERR, vendor_err::NO_RECEIVE);
                 sq.fail(tables, qp, error);
                 return Err(Polled::Again);
             }
-            let wait = rnr_wait(rnr_nanoseconds(timer), sq.rnr_retry, sq.rnr_retries);
-            sq.rnr_retries = sq.rnr_retries.saturating_add(1);
+            let wait = rnr_wait(rnr_nanoseconds(timer), sq.rnr_retry, sq.tries.not_ready);
+            sq.tries.not_ready = sq.tries.not_ready.saturating_add(1);
             return Err(park(sq, now, wait));
         }
         Answer::Refused(error) | Answer::Local(error) => {

@@ -168,12 +168,12 @@ impl Sender {
         qp.vm.count_retry(qp.worker_index);
         self.wait = Wait::Nothing;
         if sq.timeout != 0 {
-            if sq.retries >= sq.retry_cnt {
+            if sq.tries.no_answer >= sq.retry_cnt {
                 let error = WcError::new(wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
                 self.fail_oldest(sq, tables, qp, error);
                 return Err(Polled::Again);
             }
-            sq.retries += 1;
+            sq.tries.no_answer += 1;
         }
         self.go_back();
         Ok(())
@@ -386,13 +386,13 @@ impl Sender {
             Syndrome::RnrNak(timer) => {
                 qp.vm.count_rnr(qp.worker_index);
                 if sq.rnr_retry != 7 {
-                    if sq.rnr_retries >= sq.rnr_retry {
+                    if sq.tries.not_ready >= sq.rnr_retry {
                         let status = wc_status::RNR_RETRY_EXC_ERR;
                         let error = WcError::new(status, vendor_err::NO_RECEIVE);
                         self.fail_oldest(sq, tables, qp, error);
                         return;
                     }
-                    sq.rnr_retries += 1;
+                    sq.tries.not_ready += 1;
                 }
                 self.go_back();
                 self.wait = Wait::Receive(now.saturating_add(rnr_nanoseconds(timer)));
