@@ -28,7 +28,7 @@ use crate::fabric::registry::Registry;
 /// Queue pairs that are polled at once during a scan.
 const MOST_POLLED: usize = 32;
 /// Bytes that polls of the run queue may cost before the doorbells are scanned again.
-const MOST_COST: u64 = 3 * BUDGET.bytes;
+const MOST_COST: u64 = 12 * BUDGET.bytes;
 /// Parked queue pairs of a VM whose time has come that are woken in a poll iteration.
 const WOKEN: usize = 8;
 /// Most doorbells that are busy polled, one for each bit of a word: with more contexts, each poll iteration scans some of them,
