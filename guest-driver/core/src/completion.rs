@@ -223,21 +223,27 @@ impl<M: Memory> CompletionQueue<M> {
     /// Makes [`CompletionQueue::poll`] pass over the completions of a queue pair that are in the
     /// ring now: for queue pairs that were destroyed or reset.
     pub fn forget(&self, qp_num: u32) {
+        self.forget_each(qp_num, |_| {});
+    }
+
+    /// As [`Self::forget`]; calls `forgotten` for each completion.
+    pub fn forget_each(&self, qp_num: u32, mut forgotten: impl FnMut(&Cqe)) {
         let consumer = self.consumer.load(Ordering::Relaxed);
         for i in 0..self.ring.entries() {
-            let Some(words) = self.written(consumer.wrapping_add(i)) else {
+            let position = consumer.wrapping_add(i);
+            let Some(cqe) = self.peek(position) else {
                 return;
             };
-            let at = &words[QP_WORD];
-            let qps = at.load(Ordering::Relaxed).to_ne_bytes();
-            let [a, b, c, d, rest @ ..] = qps;
-            if u32::from_le_bytes([a, b, c, d]) == qp_num {
+            if cqe.qp_num == qp_num {
+                forgotten(&cqe);
                 let [a, b, c, d] = FORGOTTEN.to_le_bytes();
-                let [e, f, g, h] = rest;
-                at.store(
-                    u64::from_ne_bytes([a, b, c, d, e, f, g, h]),
-                    Ordering::Relaxed,
-                );
+                let [e, f, g, h] = cqe.src_qp.to_le_bytes();
+                if let Some(at) = self.ring.entry(position).get(QP_WORD) {
+                    at.store(
+                        u64::from_ne_bytes([a, b, c, d, e, f, g, h]),
+                        Ordering::Relaxed,
+                    );
+                }
             }
         }
     }

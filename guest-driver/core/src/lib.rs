@@ -15,14 +15,18 @@ pub mod buffer;
 pub mod command;
 mod completion;
 mod doorbell;
+mod judge;
 pub mod pages;
 mod prefetch;
+mod record;
 mod ring;
 pub mod sync;
 mod work;
 
 pub use completion::{ArmMode, CompletionQueue, ResizedQueue};
 pub use doorbell::{Doorbell, StatusPage};
+pub use judge::{Completing, Receives, Violation};
+pub use record::{srq_of, InRing, Posted, Private, Record, Slots};
 pub use ring::{BadLayout, Memory, PostError};
 pub use work::{
     RecvBatch, RecvQueue, ResizedSharedQueue, SendBatch, SendEntry, SendQueue, SharedRecvQueue,

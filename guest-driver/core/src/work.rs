@@ -17,7 +17,9 @@ use virtio_rdma_spec::ring::{
 use virtio_rdma_spec::verbs::{send_flag, vendor_err, wc_opcode, wc_status};
 
 use crate::buffer::RingLayout;
+use crate::judge::{received, sent, Violation};
 use crate::prefetch::prefetch_write;
+use crate::record::{InRing, Posted, Private, Record, Slots};
 use crate::ring::{word, BadLayout, Memory, PostError, Ring};
 use crate::sync::{store_load_order, AtomicU32, AtomicU64, Ordering};
 
@@ -32,14 +34,15 @@ const PHASE_BIT: u64 = u64::from_le((PHASE as u64) << 8);
 
 /// What send and receive queues share: a ring, what is posted and what is completed.
 #[derive(Debug)]
-struct WorkQueue<M> {
+struct WorkQueue<M, R> {
     ring: Ring<M>,
     posted: AtomicU32,
     completed: AtomicU32,
     max_sge: u32,
+    record: R,
 }
 
-impl<M: Memory> WorkQueue<M> {
+impl<M: Memory> WorkQueue<M, InRing> {
     fn new(
         memory: M,
         layout: &RingLayout,
@@ -55,9 +58,23 @@ impl<M: Memory> WorkQueue<M> {
             posted: AtomicU32::new(0),
             completed: AtomicU32::new(0),
             max_sge,
+            record: InRing,
         })
     }
 
+    /// The same queue, unused, with another record.
+    fn with_record<R>(self, record: R) -> WorkQueue<M, R> {
+        WorkQueue {
+            ring: self.ring,
+            posted: self.posted,
+            completed: self.completed,
+            max_sge: self.max_sge,
+            record,
+        }
+    }
+}
+
+impl<M: Memory, R: Record> WorkQueue<M, R> {
     #[inline(always)]
     fn room(&self, posted: u32) -> u32 {
         // Acquire: what the completion says about the entry happened before it is written again.
@@ -66,7 +83,7 @@ impl<M: Memory> WorkQueue<M> {
     }
 
     #[inline(always)]
-    fn batch(&self) -> Batch<'_, M> {
+    fn batch(&self) -> Batch<'_, M, R> {
         let start = self.posted.load(Ordering::Relaxed);
         Batch {
             queue: self,
@@ -80,7 +97,8 @@ impl<M: Memory> WorkQueue<M> {
     #[inline(always)]
     fn completing(&self, index: u16) -> Range<u32> {
         let completed = self.completed.load(Ordering::Relaxed);
-        let posted = self.posted.load(Ordering::Relaxed);
+        // Acquire: what was posted was recorded before.
+        let posted = self.posted.load(Ordering::Acquire);
         let end = self.ring.completed_up_to(index, completed, posted);
         completed..end.unwrap_or(completed)
     }
@@ -95,19 +113,36 @@ impl<M: Memory> WorkQueue<M> {
         }
     }
 
-    /// The oldest entry that is posted and not completed: its index, and its first two words.
-    fn oldest(&self) -> Option<(u16, [u64; 2])> {
+    /// The oldest work request that is posted and not completed, and its index.
+    fn oldest(&self) -> Option<(u16, Posted)> {
         let completed = self.completed.load(Ordering::Relaxed);
-        // Acquire: all of the entry was written before it was posted, but for its first word, if it
-        // is the first of a batch.
+        // Acquire: all of the entry was written and recorded before it was posted, but for its
+        // first word, if it is the first of a batch.
         let outstanding = self.posted.load(Ordering::Acquire).wrapping_sub(completed);
         // More than there are entries: a reset is under way.
         if outstanding == 0 || outstanding > self.ring.entries() {
             return None;
         }
-        let words = self.ring.entry(completed).first_chunk::<2>()?;
-        let words = words.each_ref().map(|word| word.load(Ordering::Relaxed));
-        Some((self.ring.index(completed) as u16, words))
+        let index = self.ring.index(completed);
+        let posted = match self.record.recall(index) {
+            Some(posted) => posted,
+            None => self.in_ring(completed)?,
+        };
+        Some((index as u16, posted))
+    }
+
+    /// What the entry at a position says.
+    fn in_ring(&self, position: u32) -> Option<Posted> {
+        let words = self.ring.entry(position).first_chunk::<2>()?;
+        let [head, id] = words.each_ref().map(|word| word.load(Ordering::Relaxed));
+        // Of an entry that is being posted it may be that of an earlier one: nobody may rely on it
+        // in a completion that is no success.
+        let [opcode, ..] = head.to_ne_bytes();
+        Some(Posted {
+            wr_id: u64::from_le(id),
+            opcode,
+            ..Posted::default()
+        })
     }
 
     fn reset(&self) {
@@ -126,15 +161,15 @@ const AHEAD: u32 = 12;
 /// Entries that are written, of which the first is not published yet; so the device sees none of
 /// them.
 #[derive(Debug)]
-struct Batch<'q, M: Memory> {
-    queue: &'q WorkQueue<M>,
+struct Batch<'q, M: Memory, R: Record> {
+    queue: &'q WorkQueue<M, R>,
     position: u32,
     room: u32,
     /// The first entry's word 0, and what goes there.
     first: Option<(&'q AtomicU64, u64)>,
 }
 
-impl<'q, M: Memory> Batch<'q, M> {
+impl<'q, M: Memory, R: Record> Batch<'q, M, R> {
     /// The entry to write next.
     #[inline(always)]
     fn entry(&self) -> Result<&'q [AtomicU64], PostError> {
@@ -153,6 +188,13 @@ impl<'q, M: Memory> Batch<'q, M> {
             prefetch_write(ring.entry(self.position.wrapping_add(AHEAD)));
         }
         Ok(self.queue.ring.entry(self.position))
+    }
+
+    /// Records a work request; returns the id that goes to its entry.
+    #[inline(always)]
+    fn keep(&self, posted: &Posted) -> Result<u64, PostError> {
+        let index = self.queue.ring.index(self.position);
+        self.queue.record.keep(index, posted).ok_or(PostError::Full)
     }
 
     /// Adds the entry whose other words are written.
@@ -186,7 +228,7 @@ impl<'q, M: Memory> Batch<'q, M> {
     }
 }
 
-impl<M: Memory> Drop for Batch<'_, M> {
+impl<M: Memory, R: Record> Drop for Batch<'_, M, R> {
     /// Takes back what is not committed: the entries behind the first got the phase already.
     #[inline(always)]
     fn drop(&mut self) {
@@ -196,12 +238,15 @@ impl<M: Memory> Drop for Batch<'_, M> {
     }
 }
 
-impl<M: Memory> Batch<'_, M> {
+impl<M: Memory, R: Record> Batch<'_, M, R> {
     #[cold]
     fn roll_back(&mut self) {
         let start = self.queue.posted.load(Ordering::Relaxed);
+        let take_back = |position| self.queue.record.take_back(self.queue.ring.index(position));
+        take_back(start);
         let mut position = start.wrapping_add(1);
         while position != self.position {
+            take_back(position);
             if let Some(at) = self.queue.ring.entry(position).first() {
                 let stale = if self.queue.ring.phase(position) {
                     0
@@ -215,18 +260,19 @@ impl<M: Memory> Batch<'_, M> {
     }
 }
 
-/// Writes scatter/gather entries behind the fixed part of an entry; returns how many.
+/// Writes scatter/gather entries behind the fixed part of an entry; returns how many, and their
+/// bytes.
 #[inline(always)]
 fn put_sges(
     data: &[AtomicU64],
     max_sge: u32,
     sges: impl IntoIterator<Item = Sge>,
-) -> Result<u16, PostError> {
+) -> Result<(u16, u32), PostError> {
     let mut sges = sges.into_iter();
-    let mut count = 0;
+    let (mut count, mut length) = (0u16, 0u32);
     for at in data.chunks_exact(2).take(max_sge as usize) {
         let Some(sge) = sges.next() else {
-            return Ok(count);
+            return Ok((count, length));
         };
         if let [addr, length_lkey] = at {
             let bytes = sge.to_bytes();
@@ -234,9 +280,10 @@ fn put_sges(
             length_lkey.store(word(&bytes, 1), Ordering::Relaxed);
         }
         count = count.wrapping_add(1);
+        length = length.saturating_add(sge.length);
     }
     match sges.next() {
-        None => Ok(count),
+        None => Ok((count, length)),
         Some(_) => Err(PostError::TooManySges),
     }
 }
@@ -312,23 +359,36 @@ fn put_inline<'d>(
 
 /// The fixed part of a send entry: [`SendWqe`], or for UD and GSI queue pairs [`UdWqe`].
 pub trait SendEntry: Layout + Copy {
+    /// `wr_opcode`.
+    fn opcode(&self) -> u8;
     /// `send_flag` bits.
     fn flags(&self) -> u8;
-    /// The same with another number of scatter/gather entries or inline bytes, and other flags.
+    /// The id that its user gave it.
+    fn wr_id(&self) -> u64;
+    /// The same with another number of scatter/gather entries or inline bytes, other flags, and
+    /// another id.
     #[must_use]
-    fn with(self, count: u16, flags: u8) -> Self;
+    fn with(self, count: u16, flags: u8, wr_id: u64) -> Self;
 }
 
 macro_rules! send_entries {
     ($($t:ident),*) => {$(
         impl SendEntry for $t {
             #[inline(always)]
+            fn opcode(&self) -> u8 {
+                self.opcode
+            }
+            #[inline(always)]
             fn flags(&self) -> u8 {
                 self.flags
             }
             #[inline(always)]
-            fn with(self, count: u16, flags: u8) -> Self {
-                Self { count, flags, ..self }
+            fn wr_id(&self) -> u64 {
+                self.wr_id
+            }
+            #[inline(always)]
+            fn with(self, count: u16, flags: u8, wr_id: u64) -> Self {
+                Self { count, flags, wr_id, ..self }
             }
         }
 
@@ -339,8 +399,8 @@ send_entries!(SendWqe, UdWqe);
 
 /// A send queue.
 #[derive(Debug)]
-pub struct SendQueue<M> {
-    queue: WorkQueue<M>,
+pub struct SendQueue<M, R = InRing> {
+    queue: WorkQueue<M, R>,
     max_inline: u32,
 }
 
@@ -388,9 +448,44 @@ impl<M: Memory> SendQueue<M> {
         })
     }
 
+    /// The same queue, unused, with a record in `words`, which the device has no part of:
+    /// [`Private::words`] of them. `signal_all`: all its work requests are signaled.
+    ///
+    /// # Errors
+    /// There are too few words.
+    pub fn recorded<P: Memory>(
+        self,
+        words: P,
+        signal_all: bool,
+    ) -> Result<SendQueue<M, Private<P>>, BadLayout> {
+        let record = Private::new(words, self.entries(), signal_all)?;
+        Ok(SendQueue {
+            queue: self.queue.with_record(record),
+            max_inline: self.max_inline,
+        })
+    }
+}
+
+impl<M: Memory, P: Memory> SendQueue<M, Private<P>> {
+    /// What the user is told of a completion that the device wrote for this queue. The work request
+    /// must be outstanding, and all before it that are, too, must be unsignaled: those complete
+    /// without a word.
+    pub(crate) fn judge(&self, cqe: &Cqe) -> Result<Cqe, Violation> {
+        let mut last: Option<Posted> = None;
+        for index in self.completing(cqe.wqe_index) {
+            if last.is_some_and(|before| before.signaled) {
+                return Err(Violation::Skipped);
+            }
+            last = self.queue.record.recall(index);
+        }
+        sent(cqe, &last.ok_or(Violation::NotOutstanding)?)
+    }
+}
+
+impl<M: Memory, R: Record> SendQueue<M, R> {
     /// Starts a batch of work requests.
     #[inline(always)]
-    pub fn batch(&self) -> SendBatch<'_, M> {
+    pub fn batch(&self) -> SendBatch<'_, M, R> {
         SendBatch {
             batch: self.queue.batch(),
             max_inline: self.max_inline,
@@ -427,11 +522,9 @@ impl<M: Memory> SendQueue<M> {
     /// As `complete` this is for one at a time, under the lock of the completion queue; others may
     /// post meanwhile.
     pub fn flush_next(&self, qp_num: u32) -> Option<Cqe> {
-        let (index, words) = self.queue.oldest()?;
-        // The opcode of an entry that is being posted may be that of an earlier one: nobody may
-        // rely on it in a completion that is no success.
-        let [opcode, ..] = words[0].to_ne_bytes();
-        Some(flushed(qp_num, index, completion_opcode(opcode), words[1]))
+        let (index, posted) = self.queue.oldest()?;
+        let opcode = completion_opcode(posted.opcode);
+        Some(flushed(qp_num, index, opcode, posted.wr_id))
     }
 
     /// The indices of the entries that [`Self::complete`] frees, called with the same index.
@@ -464,12 +557,12 @@ impl<M: Memory> SendQueue<M> {
 /// them back.
 #[derive(Debug)]
 #[must_use]
-pub struct SendBatch<'q, M: Memory> {
-    batch: Batch<'q, M>,
+pub struct SendBatch<'q, M: Memory, R: Record = InRing> {
+    batch: Batch<'q, M, R>,
     max_inline: u32,
 }
 
-impl<M: Memory> SendBatch<'_, M> {
+impl<M: Memory, R: Record> SendBatch<'_, M, R> {
     /// The index of the entry that the next work request goes to.
     #[must_use]
     pub fn next_index(&self) -> u32 {
@@ -489,9 +582,9 @@ impl<M: Memory> SendBatch<'_, M> {
     ) -> Result<(), PostError> {
         let entry = self.batch.entry()?;
         let data = entry.get(E::SIZE / 8..).unwrap_or(&[]);
-        let count = put_sges(data, self.batch.queue.max_sge, sges)?;
-        self.finish(entry, wqe, count, wqe.flags() & !send_flag::INLINE);
-        Ok(())
+        let (count, length) = put_sges(data, self.batch.queue.max_sge, sges)?;
+        let flags = wqe.flags() & !send_flag::INLINE;
+        self.finish(entry, wqe, count, flags, length)
     }
 
     /// Adds a work request with inline data, gathered from `parts`. Its length, the flag INLINE and
@@ -508,8 +601,8 @@ impl<M: Memory> SendBatch<'_, M> {
         let entry = self.batch.entry()?;
         let data = entry.get(E::SIZE / 8..).unwrap_or(&[]);
         let count = put_inline(data, self.max_inline, parts)?;
-        self.finish(entry, wqe, count, wqe.flags() | send_flag::INLINE);
-        Ok(())
+        let flags = wqe.flags() | send_flag::INLINE;
+        self.finish(entry, wqe, count, flags, u32::from(count))
     }
 
     /// Adds a bind of a memory window: of `wqe` count opcode, flags and id.
@@ -534,8 +627,9 @@ impl<M: Memory> SendBatch<'_, M> {
         const _: () = assert!(BIND_MW_OFFSET == FAST_REG_OFFSET);
         let entry = self.batch.entry()?;
         let (head, at) = entry.split_at_checked(START).unwrap_or_default();
+        let id = self.keep(wqe, 0)?;
         put(at, operands);
-        let bytes = wqe.with(0, wqe.flags & !send_flag::INLINE).to_bytes();
+        let bytes = wqe.with(0, wqe.flags & !send_flag::INLINE, id).to_bytes();
         let id = bytes.get(8..).unwrap_or(&[]);
         put(head.get(1..).unwrap_or(&[]), id);
         self.push_word(entry, &bytes);
@@ -559,10 +653,10 @@ impl<M: Memory> SendBatch<'_, M> {
             .get(START..START + MaskedOperands::SIZE / 8)
             .ok_or(PostError::TooManySges)?;
         let data = entry.get(SEND_DATA_OFFSET / 8..START).unwrap_or(&[]);
-        let count = put_sges(data, self.batch.queue.max_sge, sge)?;
+        let (count, length) = put_sges(data, self.batch.queue.max_sge, sge)?;
         put(at, &operands.to_bytes());
-        self.finish(entry, wqe, count, wqe.flags & !send_flag::INLINE);
-        Ok(())
+        let flags = wqe.flags & !send_flag::INLINE;
+        self.finish(entry, wqe, count, flags, length)
     }
 
     /// Publishes the work requests. Returns whether there are any: then ring the doorbell.
@@ -581,14 +675,34 @@ fn put(to: &[AtomicU64], bytes: &[u8]) {
     }
 }
 
-impl<'q, M: Memory> SendBatch<'q, M> {
+impl<'q, M: Memory, R: Record> SendBatch<'q, M, R> {
     #[inline(always)]
-    fn finish<E: SendEntry>(&mut self, entry: &'q [AtomicU64], wqe: &E, count: u16, flags: u8) {
+    fn finish<E: SendEntry>(
+        &mut self,
+        entry: &'q [AtomicU64],
+        wqe: &E,
+        count: u16,
+        flags: u8,
+        length: u32,
+    ) -> Result<(), PostError> {
+        let id = self.keep(wqe, length)?;
         let mut bytes = [0; 8 * MAX_SEND_WORDS];
-        wqe.with(count, flags).put(&mut bytes);
+        wqe.with(count, flags, id).put(&mut bytes);
         let fixed = bytes.get(8..E::SIZE).unwrap_or(&[]);
         put(entry.get(1..).unwrap_or(&[]), fixed);
         self.push_word(entry, &bytes);
+        Ok(())
+    }
+
+    /// Records a work request of so many bytes; returns the id that goes to its entry.
+    #[inline(always)]
+    fn keep<E: SendEntry>(&self, wqe: &E, length: u32) -> Result<u64, PostError> {
+        self.batch.keep(&Posted {
+            wr_id: wqe.wr_id(),
+            length,
+            opcode: wqe.opcode(),
+            signaled: wqe.flags() & send_flag::SIGNALED != 0,
+        })
     }
 
     /// Adds the entry whose other words are written; `bytes` begin with its first word.
@@ -598,10 +712,10 @@ impl<'q, M: Memory> SendBatch<'q, M> {
     }
 }
 
-/// The completion of a work request that is flushed; `wr_id` is the word of the entry.
+/// The completion of a work request that is flushed.
 fn flushed(qp_num: u32, wqe_index: u16, opcode: u8, wr_id: u64) -> Cqe {
     Cqe {
-        wr_id: u64::from_le(wr_id),
+        wr_id,
         qp_num,
         wqe_index,
         vendor_err: vendor_err::FLUSHED,
@@ -613,8 +727,8 @@ fn flushed(qp_num: u32, wqe_index: u16, opcode: u8, wr_id: u64) -> Cqe {
 
 /// A receive queue. Its buffer starts with the `QpRecord`.
 #[derive(Debug)]
-pub struct RecvQueue<M> {
-    queue: WorkQueue<M>,
+pub struct RecvQueue<M, R = InRing> {
+    queue: WorkQueue<M, R>,
 }
 
 impl<M: Memory> RecvQueue<M> {
@@ -629,9 +743,36 @@ impl<M: Memory> RecvQueue<M> {
         })
     }
 
+    /// The same queue, unused, with a record in `words`, which the device has no part of:
+    /// [`Private::words`] of them.
+    ///
+    /// # Errors
+    /// There are too few words.
+    pub fn recorded<P: Memory>(self, words: P) -> Result<RecvQueue<M, Private<P>>, BadLayout> {
+        let record = Private::new(words, self.entries(), true)?;
+        Ok(RecvQueue {
+            queue: self.queue.with_record(record),
+        })
+    }
+}
+
+impl<M: Memory, P: Memory> RecvQueue<M, Private<P>> {
+    /// What the user is told of a completion that the device wrote for this queue: that of the
+    /// oldest work request.
+    pub(crate) fn judge(&self, cqe: &Cqe, datagram: bool) -> Result<Cqe, Violation> {
+        match self.queue.oldest() {
+            Some((index, posted)) if index == cqe.wqe_index => {
+                received(cqe, posted.wr_id, posted.length, datagram)
+            }
+            _ => Err(Violation::NotOutstanding),
+        }
+    }
+}
+
+impl<M: Memory, R: Record> RecvQueue<M, R> {
     /// Starts a batch of work requests.
     #[inline(always)]
-    pub fn batch(&self) -> RecvBatch<'_, M> {
+    pub fn batch(&self) -> RecvBatch<'_, M, R> {
         RecvBatch {
             batch: self.queue.batch(),
             shared: false,
@@ -659,8 +800,8 @@ impl<M: Memory> RecvQueue<M> {
     /// The completion that flushes the oldest entry that is outstanding: as
     /// [`SendQueue::flush_next`].
     pub fn flush_next(&self, qp_num: u32) -> Option<Cqe> {
-        let (index, words) = self.queue.oldest()?;
-        Some(flushed(qp_num, index, wc_opcode::RECV, words[1]))
+        let (index, posted) = self.queue.oldest()?;
+        Some(flushed(qp_num, index, wc_opcode::RECV, posted.wr_id))
     }
 
     /// Work requests that fit now.
@@ -684,9 +825,9 @@ impl<M: Memory> RecvQueue<M> {
 
 /// A shared receive queue. Its buffer starts with the `SrqRecord`.
 #[derive(Debug)]
-pub struct SharedRecvQueue<M> {
+pub struct SharedRecvQueue<M, R = InRing> {
     /// What is completed here is what the device has consumed.
-    queue: WorkQueue<M>,
+    queue: WorkQueue<M, R>,
 }
 
 impl<M: Memory> SharedRecvQueue<M> {
@@ -705,41 +846,20 @@ impl<M: Memory> SharedRecvQueue<M> {
         })
     }
 
-    /// Starts a batch of work requests.
-    #[inline(always)]
-    pub fn batch(&self) -> RecvBatch<'_, M> {
-        self.refresh();
-        RecvBatch {
-            batch: self.queue.batch(),
-            shared: true,
-        }
-    }
-
-    /// Looks up what the device has consumed.
-    #[inline(always)]
-    fn refresh(&self) {
-        let Some(record) = self.queue.ring.memory().first() else {
-            return;
-        };
-        // Acquire: the device has read the entries before it said so.
-        let consumed = (u64::from_le(record.load(Ordering::Acquire)) >> 32) as u32;
-        let posted = self.queue.posted.load(Ordering::Relaxed);
-        // More than was posted cannot be consumed: such a count frees nothing.
-        if posted.wrapping_sub(consumed) <= self.queue.ring.entries() {
-            self.queue.completed.store(consumed, Ordering::Release);
-        }
-    }
-
-    /// Posts one work request, as [`RecvBatch::push`] and [`RecvBatch::commit`]. Returns whether to
-    /// ring the doorbell of the shared receive queue.
+    /// The same queue, unused, with a record in `words`, which the device has no part of:
+    /// [`Slots::words`] of them. `number` is the queue's.
     ///
     /// # Errors
-    /// As [`RecvBatch::push`].
-    #[inline(always)]
-    pub fn post(&self, wr_id: u64, sges: impl IntoIterator<Item = Sge>) -> Result<bool, PostError> {
-        let mut batch = self.batch();
-        batch.push(wr_id, sges)?;
-        Ok(batch.commit())
+    /// There are too few words.
+    pub fn recorded<P: Memory>(
+        self,
+        words: P,
+        number: u32,
+    ) -> Result<SharedRecvQueue<M, Slots<P>>, BadLayout> {
+        let record = Slots::new(words, self.entries(), number)?;
+        Ok(SharedRecvQueue {
+            queue: self.queue.with_record(record),
+        })
     }
 
     /// Checks another, zeroed buffer for the queue: to give to the device, which moves there what
@@ -775,6 +895,56 @@ impl<M: Memory> SharedRecvQueue<M> {
             .ring
             .into_memory()
     }
+}
+
+impl<M: Memory, P: Memory> SharedRecvQueue<M, Slots<P>> {
+    /// What the user is told of a completion that the device wrote for a receive of this queue,
+    /// which is outstanding no longer then. Any thread.
+    ///
+    /// # Errors
+    /// No device writes this completion that does what it should; nothing has changed.
+    pub fn take(&self, cqe: &Cqe, datagram: bool) -> Result<Cqe, Violation> {
+        self.queue.record.take(cqe, datagram)
+    }
+}
+
+impl<M: Memory, R: Record> SharedRecvQueue<M, R> {
+    /// Starts a batch of work requests.
+    #[inline(always)]
+    pub fn batch(&self) -> RecvBatch<'_, M, R> {
+        self.refresh();
+        RecvBatch {
+            batch: self.queue.batch(),
+            shared: true,
+        }
+    }
+
+    /// Looks up what the device has consumed.
+    #[inline(always)]
+    fn refresh(&self) {
+        let Some(record) = self.queue.ring.memory().first() else {
+            return;
+        };
+        // Acquire: the device has read the entries before it said so.
+        let consumed = (u64::from_le(record.load(Ordering::Acquire)) >> 32) as u32;
+        let posted = self.queue.posted.load(Ordering::Relaxed);
+        // More than was posted cannot be consumed: such a count frees nothing.
+        if posted.wrapping_sub(consumed) <= self.queue.ring.entries() {
+            self.queue.completed.store(consumed, Ordering::Release);
+        }
+    }
+
+    /// Posts one work request, as [`RecvBatch::push`] and [`RecvBatch::commit`]. Returns whether to
+    /// ring the doorbell of the shared receive queue.
+    ///
+    /// # Errors
+    /// As [`RecvBatch::push`].
+    #[inline(always)]
+    pub fn post(&self, wr_id: u64, sges: impl IntoIterator<Item = Sge>) -> Result<bool, PostError> {
+        let mut batch = self.batch();
+        batch.push(wr_id, sges)?;
+        Ok(batch.commit())
+    }
 
     /// Work requests that fit now.
     #[must_use]
@@ -793,20 +963,20 @@ impl<M: Memory> SharedRecvQueue<M> {
 /// Another buffer for a shared receive queue.
 #[derive(Debug)]
 pub struct ResizedSharedQueue<M> {
-    queue: WorkQueue<M>,
+    queue: WorkQueue<M, InRing>,
 }
 
 /// Receive work requests that become visible to the device together. Dropping it uncommitted takes
 /// them back.
 #[derive(Debug)]
 #[must_use]
-pub struct RecvBatch<'q, M: Memory> {
-    batch: Batch<'q, M>,
+pub struct RecvBatch<'q, M: Memory, R: Record = InRing> {
+    batch: Batch<'q, M, R>,
     /// The queue is a shared receive queue.
     shared: bool,
 }
 
-impl<M: Memory> RecvBatch<'_, M> {
+impl<M: Memory, R: Record> RecvBatch<'_, M, R> {
     /// Adds a work request.
     ///
     /// # Errors
@@ -819,10 +989,15 @@ impl<M: Memory> RecvBatch<'_, M> {
     ) -> Result<(), PostError> {
         let entry = self.batch.entry()?;
         let data = entry.get(RECV_WORDS..).unwrap_or(&[]);
-        let count = put_sges(data, self.batch.queue.max_sge, sges)?;
+        let (count, length) = put_sges(data, self.batch.queue.max_sge, sges)?;
+        let id = self.batch.keep(&Posted {
+            wr_id,
+            length,
+            ..Posted::default()
+        })?;
         let wqe = RecvWqe {
             count,
-            wr_id,
+            wr_id: id,
             ..RecvWqe::default()
         };
         let bytes = wqe.to_bytes();

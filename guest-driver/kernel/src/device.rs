@@ -5,12 +5,13 @@ use crate::sys::alloc::{Arc, Array};
 use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage, Words};
 use crate::sys::error::{Errno, Result};
 use crate::sys::net::Pairing;
-use crate::sys::rdma::{self, DeviceOps, SrqHandle};
+use crate::sys::rdma::{self, DeviceOps};
 use crate::sys::sync::{sleep, Completion, SetOnce, Work};
 use crate::sys::table::Table;
 use crate::sys::virtio::{CommandQueue, EventQueue, Notifier, Rebind, VirtioDevice, Virtqueues};
-use crate::targets::{CqTarget, QpTarget};
+use crate::targets::{CqTarget, QpTarget, SrqTarget};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use virtio_rdma_driver_core::Violation;
 use virtio_rdma_spec::command::{opcode, QueryDeviceResponse, SetStatusPage};
 use virtio_rdma_spec::config::{
     feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE,
@@ -102,7 +103,7 @@ pub(crate) struct Device {
     /// destroys those before `stop` ends.
     cqs: Table<CqTarget>,
     qps: Table<QpTarget>,
-    srqs: Table<SrqHandle>,
+    srqs: Table<SrqTarget>,
     /// What the kernel's own queue pairs ring with; none if the kernel cannot use the device.
     kernel: SetOnce<Option<KernelContext>>,
     notifiers: Array<Notifier>,
@@ -124,6 +125,8 @@ pub(crate) struct Device {
     start_error: AtomicU32,
     /// The device told that it failed.
     failed: AtomicBool,
+    /// The device wrote a completion that cannot be: none of them is read any longer.
+    distrusted: AtomicBool,
     /// The device was reset because it was lost: it completes nothing any more, and the driver
     /// does.
     lost: AtomicBool,
@@ -246,6 +249,7 @@ impl Device {
             started: Completion::new()?,
             start_error: AtomicU32::new(0),
             failed: AtomicBool::new(false),
+            distrusted: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             loss_seen: AtomicBool::new(false),
             loss_reported: AtomicBool::new(false),
@@ -327,6 +331,10 @@ impl Device {
         self.registered.store(true, Ordering::Release);
         // Also replays what happened to interfaces since `pair`.
         self.pairing.start()?;
+        if self.take_failed() {
+            // Nobody was there to be told.
+            self.schedule_refresh();
+        }
         self.virtio.info(
             "RDMA device ready; doorbell queues",
             i64::from(self.config.num_doorbell_queues),
@@ -386,8 +394,7 @@ impl Device {
     /// The system is suspended: the device, which forgets everything now, is given up like one that
     /// was lost, and taken into use again when the system goes on.
     pub(crate) fn freeze(&self) {
-        self.commands.die();
-        self.note_loss();
+        self.give_up();
     }
 
     /// The system ends: the device touches no memory any more.
@@ -402,6 +409,11 @@ impl Device {
         if !self.commands.is_dead() {
             self.virtio.warning(why);
         }
+        self.give_up();
+    }
+
+    /// As [`Self::fail`], if the reason is known already. Process context.
+    pub(crate) fn give_up(&self) {
         self.commands.die();
         self.note_loss();
     }
@@ -461,6 +473,20 @@ impl Device {
     /// Did [`Self::fail_later`] ask for it?
     pub(crate) fn take_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
+    }
+
+    /// The device wrote a completion that no device writes, of a queue pair with this number, for a
+    /// user in the kernel: gives the device up. Any context.
+    pub(crate) fn distrust(&self, qpn: u32, violation: Violation) {
+        if !self.distrusted.swap(true, Ordering::AcqRel) {
+            self.virtio.error(violation.as_str(), i64::from(qpn));
+            self.fail_later();
+        }
+    }
+
+    /// Did the device write a completion that cannot be?
+    pub(crate) fn is_distrusted(&self) -> bool {
+        self.distrusted.load(Ordering::Acquire)
     }
 
     /// The configuration space changed. Any context.
@@ -564,7 +590,7 @@ impl Device {
         &self.qps
     }
 
-    pub(crate) fn srqs(&self) -> &Table<SrqHandle> {
+    pub(crate) fn srqs(&self) -> &Table<SrqTarget> {
         &self.srqs
     }
 

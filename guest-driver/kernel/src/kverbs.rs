@@ -5,6 +5,10 @@
 //! Everything that posts, polls or arms works in any context. Locks are taken in the order:
 //! completion queue, table of queue pairs; and send queue, region for fast registration. Receive
 //! queues have locks of their own, inside of which no other is taken.
+//!
+//! Users take the id of a completion for a pointer, and call what it leads to. So what was posted
+//! is recorded in memory that the device does not see, and a completion is handed on only if it
+//! fits the record: otherwise the device is given up ([`Device::distrust`]).
 use crate::device::Device;
 use crate::pages::{PageTree, Tables};
 use crate::sys::alloc::{Arc, Array, Box, Slot};
@@ -16,8 +20,8 @@ use crate::targets::QpTarget;
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicU8, AtomicUsize, Ordering};
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout};
 use virtio_rdma_driver_core::{
-    ArmMode, BadLayout, CompletionQueue, Doorbell, PostError, RecvBatch, RecvQueue, SendBatch,
-    SendQueue, SharedRecvQueue,
+    srq_of, ArmMode, BadLayout, Completing, CompletionQueue, Doorbell, PostError, Private,
+    Receives, RecvBatch, RecvQueue, SendBatch, SendQueue, SharedRecvQueue, Slots, Violation,
 };
 use virtio_rdma_spec::command::{opcode, CreateContext, CreateSrqResponse, HandleResponse};
 use virtio_rdma_spec::config::feature;
@@ -93,6 +97,18 @@ impl DeviceDoorbell {
     }
 }
 
+/// The record of what was posted to a queue pair, by the index of the entry.
+pub(crate) type QpRecord = Private<Array<AtomicU64>>;
+/// The record of what was posted to a shared receive queue.
+pub(crate) type SrqRecord = Slots<Array<AtomicU64>>;
+/// Work requests that are posted to a send queue together.
+pub(crate) type Sends<'q> = SendBatch<'q, Words, QpRecord>;
+
+/// Memory for a record: zeroed words, of which the device has no address.
+fn record_words(words: usize) -> Result<Array<AtomicU64>> {
+    Array::new(words, |_| Ok(AtomicU64::new(0)))
+}
+
 /// Memory for a queue of this size (whole pages).
 pub(crate) fn queue_memory(device: &Device, bytes: usize) -> Result<Arc<DmaBuffer>> {
     Arc::new(DmaBuffer::new(device.dma(), bytes / PAGE_SIZE as usize)?)
@@ -142,22 +158,31 @@ impl KernelCq {
             let mut taken = 0usize;
             // However the device fills the ring, this ends.
             for _ in 0..self.queue.entries() {
-                if taken >= wanted {
+                if taken >= wanted || device.is_distrusted() {
                     break;
                 }
                 let Some(cqe) = self.queue.poll() else {
                     break;
                 };
-                let vlan = self.queue.extension().vlan;
+                let vlan = Some(self.queue.extension().vlan).filter(|_| self.extended);
+                let mut known = false;
                 device.qps().with(cqe.qp_num, |qp| {
-                    // None: a receive of an XRC target, which has no queues of its own.
-                    if let Some(kernel) = qp.kernel() {
-                        kernel.complete(&cqe);
+                    known = true;
+                    let judged = match qp.kernel() {
+                        Some(kernel) => kernel.take(self, &cqe),
+                        None => self.take_xrc(device, qp.xrcd(), &cqe),
+                    };
+                    match judged {
+                        Ok(cqe) => {
+                            take(taken, &Polled { cqe, vlan, qp });
+                            taken = taken.wrapping_add(1);
+                        }
+                        Err(violation) => device.distrust(cqe.qp_num, violation),
                     }
-                    let vlan = Some(vlan).filter(|_| self.extended);
-                    take(taken, &Polled { cqe, vlan, qp });
-                    taken = taken.wrapping_add(1);
                 });
+                if !known {
+                    self.drop_xrc(device, &cqe);
+                }
             }
             self.queue.publish();
             if lost && taken < wanted {
@@ -187,7 +212,7 @@ impl KernelCq {
             self.queue.arm(mode);
             // The thread that loses the device looks at this after it said that it is lost.
             self.armed.store(true, Ordering::SeqCst);
-            let mut pending = self.queue.is_pending();
+            let mut pending = self.queue.is_pending() && !device.is_distrusted();
             if device.is_lost() {
                 device.qps().for_each(|qp| {
                     pending |= qp.kernel().is_some_and(|qp| qp.flush_next(self).is_some());
@@ -208,9 +233,50 @@ impl KernelCq {
         self.queue.event_received();
     }
 
-    /// Drops the completions of a queue pair that is gone.
-    fn forget(&self, qpn: u32) {
-        self.lock.with(|| self.queue.forget(qpn));
+    /// Judges the completion of a receive by an XRC target of a domain: it comes from a shared
+    /// receive queue of that domain that completes here. Under the lock.
+    fn take_xrc(
+        &self,
+        device: &Device,
+        xrcd: Option<u32>,
+        cqe: &Cqe,
+    ) -> core::result::Result<Cqe, Violation> {
+        let mut judged = Err(Violation::QueuePair);
+        if cqe.opcode & wc_opcode::RECV != 0 && xrcd.is_some() {
+            device.srqs().with(srq_of(cqe.wr_id), |srq| {
+                if let Some(srq) = srq.kernel().filter(|srq| srq.completes_to(self)) {
+                    if srq.xrcd() == xrcd {
+                        judged = srq.queue.take(cqe, false);
+                    }
+                }
+            });
+        }
+        judged
+    }
+
+    /// Drops the completion of a queue pair that is gone. Only of XRC targets can there be one.
+    /// Under the lock.
+    fn drop_xrc(&self, device: &Device, cqe: &Cqe) {
+        if cqe.opcode & wc_opcode::RECV == 0 {
+            return;
+        }
+        device.srqs().with(srq_of(cqe.wr_id), |srq| {
+            if let Some(srq) = srq.kernel().filter(|srq| srq.completes_to(self)) {
+                srq.drop_receive(cqe);
+            }
+        });
+    }
+
+    /// Drops the completions of a queue pair that is gone, and lets its `srq` use again what was
+    /// for them.
+    fn forget(&self, qpn: u32, srq: Option<&KernelSrq>) {
+        self.lock.with(|| {
+            self.queue.forget_each(qpn, |cqe| {
+                if let Some(srq) = srq.filter(|_| cqe.opcode & wc_opcode::RECV != 0) {
+                    srq.drop_receive(cqe);
+                }
+            });
+        });
     }
 }
 
@@ -218,7 +284,9 @@ impl KernelCq {
 pub(crate) struct KernelSrq {
     doorbell: DeviceDoorbell,
     lock: SpinLock,
-    queue: SharedRecvQueue<Words>,
+    queue: SharedRecvQueue<Words, SrqRecord>,
+    /// XRC: the domain, and where receives complete.
+    xrc: Option<(u32, Arc<KernelCq>)>,
 }
 
 impl KernelSrq {
@@ -228,19 +296,47 @@ impl KernelSrq {
         memory: Arc<DmaBuffer>,
         ring: &RingLayout,
         max_sge: u32,
+        xrc: Option<(u32, Arc<KernelCq>)>,
         made: &CreateSrqResponse,
     ) -> Result<Self> {
+        let queue = SharedRecvQueue::new(Words(memory), ring, max_sge)?;
+        let words = record_words(SrqRecord::words(ring.entries))?;
         Ok(Self {
             doorbell: DeviceDoorbell::new(device, made.doorbell_queue, made.slot)?,
             lock: SpinLock::new(which::RECV)?,
-            queue: SharedRecvQueue::new(Words(memory), ring, max_sge)?,
+            queue: queue.recorded(words, made.srqn)?,
+            xrc,
         })
+    }
+
+    /// Is it an XRC queue, and completes there?
+    fn completes_to(&self, cq: &KernelCq) -> bool {
+        let own = self.xrc.as_ref();
+        own.is_some_and(|(_, own)| core::ptr::eq(&**own, cq))
+    }
+
+    /// Its XRC domain.
+    fn xrcd(&self) -> Option<u32> {
+        self.xrc.as_ref().map(|(xrcd, _)| *xrcd)
+    }
+
+    /// The completion of a receive is not handed on: its queue pair is gone.
+    fn drop_receive(&self, cqe: &Cqe) {
+        // Whatever it says, no more happens than that something else can be posted. (As of a
+        // receive that failed: then its length does not matter.)
+        let _ = self.queue.take(
+            &Cqe {
+                status: wc_status::WR_FLUSH_ERR,
+                ..*cqe
+            },
+            false,
+        );
     }
 
     /// Posts what `fill` puts into the batch; on an error what came before it.
     pub(crate) fn post(
         &self,
-        fill: impl FnOnce(&mut RecvBatch<'_, Words>) -> Result<()>,
+        fill: impl FnOnce(&mut RecvBatch<'_, Words, SrqRecord>) -> Result<()>,
     ) -> Result<()> {
         let (result, waited) = self.lock.with(|| {
             let mut batch = self.queue.batch();
@@ -261,7 +357,10 @@ pub(crate) struct KernelQpInit<'a> {
     pub(crate) sq: &'a RingLayout,
     pub(crate) rq: &'a RingLayout,
     pub(crate) memory: Arc<DmaBuffer>,
+    pub(crate) signal_all: bool,
     pub(crate) cqs: [Arc<KernelCq>; 2],
+    /// Where its receives come from, if not from a queue of its own.
+    pub(crate) srq: Option<Arc<KernelSrq>>,
     /// As the device answered.
     pub(crate) number: u32,
     pub(crate) doorbell_queue: u32,
@@ -336,12 +435,13 @@ pub(crate) struct KernelQp {
     state: AtomicU8,
     doorbell: DeviceDoorbell,
     send_lock: SpinLock,
-    send: Option<SendQueue<Words>>,
+    send: Option<SendQueue<Words, QpRecord>>,
     /// What registrations in the send queue need until they have completed, by the index of their
     /// entry.
     registrations: Array<Slot<Tables>>,
     recv_lock: SpinLock,
-    recv: Option<RecvQueue<Words>>,
+    recv: Option<RecvQueue<Words, QpRecord>>,
+    srq: Option<Arc<KernelSrq>>,
     cqs: [Arc<KernelCq>; 2],
 }
 
@@ -352,19 +452,25 @@ impl KernelQp {
         let datagram = QpType::of(init.qp_type).is_some_and(|of| of.datagram);
         let (caps, sq, rq) = (init.caps, init.sq, init.rq);
         let exists = |ring: &RingLayout| ring.entries != 0;
-        let send = exists(sq).then(|| {
+        let send = exists(sq).then(|| -> Result<_> {
             let make = if datagram {
                 SendQueue::datagram
             } else {
                 SendQueue::new
             };
-            make(memory.clone(), sq, caps.max_send_sge, caps.max_inline)
+            let queue = make(memory.clone(), sq, caps.max_send_sge, caps.max_inline)?;
+            let words = record_words(QpRecord::words(sq.entries))?;
+            Ok(queue.recorded(words, init.signal_all)?)
         });
         let registrations = match device.features().has(feature::FAST_REG) && !datagram {
             true => sq.entries as usize,
             false => 0,
         };
-        let recv = exists(rq).then(|| RecvQueue::new(memory.clone(), rq, caps.max_recv_sge));
+        let recv = exists(rq).then(|| -> Result<_> {
+            let queue = RecvQueue::new(memory.clone(), rq, caps.max_recv_sge)?;
+            let words = record_words(QpRecord::words(rq.entries))?;
+            Ok(queue.recorded(words)?)
+        });
         let management = (init.qp_type == qp_type::GSI).then(|| Box::new(FailedSends::new()));
         Ok(Self {
             number: init.number,
@@ -378,6 +484,7 @@ impl KernelQp {
             registrations: Array::new(registrations, |_| Ok(Slot::new()))?,
             recv_lock: SpinLock::new(which::RECV)?,
             recv: recv.transpose()?,
+            srq: init.srq,
             cqs: init.cqs,
         })
     }
@@ -388,10 +495,7 @@ impl KernelQp {
     }
 
     /// Posts what `fill` puts into the batch; on an error what came before it.
-    pub(crate) fn post_send(
-        &self,
-        fill: impl FnOnce(&mut SendBatch<'_, Words>) -> Result<()>,
-    ) -> Result<()> {
+    pub(crate) fn post_send(&self, fill: impl FnOnce(&mut Sends<'_>) -> Result<()>) -> Result<()> {
         let queue = self.send.as_ref().ok_or(Errno::EINVAL)?;
         if self.state.load(Ordering::Acquire) < qp_state::RTS {
             return Err(Errno::EINVAL);
@@ -410,7 +514,7 @@ impl KernelQp {
     /// Posts what `fill` puts into the batch; on an error what came before it.
     pub(crate) fn post_recv(
         &self,
-        fill: impl FnOnce(&mut RecvBatch<'_, Words>) -> Result<()>,
+        fill: impl FnOnce(&mut RecvBatch<'_, Words, QpRecord>) -> Result<()>,
     ) -> Result<()> {
         let queue = self.recv.as_ref().ok_or(Errno::EINVAL)?;
         if self.state.load(Ordering::Acquire) == qp_state::RESET {
@@ -427,20 +531,45 @@ impl KernelQp {
         result
     }
 
-    /// Frees what a completion reports. Under the lock of the completion queue.
+    /// Which of its queues complete to this completion queue.
+    fn completing_to(&self, cq: &KernelCq) -> Completing<'_, Words, Array<AtomicU64>> {
+        let [sends, receives] = self
+            .cqs
+            .each_ref()
+            .map(|own| core::ptr::eq::<KernelCq>(&**own, cq));
+        let shared = self.srq.as_ref().map(|srq| Receives::Shared(&srq.queue));
+        let own = self.recv.as_ref().map(Receives::Own);
+        Completing {
+            datagram: self.datagram,
+            sends: self.send.as_ref().filter(|_| sends),
+            receives: shared.or(own).filter(|_| receives),
+        }
+    }
+
+    /// Judges a completion of a completion queue, and frees what it completes: what its user is
+    /// told is returned. Under the lock of the completion queue.
+    fn take(&self, cq: &KernelCq, cqe: &Cqe) -> core::result::Result<Cqe, Violation> {
+        // Before the entries can be used again.
+        self.completing_to(cq)
+            .take(cqe, |index| self.clear_registration(index))
+    }
+
+    fn clear_registration(&self, index: u32) {
+        if let Some(slot) = self.registrations.get(index as usize) {
+            slot.clear();
+        }
+    }
+
+    /// Frees what was flushed. Under the lock of the completion queue.
     fn complete(&self, cqe: &Cqe) {
         if cqe.opcode & wc_opcode::RECV != 0 {
             if let Some(queue) = &self.recv {
                 queue.complete(cqe.wqe_index);
             }
         } else if let Some(queue) = &self.send {
-            if !self.registrations.is_empty() {
-                // Before the entries can be used again.
-                queue
-                    .completing(cqe.wqe_index)
-                    .filter_map(|index| self.registrations.get(index as usize))
-                    .for_each(Slot::clear);
-            }
+            queue
+                .completing(cqe.wqe_index)
+                .for_each(|index| self.clear_registration(index));
             queue.complete(cqe.wqe_index);
         }
     }
@@ -448,9 +577,14 @@ impl KernelQp {
     /// The completion of the next work request that a lost device has left behind, if it is for
     /// this completion queue. Under the lock of that.
     fn flush_next(&self, cq: &KernelCq) -> Option<Cqe> {
-        let [send_cq, recv_cq] = &self.cqs;
-        let sends = self.send.as_ref().filter(|_| core::ptr::eq(&**send_cq, cq));
-        let receives = self.recv.as_ref().filter(|_| core::ptr::eq(&**recv_cq, cq));
+        let Completing {
+            sends, receives, ..
+        } = self.completing_to(cq);
+        let receives = match receives {
+            Some(Receives::Own(queue)) => Some(queue),
+            // They are not the queue pair's.
+            Some(Receives::Shared(_)) | None => None,
+        };
         sends
             .and_then(|queue| queue.flush_next(self.number))
             .or_else(|| receives.and_then(|queue| queue.flush_next(self.number)))
@@ -515,7 +649,7 @@ impl KernelQp {
     /// Drops its completions: the device writes none any more.
     pub(crate) fn forget(&self) {
         for cq in &self.cqs {
-            cq.forget(self.number);
+            cq.forget(self.number, self.srq.as_deref());
         }
     }
 }

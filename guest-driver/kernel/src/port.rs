@@ -30,6 +30,10 @@ impl Device {
         if self.is_closing() || self.commands().is_dead() {
             return;
         }
+        if self.is_distrusted() {
+            self.give_up();
+            return;
+        }
         if self.take_failed() || self.virtio().needs_reset() {
             self.fail("the device failed, or its process on the host ended");
             return;

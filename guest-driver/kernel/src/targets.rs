@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! What events of the device are for: objects of the core, with the data path of those that users
 //! in the kernel have.
-use crate::kverbs::{KernelCq, KernelQp};
+use crate::kverbs::{KernelCq, KernelQp, KernelSrq};
 use crate::sys::alloc::Arc;
-use crate::sys::rdma::{CqHandle, QpHandle};
+use crate::sys::rdma::{CqHandle, QpHandle, SrqHandle};
 use virtio_rdma_spec::event::event_type;
 
 /// The completion queue that events are for.
@@ -16,6 +16,14 @@ pub(crate) struct CqTarget {
 pub(crate) struct QpTarget {
     qp: QpHandle,
     kernel: Option<Arc<KernelQp>>,
+    /// Of an XRC target: its domain, as the device calls it.
+    xrcd: Option<u32>,
+}
+
+/// The shared receive queue that events and completions are for.
+pub(crate) struct SrqTarget {
+    srq: SrqHandle,
+    kernel: Option<Arc<KernelSrq>>,
 }
 
 impl CqTarget {
@@ -65,12 +73,26 @@ impl CqTarget {
 
 impl QpTarget {
     pub(crate) fn new(qp: QpHandle) -> Self {
-        Self { qp, kernel: None }
+        Self {
+            qp,
+            kernel: None,
+            xrcd: None,
+        }
     }
 
     /// With the data path of a queue pair of the kernel.
     pub(crate) fn served_by(self, kernel: Option<Arc<KernelQp>>) -> Self {
         Self { kernel, ..self }
+    }
+
+    /// With the domain of an XRC target.
+    pub(crate) fn in_domain(self, xrcd: Option<u32>) -> Self {
+        Self { xrcd, ..self }
+    }
+
+    /// The domain, if it is an XRC target.
+    pub(crate) fn xrcd(&self) -> Option<u32> {
+        self.xrcd
     }
 
     /// The data path, if it is a queue pair of the kernel.
@@ -94,5 +116,22 @@ impl QpTarget {
     /// Tells its user of an asynchronous event. Process context.
     pub(crate) fn event(&self, event_type: u16) {
         self.qp.event(event_type);
+    }
+}
+
+impl SrqTarget {
+    /// With the data path of a queue of the kernel.
+    pub(crate) fn new(srq: SrqHandle, kernel: Option<Arc<KernelSrq>>) -> Self {
+        Self { srq, kernel }
+    }
+
+    /// The data path, if it is a queue of the kernel.
+    pub(crate) fn kernel(&self) -> Option<&KernelSrq> {
+        self.kernel.as_deref()
+    }
+
+    /// Tells its user of an asynchronous event. Process context.
+    pub(crate) fn event(&self, event_type: u16) {
+        self.srq.event(event_type);
     }
 }

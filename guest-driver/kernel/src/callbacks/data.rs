@@ -5,14 +5,14 @@
 //! Every function here is called with objects that were created, by users that keep the rules of
 //! verbs for what they pass; that is the safety requirement of all of them. Any context.
 use super::{device, Object};
-use crate::kverbs::{KernelCq, KernelQp, Polled};
+use crate::kverbs::{KernelCq, KernelQp, Polled, Sends};
 use crate::sys::bindings::*;
 use crate::sys::dma::Words;
 use crate::sys::error::{code, Errno, Result};
 use crate::verbs::Mr;
 use core::ffi::c_int;
 use core::ptr::NonNull;
-use virtio_rdma_driver_core::{ArmMode, RecvBatch, SendBatch, SendEntry};
+use virtio_rdma_driver_core::{ArmMode, Record, RecvBatch, SendEntry};
 use virtio_rdma_spec::facts::{Imm, Kind, Opcode};
 use virtio_rdma_spec::ring::{FastReg, MaskedOperands, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{send_flag, wc_flag, wc_opcode, wc_status, wr_opcode};
@@ -115,11 +115,7 @@ pub(super) unsafe extern "C" fn post_send(
 ///
 /// # Safety
 /// The work request must be valid; with IB_SEND_INLINE its addresses are the kernel's own.
-unsafe fn push<E: SendEntry>(
-    batch: &mut SendBatch<'_, Words>,
-    wr: &ib_send_wr,
-    entry: &E,
-) -> Result<()> {
+unsafe fn push<E: SendEntry>(batch: &mut Sends<'_>, wr: &ib_send_wr, entry: &E) -> Result<()> {
     // SAFETY: the caller's.
     let list = unsafe { sg_list(wr.sg_list, wr.num_sge) };
     if entry.flags() & send_flag::INLINE == 0 {
@@ -152,7 +148,7 @@ fn head(wr: &ib_send_wr) -> Result<(u8, u8, u32)> {
 
 /// # Safety
 /// The work request must be valid for a connected queue pair.
-unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Result<()> {
+unsafe fn push_message(batch: &mut Sends<'_>, wr: &ib_send_wr) -> Result<()> {
     let (opcode, flags, imm) = head(wr)?;
     let of = Opcode::of(opcode).ok_or(Errno::EINVAL)?;
     let mut entry = SendWqe {
@@ -213,7 +209,7 @@ unsafe fn push_message(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Res
 /// # Safety
 /// The work request must be a valid registration; nobody maps into its region meanwhile.
 unsafe fn push_registration(
-    batch: &mut SendBatch<'_, Words>,
+    batch: &mut Sends<'_>,
     kernel: &KernelQp,
     lkey: u32,
     wr: &ib_send_wr,
@@ -252,7 +248,7 @@ unsafe fn push_registration(
 
 /// # Safety
 /// The work request must be valid for a datagram queue pair.
-unsafe fn push_datagram(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Result<()> {
+unsafe fn push_datagram(batch: &mut Sends<'_>, wr: &ib_send_wr) -> Result<()> {
     let (opcode, flags, imm) = head(wr)?;
     if opcode != wr_opcode::SEND && opcode != wr_opcode::SEND_WITH_IMM {
         return Err(Errno::EINVAL);
@@ -288,8 +284,8 @@ unsafe fn push_datagram(batch: &mut SendBatch<'_, Words>, wr: &ib_send_wr) -> Re
 ///
 /// # Safety
 /// `at` must be a valid list of work requests.
-unsafe fn push_receives(
-    batch: &mut RecvBatch<'_, Words>,
+unsafe fn push_receives<R: Record>(
+    batch: &mut RecvBatch<'_, Words, R>,
     at: &mut *const ib_recv_wr,
 ) -> Result<()> {
     // SAFETY: the caller's.

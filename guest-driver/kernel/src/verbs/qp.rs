@@ -221,7 +221,8 @@ pub(crate) fn create_qp(
             QueueMemory::Kernel(_) => Some(Arc::new(kernel_qp(device, init, &rings, &made)?)?),
             QueueMemory::User(_) | QueueMemory::None => None,
         };
-        let target = target.served_by(kernel.clone());
+        let domain = init.xrcd.map(Xrcd::handle);
+        let target = target.served_by(kernel.clone()).in_domain(domain);
         let registration = device.qps().insert(made.qpn, target)?;
         let answer = abi::CreateQpResponse {
             qpn: made.qpn,
@@ -370,6 +371,7 @@ fn kernel_qp(
         return Err(Errno::EINVAL);
     };
     let kernel_cq = |cq: Option<&Cq>| cq.and_then(Cq::kernel).cloned().ok_or(Errno::EINVAL);
+    let kernel_srq = |srq: &Srq| srq.kernel().cloned().ok_or(Errno::EINVAL);
     KernelQp::new(
         device,
         KernelQpInit {
@@ -378,6 +380,8 @@ fn kernel_qp(
             sq: &rings.sq,
             rq: &rings.rq,
             memory: memory.clone(),
+            signal_all: init.signal_all,
+            srq: init.srq.map(kernel_srq).transpose()?,
             cqs: [
                 kernel_cq(init.send_cq)?,
                 kernel_cq(init.recv_cq.or(init.send_cq))?,

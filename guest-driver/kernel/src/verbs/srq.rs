@@ -2,12 +2,13 @@
 //! Shared receive queues and XRC domains.
 use super::{check_ring, Cq, Pd, QueueMemory};
 use crate::device::Device;
-use crate::kverbs::{self, KernelSrq};
+use crate::kverbs::{self, KernelCq, KernelSrq};
 use crate::sys::alloc::Arc;
 use crate::sys::error::{Errno, Result};
 use crate::sys::rdma::{SrqHandle, Udata};
 use crate::sys::sync::Locked;
 use crate::sys::table::Registration;
+use crate::targets::SrqTarget;
 use core::sync::atomic::{AtomicU32, Ordering};
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::{RingLayout, SrqLayout};
@@ -48,7 +49,7 @@ pub(crate) struct Srq {
     entries: AtomicU32,
     stride: u32,
     /// Goes first: events before memory.
-    _registration: Registration<SrqHandle>,
+    _registration: Registration<SrqTarget>,
     kernel: Option<Arc<KernelSrq>>,
     memory: Locked<QueueMemory>,
 }
@@ -65,8 +66,8 @@ impl Srq {
     }
 
     /// The data path, if it is a queue of the kernel.
-    pub(crate) fn kernel(&self) -> Option<&KernelSrq> {
-        self.kernel.as_deref()
+    pub(crate) fn kernel(&self) -> Option<&Arc<KernelSrq>> {
+        self.kernel.as_ref()
     }
 }
 
@@ -158,10 +159,12 @@ pub(crate) fn create_srq(
                 buffer,
                 &ring,
                 init.max_sge,
+                kernel_xrc(init)?,
                 &made,
             )?)?),
             None => None,
         };
+        let target = SrqTarget::new(target, kernel.clone());
         let registration = device.srqs().insert(made.srqn, target)?;
         let answer = abi::CreateSrqResponse {
             srqn: made.srqn,
@@ -206,6 +209,15 @@ fn user_place(device: &Device, context: Option<u32>, udata: Udata<'_>) -> Result
         ring,
         context,
     })
+}
+
+/// The domain of an XRC queue of the kernel, and where its receives complete.
+fn kernel_xrc(init: &SrqInit<'_>) -> Result<Option<(u32, Arc<KernelCq>)>> {
+    let Some((xrcd, cq)) = init.xrc else {
+        return Ok(None);
+    };
+    let cq = cq.kernel().cloned().ok_or(Errno::EINVAL)?;
+    Ok(Some((xrcd.handle, cq)))
 }
 
 fn kernel_place(device: &Device, init: &SrqInit<'_>) -> Result<SrqMemory> {
