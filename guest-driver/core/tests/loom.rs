@@ -16,12 +16,13 @@ use loom::thread;
 use virtio_rdma_driver_core::buffer::{CqLayout, RingLayout};
 use virtio_rdma_driver_core::sync::{fence, AtomicU32, AtomicU64, Ordering::*};
 use virtio_rdma_driver_core::{
-    ArmMode, CompletionQueue, Doorbell, RecvQueue, SendQueue, SharedRecvQueue, StatusPage,
+    ArmMode, CompletionQueue, Doorbell, Record, RecvQueue, SendQueue, SharedRecvQueue, StatusPage,
 };
 use virtio_rdma_spec::doorbell::{
     worker_status, BLOCK_SIZE, DIRECT_SHIFT, LEAF_OFFSET, SUMMARY_OFFSET,
 };
-use virtio_rdma_spec::ring::{Cqe, SendWqe, ARM_NEXT, CQ_ARM_OFFSET, PHASE};
+use virtio_rdma_spec::ring::{Cqe, SendWqe, Sge, ARM_NEXT, CQ_ARM_OFFSET, PHASE};
+use virtio_rdma_spec::verbs::wc_opcode;
 
 /// Shared memory of the model: words that are touched are atomics of the model checker, which are
 /// dear.
@@ -341,9 +342,25 @@ fn no_completion_is_overlooked() {
 // G-RST-003, G-RST-004, G-RST-005.
 #[test]
 fn no_work_request_is_left_with_a_lost_device() {
-    loom::model(|| {
+    lose_device(|| SendQueue::new(Words::new(128), &SQ, 1, 0).unwrap());
+}
+
+/// The same, where what was posted is recorded elsewhere than in the ring.
+#[test]
+fn no_recorded_work_request_is_left_with_a_lost_device() {
+    lose_device(|| {
+        let queue = SendQueue::new(Words::new(128), &SQ, 1, 0).unwrap();
+        queue.recorded(Words::new(16), false).unwrap()
+    });
+}
+
+fn lose_device<R>(queue: impl Fn() -> SendQueue<Words, R> + Send + Sync + 'static)
+where
+    R: Record + Send + Sync + 'static,
+{
+    loom::model(move || {
         let (blocks, status) = (Words::new(BLOCK_SIZE), Words::new(8));
-        let sq = Arc::new(SendQueue::new(Words::new(128), &SQ, 1, 0).unwrap());
+        let sq = Arc::new(queue());
         let poster = {
             let (sq, status) = (sq.clone(), status.clone());
             thread::spawn(move || {
@@ -373,5 +390,49 @@ fn no_work_request_is_left_with_a_lost_device() {
         );
         assert!(flushed.is_some() || sq.flush_next(5).is_some());
         assert_eq!(sq.room(), u32::from(flushed.is_some()));
+    });
+}
+
+/// Two completion queues are polled at once, and a device has written completions of the same
+/// receive of a shared receive queue to both, while more is posted: each receive is handed out
+/// once, and whole.
+// G-SEC-006.
+#[test]
+fn a_shared_receive_is_handed_out_once() {
+    loom::model(|| {
+        let queue = Words::new(160);
+        let srq = SharedRecvQueue::new(queue.clone(), &SRQ, 1).unwrap();
+        let srq = Arc::new(srq.recorded(Words::new(40), 3).unwrap());
+        let post = |wr_id: u64, consumed: u64| {
+            let sge = Sge {
+                length: wr_id as u32,
+                ..Sge::default()
+            };
+            let posted = srq.post(wr_id, [sge]).is_ok();
+            queue[0].store((consumed << 32).to_le(), Relaxed);
+            posted
+        };
+        assert!(post(1, 1) && post(2, 2));
+        let take = |srq: &SharedRecvQueue<_, _>, byte_len| {
+            let cqe = Cqe {
+                wr_id: 3 << 32,
+                byte_len,
+                opcode: wc_opcode::RECV,
+                ..Cqe::default()
+            };
+            let told = srq.take(&cqe, false).ok();
+            told.map(|cqe| cqe.wr_id)
+        };
+        let other = {
+            let srq = srq.clone();
+            thread::spawn(move || take(&srq, 1))
+        };
+        let own = take(&srq, 1);
+        // In the slot of the first one, as soon as that is free.
+        let third = post(3, 3);
+        let told = [own, other.join().unwrap(), take(&srq, 3), take(&srq, 3)];
+        let times = |wr_id| told.iter().filter(|told| **told == Some(wr_id)).count();
+        assert_eq!((times(1), times(2)), (1, 0), "{told:?}");
+        assert_eq!(times(3), usize::from(third), "{told:?}");
     });
 }
