@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use common::{Bed, Flow, WORKLOADS};
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use vhost_device_rdma::engine::BUDGET;
+use vhost_device_rdma::footprint::Footprint;
 use vhost_device_rdma::limits::Limits;
 use vhost_device_rdma::memory::{
     copy, copy_last, copy_scattered, ContiguousRange, Form, GuestMemory, ListReader, Pages,
     RegionInfo, ScatterRange, Source, Way,
 };
 use vhost_device_rdma::verbs::cq::{Cq, CqRing, Pushed, STRIDES};
-use vhost_device_rdma::verbs::footprint::Footprint;
 use vhost_device_rdma::verbs::keys::{CachedRange, Keys};
 use vhost_device_rdma::verbs::mr::{Backing, Mr};
 use vhost_device_rdma::verbs::work_queue::WorkQueue;
@@ -83,6 +83,7 @@ fn page_lists(c: &mut Criterion) {
     for pages in [1u64, 512, 262_144] {
         let total = 2 * pages + 1024;
         let memory = memory(total);
+        let account = Footprint::default();
         let addresses = scattered(pages, pages);
         let list = if pages == 1 {
             PageList {
@@ -98,7 +99,7 @@ fn page_lists(c: &mut Criterion) {
         group.bench_function(BenchmarkId::from_parameter(pages), |b| {
             b.iter_batched(
                 || (),
-                |()| Pages::read(&memory, black_box(&list)).expect("pages"),
+                |()| Pages::read(&memory, black_box(&list), &account).expect("pages"),
                 BatchSize::PerIteration,
             );
         });
@@ -114,7 +115,11 @@ fn page_lists_by_polls(c: &mut Criterion) {
     let addresses = scattered(pages, pages);
     let list = write_list(&memory, pages * PAGE, &addresses);
     let most = (BUDGET.bytes / Form::Pages.entry_size()) as usize;
-    let reader = || ListReader::new(&memory, black_box(&list), Form::Pages).expect("a list");
+    let account = Footprint::default();
+    let reader = || {
+        let list = black_box(&list);
+        ListReader::new(&memory, list, Form::Pages, &account).expect("a list")
+    };
     let mut group = c.benchmark_group("page list by polls");
     group.sample_size(20);
     group.bench_function("first", |b| b.iter_with_large_drop(reader));
@@ -208,7 +213,6 @@ fn entries(c: &mut Criterion) {
 /// Regions of the same `pages` of guest memory, each with its address.
 fn regions(memory: &GuestMemory, count: u32, pages: &[u64]) -> (Keys, Vec<u32>) {
     let mut keys = Keys::new(&Limits::default());
-    let footprint = Footprint::default();
     let handles = (0..count).map(|_| {
         let backing = Backing::Pages(Pages::resolve(memory, pages, 12).expect("pages"));
         let index = keys.add_region(|index| Mr {
@@ -218,7 +222,6 @@ fn regions(memory: &GuestMemory, count: u32, pages: &[u64]) -> (Keys, Vec<u32>) 
             iova: 0,
             length: pages.len() as u64 * PAGE,
             offset: 0,
-            share: footprint.share(0),
             windows: AtomicU32::new(0),
             backing,
         });

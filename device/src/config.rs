@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use crate::adapter::AdapterSettings;
 use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
-use crate::limits::{Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
+use crate::limits::{memory_of_each, Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::rnic::RnicSettings;
 use crate::socket::Access;
 use crate::verbs::gid_policy::{self, GidPolicy, Gids, MAX_VLAN};
@@ -70,7 +70,7 @@ pub enum Error {
     /// A part of `--socket-path` is not understood.
     #[error(
         "'{0}' is not an option of a socket \
-         (mac=, network=, completion-queues=, gids=, address= or vlan=)"
+         (mac=, network=, completion-queues=, gids=, address=, vlan=, footprint= or memory=)"
     )]
     SocketOption(String),
     /// A policy for GIDs is not one.
@@ -99,6 +99,9 @@ pub enum Error {
         /// Asked for.
         weight: u16,
     },
+    /// A limit in `--socket-path` is not one.
+    #[error("'{0}' is not a number of bytes")]
+    Bytes(String),
     /// Permissions are not what chmod takes.
     #[error("'{0}' are no permissions of a socket (an octal number such as 0660)")]
     Mode(String),
@@ -182,11 +185,13 @@ pub struct ServeArgs {
     /// gids: which GIDs the VM may have. any: all but those of other devices. mac: the link-local
     /// one of its MAC address and each address=, with that MAC address as the source, in no VLAN
     /// but each vlan= [default: any]. address: an IP address that no other VM may have; may be
-    /// repeated. vlan: a VLAN id, with gids=mac; may be repeated.
+    /// repeated. vlan: a VLAN id, with gids=mac; may be repeated. footprint: bytes that the VM may
+    /// make this process keep [default: 64 MiB and an eighth of its memory, less for large ones].
+    /// memory: bytes that the VM may have [default: 16 TiB, less with more than four sockets].
     #[arg(
         long,
         value_name = "PATH[,mac=MAC][,network=NAME][,completion-queues=N][,gids=any|mac]\
-                      [,address=IP]...[,vlan=ID]...",
+                      [,address=IP]...[,vlan=ID]...[,footprint=BYTES][,memory=BYTES]",
         verbatim_doc_comment
     )]
     pub socket_path: Vec<DeviceConfig>,
@@ -243,6 +248,10 @@ pub struct DeviceConfig {
     /// Messages that its VM may send per second.
     #[serde(alias = "messages_per_second")]
     pub messages_per_second: Option<NonZeroU64>,
+    /// What its VM may make this process keep, bytes; otherwise as `[limits]` says.
+    pub footprint: Option<u64>,
+    /// Memory that its VM may have, bytes; otherwise as `[limits]` says.
+    pub memory: Option<u64>,
 }
 
 impl FromStr for DeviceConfig {
@@ -265,6 +274,12 @@ impl FromStr for DeviceConfig {
             weight: None,
             bytes_per_second: None,
             messages_per_second: None,
+            footprint: None,
+            memory: None,
+        };
+        let bytes = |n: &str| {
+            let bytes = n.parse::<u64>();
+            bytes.map(Some).map_err(|_| Error::Bytes(n.to_owned()))
         };
         for part in parts {
             match part.split_once('=') {
@@ -279,6 +294,8 @@ impl FromStr for DeviceConfig {
                 Some(("gids", other)) => return Err(Error::Gids(other.to_owned())),
                 Some(("address", address)) => device.addresses.push(address.parse()?),
                 Some(("vlan", id)) => device.vlans.push(id.parse()?),
+                Some(("footprint", n)) => device.footprint = bytes(n)?,
+                Some(("memory", n)) => device.memory = bytes(n)?,
                 _ => return Err(Error::SocketOption(part.to_owned())),
             }
         }
@@ -440,6 +457,11 @@ impl Config {
         }
 
         let mut seen = HashSet::new();
+        let count = file.device.len() + args.socket_path.len();
+        let limits = Limits {
+            memory: file.limits.memory.or(Some(memory_of_each(count))),
+            ..file.limits
+        };
         let devices = file
             .device
             .into_iter()
@@ -448,7 +470,7 @@ impl Config {
                 if !seen.insert(device.socket.clone()) {
                     return Err(Error::Twice(device.socket));
                 }
-                device.settings(file.limits)
+                device.settings(limits)
             })
             .collect::<Result<Vec<_>, _>>()?;
         if devices.is_empty() {
@@ -487,7 +509,11 @@ impl DeviceConfig {
         let mut settings = RnicSettings {
             name: self.socket.display().to_string(),
             mac: self.mac.map_or([0; 6], |mac| mac.0),
-            limits,
+            limits: Limits {
+                footprint: self.footprint.or(limits.footprint),
+                memory: self.memory.or(limits.memory),
+                ..limits
+            },
             ..RnicSettings::default()
         };
         if let Some(queues) = self.completion_queues {
@@ -594,6 +620,7 @@ mod tests {
             (plain.mac, plain.network, plain.completion_queues),
             (None, None, None)
         );
+        assert_eq!((plain.footprint, plain.memory), (None, None));
         let full = device("a,mac=52:54:00:aB:cd:EF,network=blue,completion-queues=3").unwrap();
         assert_eq!(full.mac, Some(Mac([0x52, 0x54, 0, 0xab, 0xcd, 0xef])));
         assert_eq!(full.network.as_deref(), Some("blue"));
@@ -623,6 +650,9 @@ mod tests {
             "a,vlan=65535",
             "a,vlan=-1",
             "a,vlan=x",
+            "a,footprint=1G",
+            "a,memory=-1",
+            "a,memory",
         ] {
             assert!(device(bad).is_err(), "{bad}");
         }
@@ -650,6 +680,35 @@ mod tests {
         ] {
             assert!(share(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn limits_are_of_all_devices_or_of_one() {
+        let limits = |file: &str| {
+            let cli = [
+                "--socket-path",
+                "a",
+                "--socket-path",
+                "b,footprint=5,memory=6",
+            ];
+            let config = config(&cli, file).unwrap();
+            let limits = config.devices.iter().map(|(_, device)| device.limits);
+            limits
+                .map(|limits| (limits.footprint, limits.memory()))
+                .collect::<Vec<_>>()
+        };
+        let own = (Some(5), 6);
+        assert_eq!(limits(""), [(None, 16 << 40), own]);
+        let all = "[limits]\nfootprint = 7\nmemory = 8\n";
+        assert_eq!(limits(all), [(Some(7), 8), own]);
+        let more = "[[device]]\nsocket = 'c'\nfootprint = 9\n";
+        let of_file = limits(&format!("{all}{more}"));
+        assert_eq!(of_file, [(Some(9), 8), (Some(7), 8), own]);
+        // Ten share half of the address space.
+        let many: String = (0..8)
+            .map(|i| format!("[[device]]\nsocket = '{i}'\n"))
+            .collect();
+        assert_eq!(limits(&many)[0], (None, (1 << 46) / 10));
     }
 
     const OF_ONE: &str = "mac=52:54:00:12:34:01,gids=mac,\

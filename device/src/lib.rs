@@ -5,7 +5,8 @@
 //!
 //! | layer | what |
 //! |---|---|
-//! | [`limits`], [`error`], [`epoll_fd`], [`eventfd`], [`socket`] | numbers; errors; file descriptors; sockets |
+//! | [`limits`], [`footprint`] | how much a VM may have, and what it has |
+//! | [`error`], [`epoll_fd`], [`eventfd`], [`socket`] | errors; file descriptors; sockets |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
 //! | [`engine`] | what work requests mean: send queues, responders, completions |
@@ -31,6 +32,7 @@ pub mod epoll_fd;
 pub mod error;
 pub mod eventfd;
 pub mod fabric;
+pub mod footprint;
 #[allow(unsafe_code)]
 pub mod heap;
 pub mod limits;

@@ -230,6 +230,10 @@ impl Rnic {
     /// Replaces guest memory: everything that was resolved is resolved anew. Returns when nobody
     /// uses the old memory.
     pub fn set_memory(&self, memory: Option<GuestMemory>) {
+        let size = memory.as_ref().map_or(0, GuestMemory::size);
+        self.vm
+            .footprint()
+            .set_limit(self.settings.limits.footprint(size));
         self.tables_mut().set_memory(memory);
     }
 
@@ -415,8 +419,10 @@ mod tests {
         let qp = vm.rnic.tables().qps.get(qpn).unwrap().clone();
         vm.rnic.reset();
         assert_eq!(counts(&vm), [0; 4]);
-        assert_eq!(vm.rnic.tables().footprint.bytes(), 0);
         assert!(qp.dead.load(std::sync::atomic::Ordering::SeqCst));
+        assert!(vm.rnic.vm().footprint().bytes() > 0, "it is still there");
+        drop(qp);
+        assert_eq!(vm.rnic.vm().footprint().bytes(), 0);
         assert_eq!(vm.handle(opcode::DESTROY_QP, qpn), Err(ENOENT));
         other.set_gid(&gid).unwrap();
         // And it begins anew.

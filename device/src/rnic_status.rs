@@ -75,7 +75,10 @@ impl Rnic {
             "port_up": self.vm().port_is_up(),
             "running": tables.running,
             "memory_bytes": tables.memory.as_ref().map_or(0, GuestMemory::size),
+            "memory_regions": tables.memory.as_ref().map_or(0, GuestMemory::regions),
+            "memory_limit_bytes": self.settings.limits.memory(),
             "footprint_bytes": tables.footprint.bytes(),
+            "footprint_limit_bytes": tables.footprint.limit(),
             "gids": gids.collect::<Vec<_>>(),
             "counts": {
                 "contexts": tables.contexts.len(),
@@ -86,6 +89,7 @@ impl Rnic {
                 "qps": tables.qps.len(),
                 "srqs": tables.srqs.len(),
                 "xrcds": tables.xrcds.len(),
+                "attachments": tables.multicast.len(),
             },
             "counters": {
                 "tx_messages": totals.tx_messages,

@@ -7,7 +7,14 @@ use std::path::{Path, PathBuf};
 /// The layers of the device, the lowest first: a module imports those of its own line and of lines
 /// before it.
 const DEVICE: &[&[&str]] = &[
-    &["limits", "error", "epoll_fd", "eventfd", "socket"],
+    &[
+        "limits",
+        "footprint",
+        "error",
+        "epoll_fd",
+        "eventfd",
+        "socket",
+    ],
     &["memory"],
     &["verbs"],
     &["engine"],

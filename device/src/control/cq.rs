@@ -37,21 +37,19 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateCq) -> Result<Vec<u8>, Error
     zero(stride == narrow || (stride == wide && rnic.vm().accepted(feature::CQ_TIMESTAMP)))?;
     zero(body.comp_vector < rnic.settings.completion_queues)?;
     let pages = resolve(rnic, body.entries, stride, body.ring_offset, &body.buffer)?;
+    let share = rnic.vm().footprint().share(Cq::FOOTPRINT)?;
     let mut tables = rnic.tables_mut();
-    let buffer = tables.adopt(pages)?;
-    let footprint = buffer.footprint();
     let ring = CqRing {
-        buffer,
+        buffer: tables.present(pages)?,
         offset: u64::from(body.ring_offset),
         entries: body.entries,
         stride,
     };
-    let number = tables
-        .cqs
-        .insert_with(|number| Ok(Arc::new(Cq::new(number, body.comp_vector, ring))));
-    number
-        .inspect_err(|_| tables.release(footprint))
-        .map(handle_response)
+    let number = tables.cqs.insert_with(|number| {
+        let cq = Cq::new(number, body.comp_vector, ring).with_share(share);
+        Ok(Arc::new(cq))
+    });
+    number.map(handle_response)
 }
 
 fn find(tables: &Tables, number: u32) -> Result<Arc<Cq>, Error> {
@@ -68,16 +66,13 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeCq) -> Result<Vec<u8>, Error
     let pages = resolve(rnic, body.entries, stride, body.ring_offset, &body.buffer)?;
     let tables = rnic.tables_mut();
     let cq = find(&tables, body.cqn)?;
-    let buffer = tables.adopt(pages)?;
-    let (old, new) = (cq.footprint(), buffer.footprint());
     let ring = CqRing {
-        buffer,
+        buffer: tables.present(pages)?,
         offset: u64::from(body.ring_offset),
         entries: body.entries,
         stride,
     };
-    let (moved, event) = cq.resize(ring).inspect_err(|_| tables.release(new))?;
-    tables.release(old);
+    let (moved, event) = cq.resize(ring)?;
     if event {
         notify(&tables, &cq);
     }
@@ -108,7 +103,6 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
         return Err(Error::Busy);
     }
     if let Some(cq) = tables.cqs.remove(number) {
-        tables.release(cq.footprint());
         if let Some(sink) = &tables.sink {
             sink.forget_cq(cq.vector, number);
         }

@@ -38,7 +38,8 @@ pub(crate) const LIMITS: Limits = Limits {
     srqs: 2,
     xrcds: 2,
     multicast: 2,
-    footprint: 1 << 16,
+    footprint: Some(1 << 17),
+    memory: None,
 };
 
 /// The adapter of a test, which does nothing by itself.

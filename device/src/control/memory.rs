@@ -76,7 +76,6 @@ fn insert(
         iova: range.iova,
         length: range.length,
         offset: range.offset,
-        share: tables.footprint.share(backing.footprint()),
         windows: AtomicU32::new(0),
         backing,
     })?;
@@ -175,7 +174,6 @@ pub(super) fn reregister(rnic: &Arc<Rnic>, body: &ReregMr) -> Result<Vec<u8>, Er
         mr.iova = range.iova;
         mr.length = range.length;
         mr.offset = range.offset;
-        mr.share = tables.footprint.share(pages.footprint());
         _replaced = std::mem::replace(&mut mr.backing, Backing::Pages(pages));
     }
     if let Some(pd) = tables.pds.get_mut(old_pd) {
@@ -253,6 +251,7 @@ mod tests {
     fn a_region_is_checked_before_it_is_registered() {
         let vm = Host::new().vm(RC);
         let good = vm.mr_body();
+        let before = vm.rnic.tables().footprint.bytes();
         let register = |change| registered(&vm, &good, change);
         assert_eq!(register(|r| r.pd += 1), Err(name(ENOENT)));
         for change in [
@@ -286,7 +285,8 @@ mod tests {
             assert_eq!(register(change), Err(name(EOPNOTSUPP)));
         }
         assert_eq!(register(|r| r.pages.addr = 1 << 40), Err(name(EFAULT)));
-        assert_eq!(vm.rnic.tables().footprint.bytes(), 0, "nothing is left");
+        let after = vm.rnic.tables().footprint.bytes();
+        assert_eq!(after, before, "nothing is left");
         // The address space ends where it ends, and hints are hints.
         let hints = access::HUGETLB | access::RELAXED_ORDERING;
         let whole = RegMr {
@@ -342,6 +342,7 @@ mod tests {
     fn regions_are_limited_and_deregistered_by_their_whole_key() {
         let vm = Host::new().vm(RC);
         let good = vm.mr_body();
+        let before = vm.rnic.tables().footprint.bytes();
         let keys: Vec<_> = (0..LIMITS.mrs)
             .map(|_| registered(&vm, &good, |_| ()).unwrap())
             .collect();
@@ -351,6 +352,8 @@ mod tests {
             vm.handle(opcode::DEREG_MR, key).unwrap();
             assert_eq!(vm.handle(opcode::DEREG_MR, key), Err(ENOENT));
         }
+        assert_eq!(vm.rnic.tables().footprint.bytes(), before);
+        vm.handle(opcode::DESTROY_PD, good.pd).unwrap();
         assert_eq!(vm.rnic.tables().footprint.bytes(), 0);
     }
 
@@ -358,7 +361,7 @@ mod tests {
     #[test]
     fn page_lists_are_limited_before_they_are_read() {
         let vm = Host::new().vm(RC);
-        let most = LIMITS.footprint / Pages::PAGE_FOOTPRINT;
+        let most = LIMITS.footprint(0) / Pages::PAGE_FOOTPRINT;
         let good = vm.mr_body();
         let body = RegMr {
             length: (most + 1) * PAGE_SIZE,

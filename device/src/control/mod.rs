@@ -25,6 +25,7 @@ use virtio_rdma_spec::PAGE_SIZE;
 
 use crate::engine::tables::{Context, Pd, Slots, Tables};
 use crate::fabric::Fabric;
+use crate::footprint::listed;
 use crate::limits::{GID_TABLE_LEN, MAX_MESSAGE, MAX_RD_ATOMIC};
 use crate::memory::Pages;
 use crate::rnic::Rnic;
@@ -294,18 +295,10 @@ fn set_status_page(rnic: &Arc<Rnic>, body: &SetStatusPage) -> Result<Vec<u8>, Er
     Ok(Vec::new())
 }
 
-/// Resolves a page list, within the VM's share of our memory.
+/// Resolves a page list, if the VM's account has room for it.
 fn resolve(rnic: &Rnic, list: &PageList) -> Result<Pages, Error> {
-    let (memory, footprint) = {
-        let tables = rnic.tables();
-        let memory = tables.memory.clone().ok_or(Error::Fault)?;
-        (memory, tables.footprint.bytes())
-    };
-    let left = rnic.settings.limits.footprint.saturating_sub(footprint);
-    if u64::from(list.count).saturating_mul(Pages::PAGE_FOOTPRINT) > left {
-        return Err(Error::NoMemory);
-    }
-    Ok(Pages::read(&memory, list)?)
+    let memory = rnic.tables().memory.clone().ok_or(Error::Fault)?;
+    Ok(Pages::read(&memory, list, rnic.vm().footprint())?)
 }
 
 /// The same for rings and doorbell memory: in pages of 4 KiB.
@@ -316,25 +309,15 @@ fn resolve_ring(rnic: &Rnic, list: &PageList) -> Result<Pages, Error> {
 
 impl Tables {
     /// `pages`, or the same resolved anew: the memory table may have changed since they were.
-    fn present(&self, pages: Pages) -> Result<Pages, Error> {
-        match &self.memory {
-            Some(memory) if pages.resolved_in(memory) => Ok(pages),
-            Some(memory) => Some(pages.rebase(Some(memory)))
-                .filter(|pages| !pages.lost())
-                .ok_or(Error::Fault),
-            None => Err(Error::Fault),
+    fn present(&self, mut pages: Pages) -> Result<Pages, Error> {
+        let memory = self.memory.as_ref().ok_or(Error::Fault)?;
+        if !pages.resolved_in(memory) {
+            pages.rebase(Some(memory));
         }
-    }
-
-    /// The same, and takes them into account.
-    fn adopt(&self, pages: Pages) -> Result<Pages, Error> {
-        let pages = self.present(pages)?;
-        self.footprint.add(pages.footprint());
+        if pages.lost() {
+            return Err(Error::Fault);
+        }
         Ok(pages)
-    }
-
-    fn release(&self, footprint: u64) {
-        self.footprint.release(footprint);
     }
 }
 
@@ -344,20 +327,18 @@ fn create_context(rnic: &Arc<Rnic>, body: &CreateContext) -> Result<Vec<u8>, Err
     zero(u64::from(body.doorbell.count) == workers as u64 * u64::from(BLOCK_PAGES))?;
     let pages = resolve_ring(rnic, &body.doorbell)?;
     let mut tables = rnic.tables_mut();
-    let doorbell = tables.adopt(pages)?;
-    let footprint = doorbell.footprint();
+    let tables = &mut *tables;
+    let doorbell = tables.present(pages)?;
+    let account = &tables.footprint;
     let handle = tables.contexts.insert_with(|_| {
-        let workers = (0..workers).map(|_| Slots::default()).collect();
         Ok(Context {
             doorbell,
-            workers,
+            share: account.share(listed::<Slots>(workers))?,
+            workers: (0..workers).map(|_| Slots::within(account)).collect(),
             users: 0,
-            footprint,
         })
     });
-    handle
-        .inspect_err(|_| tables.release(footprint))
-        .map(handle_response)
+    handle.map(handle_response)
 }
 
 fn destroy_context(rnic: &Arc<Rnic>, handle: u32) -> Result<Vec<u8>, Error> {
@@ -365,9 +346,7 @@ fn destroy_context(rnic: &Arc<Rnic>, handle: u32) -> Result<Vec<u8>, Error> {
     if tables.contexts.get(handle).ok_or(Error::NotFound)?.users != 0 {
         return Err(Error::Busy);
     }
-    if let Some(context) = tables.contexts.remove(handle) {
-        tables.release(context.footprint);
-    }
+    tables.contexts.remove(handle);
     Ok(Vec::new())
 }
 

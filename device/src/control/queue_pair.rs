@@ -9,7 +9,7 @@ use virtio_rdma_spec::command::{
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::{
-    recv_stride, send_stride, ud_send_stride, QpRecord, MAX_INLINE, MAX_SGE, MAX_WQE_STRIDE,
+    recv_stride, send_stride, ud_send_stride, QpRecord, Sge, MAX_INLINE, MAX_SGE, MAX_WQE_STRIDE,
     MAX_WQ_ENTRIES,
 };
 use virtio_rdma_spec::verbs::qp_type;
@@ -21,6 +21,7 @@ use crate::engine::queue_pair::{Qp, QpParts};
 use crate::engine::responder::Responder;
 use crate::engine::send_queue::SendQueue;
 use crate::engine::tables::{DoorbellTarget, Tables};
+use crate::footprint::{counted, listed};
 use crate::memory::Pages;
 use crate::rnic::Rnic;
 use crate::verbs::cq::Cq;
@@ -56,6 +57,23 @@ pub(super) fn check_queue(
 fn overlap(a: &WorkQueue, b: &WorkQueue) -> bool {
     let end = |queue: &WorkQueue| queue.offset + u64::from(queue.stride) * u64::from(queue.entries);
     a.entries != 0 && b.entries != 0 && a.offset < end(b) && b.offset < end(a)
+}
+
+/// What an attachment to a multicast group takes, bytes: its entry in a map of the VM, in the list
+/// of the group's members, and in the map of all groups; each may be half empty.
+const ATTACHMENT: u64 = 2 * (48 + 16 + 64);
+
+/// What a queue pair takes of its VM's account, without the page list of its buffer.
+fn footprint(body: &CreateQp, recv_sge: usize) -> u64 {
+    // Its places in the lists of its worker, and in the sets of its two completion queues.
+    let places = 96 + 2 * 16;
+    let inline = (body.max_inline as usize).next_multiple_of(8);
+    counted::<Qp>()
+        + counted::<Pages>()
+        + listed::<Sge>(body.max_send_sge.into())
+        + listed::<u8>(inline)
+        + 2 * listed::<Sge>(recv_sge)
+        + places
 }
 
 /// The objects that a new queue pair refers to.
@@ -197,21 +215,21 @@ fn insert(
     (worker, slot): (&Arc<Worker>, u32),
 ) -> Result<Arc<Qp>, Error> {
     let facts = QpType::of(body.qp_type).ok_or(Error::NotSupported)?;
+    // Scatter lists come from whichever queue gives the receives.
+    let recv_sge = match &refs.srq {
+        Some(srq) => srq.max_sge,
+        None => usize::from(body.max_recv_sge),
+    };
+    let share = tables.footprint.share(footprint(body, recv_sge))?;
     let buffer = Arc::new(if pages.len() == 0 {
         pages
     } else {
-        tables.adopt(pages)?
+        tables.present(pages)?
     });
-    let footprint = buffer.footprint();
     let signal_all = body.flags & create_qp_flag::SIGNAL_ALL != 0;
     let inserted = tables.qps.insert_with(|number| {
         let (sge, inline) = (usize::from(body.max_send_sge), body.max_inline as usize);
         let send_queue = SendQueue::new(buffer.clone(), sq, body.qp_type, sge, inline, signal_all);
-        // Scatter lists come from whichever queue gives the receives.
-        let recv_sge = match &refs.srq {
-            Some(srq) => srq.max_sge,
-            None => usize::from(body.max_recv_sge),
-        };
         let responder = Responder::new(buffer, rq, refs.srq.clone(), recv_sge);
         Ok(Arc::new(Qp::new(QpParts {
             number,
@@ -222,7 +240,7 @@ fn insert(
             context: body.context,
             slot,
             facts,
-            footprint,
+            share,
             xrcd: body.xrcd,
             block_multicast_loopback: body.flags & create_qp_flag::BLOCK_MULTICAST_LOOPBACK != 0,
             send_cq: refs.send_cq,
@@ -232,13 +250,7 @@ fn insert(
             responder,
         })))
     });
-    match inserted {
-        Ok(number) => tables.qps.get(number).cloned().ok_or(Error::NotFound),
-        Err(error) => {
-            tables.release(footprint);
-            Err(error)
-        }
-    }
+    tables.qps.get(inserted?).cloned().ok_or(Error::NotFound)
 }
 
 /// The worker of the next queue, and its index. (The next one comes when the queue is made.)
@@ -340,7 +352,6 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     let tables = &mut *tables;
     let qp = tables.qps.remove(number).ok_or(Error::NotFound)?;
     qp.dead.store(true, Ordering::SeqCst);
-    tables.release(qp.footprint);
     if let Some(sink) = &tables.sink {
         sink.forget_qp(number);
     }
@@ -348,12 +359,9 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
         tables.gsi = None;
     }
     let mut groups = Vec::new();
-    groups.extend(
-        tables
-            .multicast
-            .range((number, [0; 16])..=(number, [0xff; 16])),
-    );
-    for (_, gid) in groups.iter().copied() {
+    let own = (number, [0; 16])..=(number, [0xff; 16]);
+    groups.extend(tables.multicast.range(own).map(|(key, _)| *key));
+    for (_, gid) in groups {
         tables.multicast.remove(&(number, gid));
         rnic.registry().leave(gid, rnic.vm(), Some(number));
     }
@@ -380,13 +388,14 @@ fn group(rnic: &Rnic, tables: &Tables, body: &Multicast) -> Result<(), Error> {
 pub(super) fn attach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Error> {
     let mut tables = rnic.tables_mut();
     group(rnic, &tables, body)?;
-    if tables.multicast.contains(&(body.qpn, body.gid)) {
+    if tables.multicast.contains_key(&(body.qpn, body.gid)) {
         return Ok(Vec::new());
     }
     if tables.multicast.len() >= rnic.settings.limits.multicast as usize {
         return Err(Error::NoMemory);
     }
-    tables.multicast.insert((body.qpn, body.gid));
+    let share = rnic.vm().footprint().share(ATTACHMENT)?;
+    tables.multicast.insert((body.qpn, body.gid), share);
     rnic.registry().join(body.gid, rnic.vm(), body.qpn);
     Ok(Vec::new())
 }
@@ -394,9 +403,8 @@ pub(super) fn attach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Erro
 pub(super) fn detach(rnic: &Arc<Rnic>, body: &Multicast) -> Result<Vec<u8>, Error> {
     let mut tables = rnic.tables_mut();
     group(rnic, &tables, body)?;
-    if !tables.multicast.remove(&(body.qpn, body.gid)) {
-        return Err(Error::NotFound);
-    }
+    let attached = tables.multicast.remove(&(body.qpn, body.gid));
+    attached.ok_or(Error::NotFound)?;
     rnic.registry().leave(body.gid, rnic.vm(), Some(body.qpn));
     Ok(Vec::new())
 }

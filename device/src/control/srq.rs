@@ -64,9 +64,9 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateSrq) -> Result<Vec<u8>, Erro
     };
     let (index, _) = next_worker(rnic)?;
     let slot = reserve_slot(tables, body.context, index)?;
-    let inserted = tables.adopt(pages).and_then(|buffer| {
-        let footprint = buffer.footprint();
-        let inserted = tables.srqs.insert_with(|number| {
+    let inserted = tables.present(pages).and_then(|buffer| {
+        let account = &tables.footprint;
+        tables.srqs.insert_with(|number| {
             Ok(Arc::new(Srq::new(SrqParts {
                 number,
                 pd: body.pd,
@@ -78,9 +78,9 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateSrq) -> Result<Vec<u8>, Erro
                 limit: body.limit,
                 buffer,
                 queue,
+                share: account.share(Srq::FOOTPRINT)?,
             })))
-        });
-        inserted.inspect_err(|_| tables.release(footprint))
+        })
     });
     let number = match inserted {
         Ok(number) => number,
@@ -146,11 +146,7 @@ pub(super) fn resize(rnic: &Arc<Rnic>, body: &ResizeSrq) -> Result<Vec<u8>, Erro
     let pages = resolve_ring(rnic, &body.buffer)?;
     let tables = rnic.tables_mut();
     let srq = tables.srqs.get(body.srqn).cloned().ok_or(Error::NotFound)?;
-    let buffer = tables.adopt(pages)?;
-    let (old, new) = (srq.footprint(), buffer.footprint());
-    srq.resize(buffer, queue, limit)
-        .inspect_err(|_| tables.release(new))?;
-    tables.release(old);
+    srq.resize(tables.present(pages)?, queue, limit)?;
     Ok(Vec::new())
 }
 
@@ -176,7 +172,6 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     let Some(srq) = tables.srqs.remove(number) else {
         return Err(Error::NotFound);
     };
-    tables.release(srq.footprint());
     if let Some(sink) = &tables.sink {
         sink.forget_srq(number);
     }

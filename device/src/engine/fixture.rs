@@ -28,10 +28,10 @@ use super::send_queue::SendQueue;
 use super::share::ShareSettings;
 use super::tables::{Gid, Pd};
 use super::vm::{Link, Network, Schedule, Vm, VmSettings, Warn};
+use crate::footprint::Share;
 use crate::limits::Limits;
 use crate::memory::{fetch_bytes, region, GuestMemory, Pages};
 use crate::verbs::cq::{Cq, CqRing};
-use crate::verbs::footprint::Footprint;
 use crate::verbs::mr::{Backing, Mr};
 use crate::verbs::numbers::NUMBERS;
 use crate::verbs::work_queue::WorkQueue;
@@ -201,7 +201,6 @@ impl Guest {
             iova: DATA,
             length: PAGES * PAGE_SIZE - DATA,
             offset: 0,
-            share: Footprint::default().share(0),
             windows: 0.into(),
             backing: Backing::Pages(Pages::resolve(&memory, &pages, 12).unwrap()),
         });
@@ -281,7 +280,7 @@ impl Guest {
                 context: 0,
                 slot: u32::MAX,
                 facts: QpType::of(qp_type).unwrap(),
-                footprint: 0,
+                share: Share::default(),
                 xrcd: 0,
                 block_multicast_loopback: false,
                 send_cq: Some(self.cq.clone()),

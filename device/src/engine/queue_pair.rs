@@ -18,6 +18,7 @@ use super::gather::Gather;
 use super::responder::Responder;
 use super::send_queue::SendQueue;
 use super::vm::{Schedule, Vm};
+use crate::footprint::Share;
 use crate::limits::{GID_TABLE_LEN, MAX_RD_ATOMIC};
 use crate::memory::{lines, prefetch_from, GuestMemory, Hint, Pages};
 use crate::verbs::cq::Cq;
@@ -76,8 +77,6 @@ pub struct Qp {
     send_queue: Mutex<SendQueue>,
     /// XRC domain (XRC_TGT).
     pub xrcd: u32,
-    /// What its page list takes of our memory, bytes.
-    pub footprint: u64,
     /// Shared receive queue that it was created with.
     pub srq: Option<Arc<Srq>>,
     /// When its worker's timer for it ends, nanoseconds. Only the worker uses it.
@@ -87,6 +86,8 @@ pub struct Qp {
     life: AtomicU32,
     /// The worker that runs it.
     worker: Arc<dyn Schedule>,
+    /// For itself. The page list of its buffer has its own.
+    _share: Share,
 }
 
 /// What the next poll of a queue pair will need beside the queue pair itself, if it is as the last
@@ -157,7 +158,7 @@ pub(crate) struct QpParts {
     pub context: u32,
     pub slot: u32,
     pub facts: &'static QpType,
-    pub footprint: u64,
+    pub share: Share,
     pub xrcd: u32,
     pub block_multicast_loopback: bool,
     pub send_cq: Option<Arc<Cq>>,
@@ -178,7 +179,7 @@ impl Qp {
             context,
             slot,
             facts,
-            footprint,
+            share,
             xrcd,
             block_multicast_loopback,
             send_cq,
@@ -198,7 +199,6 @@ impl Qp {
             slot,
             facts,
             qp_type: facts.qp_type,
-            footprint,
             xrcd,
             block_multicast_loopback,
             send_cq,
@@ -218,6 +218,7 @@ impl Qp {
             life: AtomicU32::new(0),
             send_queue: Mutex::new(send_queue),
             responder: Mutex::new(responder),
+            _share: share,
         }
     }
 
@@ -381,7 +382,13 @@ impl Qp {
     /// Resolves the buffer anew after a change of the memory table.
     pub(crate) fn rebase(self: &Arc<Self>, memory: Option<&GuestMemory>) {
         let (mut send_queue, mut responder) = (self.send_queue(), self.responder());
-        let buffer = Arc::new(send_queue.buffer.rebase(memory));
+        // The two halves share it: while they have another, it is ours alone.
+        let none = Arc::new(Pages::none());
+        responder.buffer = none.clone();
+        let mut buffer = std::mem::replace(&mut send_queue.buffer, none);
+        if let Some(buffer) = Arc::get_mut(&mut buffer) {
+            buffer.rebase(memory);
+        }
         send_queue.rebase(buffer.clone());
         responder.buffer = buffer;
     }

@@ -13,7 +13,6 @@ use super::send_queue::SendQueue;
 use super::tables::Tables;
 use super::Budget;
 use crate::memory::{self, Form, GuestMemory, ListReader};
-use crate::verbs::footprint::Share;
 use crate::verbs::keys::KeyError;
 use crate::verbs::mr::{check_access, Backing, Mr, Range};
 use crate::verbs::WcError;
@@ -24,8 +23,6 @@ pub(super) struct Registration {
     form: Form,
     range: Range,
     reader: ListReader,
-    /// What it will take of our memory, at most.
-    share: Share,
 }
 
 /// Why there is no registration: a `vendor_err`.
@@ -41,6 +38,7 @@ impl From<memory::Error> for Refused {
     fn from(error: memory::Error) -> Self {
         match error {
             memory::Error::NotGuestMemory(_) => Self(vendor_err::MEMORY_GONE),
+            memory::Error::NoMemory => Self(vendor_err::NO_MEMORY),
             _ => Self(vendor_err::PAGE_LIST),
         }
     }
@@ -123,14 +121,10 @@ impl Registration {
         if reg.pages.count > max_pages || !fits {
             return Err(Refused(vendor_err::PAGE_LIST));
         }
-        let most = u64::from(reg.pages.count) * form.footprint();
-        let limit = qp.vm.limits.footprint;
-        let share = tables.footprint.share_within(most, limit);
         Ok(Self {
             form,
             range,
-            share: share.ok_or(Refused(vendor_err::NO_MEMORY))?,
-            reader: ListReader::new(memory, &reg.pages, form)?,
+            reader: ListReader::new(memory, &reg.pages, form, &tables.footprint)?,
         })
     }
 
@@ -140,7 +134,6 @@ impl Registration {
             form,
             range,
             reader,
-            mut share,
         } = self;
         let backing = Backing::from(reader.finish()?);
         if let Backing::Blocks(blocks) = &backing {
@@ -148,7 +141,6 @@ impl Registration {
                 return Err(Refused(vendor_err::PAGE_LIST));
             }
         }
-        share.shrink(backing.footprint());
         // It may be another region than at the beginning.
         let region = tables.keys.check_register(reg.key, qp.pd)?;
         if region.form != form || region.max_pages < reg.pages.count {
@@ -161,7 +153,6 @@ impl Registration {
             iova: range.iova,
             length: range.length,
             offset: range.offset,
-            share,
             windows: AtomicU32::new(0),
             backing,
         })?;

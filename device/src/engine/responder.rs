@@ -556,9 +556,13 @@ impl Responder {
                 !srq.is_some_and(|srq| Arc::ptr_eq(srq, xrc))
             })
         });
-        if let Some((inbound, srq)) = other.and_then(|inbound| Some((inbound.wr_id, inbound.srq?)))
-        {
-            srq.give_back(inbound, &self.sges);
+        if let Some(other) = other {
+            let srq = other.srq.as_ref();
+            if srq.is_some_and(|srq| !srq.give_back(other.wr_id, &self.sges)) {
+                self.inbound = Some(other);
+                let (status, reason) = (wc_status::LOC_QP_OP_ERR, vendor_err::NO_MEMORY);
+                return Err(self.bad_receive(at, status, reason, wc_status::REM_OP_ERR));
+            }
         }
         if self.inbound.is_none() {
             self.claim(at)?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Everything one VM has: the tables of its objects.
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -11,10 +11,10 @@ use virtio_rdma_spec::verbs::MASK_24;
 use super::events::EventSink;
 use super::queue_pair::Qp;
 use super::vm::Vm;
+use crate::footprint::{grown, listed, Footprint, Share};
 use crate::limits::{Limits, GID_TABLE_LEN};
 use crate::memory::{GuestMemory, Pages};
 use crate::verbs::cq::{Cq, L2Source};
-use crate::verbs::footprint::Footprint;
 pub use crate::verbs::gid_policy::Gid;
 use crate::verbs::keys::Keys;
 use crate::verbs::numbers::Numbers;
@@ -42,14 +42,26 @@ pub enum DoorbellTarget {
 #[derive(Debug, Default)]
 pub struct Slots {
     entries: Vec<Option<DoorbellTarget>>,
+    /// Slots that were released; there is room for all.
     free: Vec<u32>,
+    /// For the capacity of both.
+    share: Share,
 }
 
 impl Slots {
+    /// No slots, whose memory is in an account.
+    #[must_use]
+    pub fn within(account: &Footprint) -> Self {
+        Self {
+            share: account.empty(),
+            ..Self::default()
+        }
+    }
+
     /// Reserves a slot: the one that was released last, or the lowest that never was in use.
     ///
     /// # Errors
-    /// [`Error::NoMemory`] if all are taken.
+    /// [`Error::NoMemory`] if all are taken, or there is no memory for more.
     pub fn reserve(&mut self) -> Result<u32, Error> {
         if let Some(slot) = self.free.pop() {
             return Ok(slot);
@@ -58,8 +70,27 @@ impl Slots {
         if slot >= doorbell::SLOTS {
             return Err(Error::NoMemory);
         }
+        if self.entries.len() == self.entries.capacity() {
+            self.grow()?;
+        }
         self.entries.push(None);
         Ok(slot)
+    }
+
+    /// Makes room for as many slots again.
+    #[cold]
+    fn grow(&mut self) -> Result<(), Error> {
+        let (len, free) = (self.entries.len(), self.free.len());
+        let capacity = grown(len);
+        let before = self.share.bytes();
+        let bytes = listed::<Option<DoorbellTarget>>(capacity) + listed::<u32>(capacity);
+        self.share.grow(bytes.saturating_sub(before))?;
+        let entries = self.entries.try_reserve_exact(capacity - len);
+        let reserved = entries.and_then(|()| self.free.try_reserve_exact(capacity - free));
+        reserved.map_err(|_| {
+            self.share.shrink(before);
+            Error::NoMemory
+        })
     }
 
     /// Fills a reserved slot.
@@ -74,6 +105,11 @@ impl Slots {
         if let Some(entry) = self.entries.get_mut(slot as usize) {
             *entry = None;
             self.free.push(slot);
+        }
+        if self.free.len() == self.entries.len() {
+            self.entries = Vec::new();
+            self.free = Vec::new();
+            self.share.shrink(0);
         }
     }
 
@@ -100,8 +136,8 @@ pub struct Context {
     pub workers: Vec<Slots>,
     /// Number of its queue pairs and shared receive queues.
     pub users: u32,
-    /// What its page list takes of our memory, bytes.
-    pub footprint: u64,
+    /// For `workers`. What grows in them has shares of its own.
+    pub share: Share,
 }
 
 /// Everything one VM has.
@@ -136,9 +172,9 @@ pub struct Tables {
     pub srqs: Slab<Arc<Srq>>,
     /// XRC domains, with the number of what is in them.
     pub xrcds: Slab<Pd>,
-    /// Attachments to multicast groups: queue pairs with the group's GID.
-    pub multicast: BTreeSet<(u32, Gid)>,
-    /// What all page lists take of our memory.
+    /// Attachments to multicast groups: queue pairs with the group's GID. Each has a share.
+    pub multicast: BTreeMap<(u32, Gid), Share>,
+    /// The VM's account: what it makes the process keep.
     pub footprint: Footprint,
     /// The VM.
     pub vm: Weak<Vm>,
@@ -157,6 +193,7 @@ impl Tables {
     /// Empty tables, for queue pairs with numbers of a range.
     #[must_use]
     pub fn new(limits: &Limits, qp_numbers: RangeInclusive<u32>, vm: Weak<Vm>) -> Self {
+        let footprint = Footprint::new(limits.footprint(0));
         Self {
             memory: None,
             running: false,
@@ -165,16 +202,16 @@ impl Tables {
             status_page: None,
             gids: [None; GID_TABLE_LEN],
             sources: [L2Source::default(); GID_TABLE_LEN],
-            contexts: Slab::new(1, limits.contexts),
-            pds: Slab::new(1, limits.pds),
-            keys: Keys::new(limits),
-            cqs: Slab::new(1, limits.cqs),
-            qps: Numbers::new(qp_numbers, limits.qps),
+            contexts: Slab::new(1, limits.contexts).within(&footprint),
+            pds: Slab::new(1, limits.pds).within(&footprint),
+            keys: Keys::new(limits).within(&footprint),
+            cqs: Slab::new(1, limits.cqs).within(&footprint),
+            qps: Numbers::new(qp_numbers, limits.qps).within(&footprint),
             gsi: None,
-            srqs: Slab::scattered(1, MASK_24, limits.srqs),
-            xrcds: Slab::new(1, limits.xrcds),
-            multicast: BTreeSet::new(),
-            footprint: Footprint::default(),
+            srqs: Slab::scattered(1, MASK_24, limits.srqs).within(&footprint),
+            xrcds: Slab::new(1, limits.xrcds).within(&footprint),
+            multicast: BTreeMap::new(),
+            footprint,
             vm,
         }
     }
@@ -183,9 +220,11 @@ impl Tables {
     pub(crate) fn set_memory(&mut self, memory: Option<GuestMemory>) {
         self.memory.clone_from(&memory);
         let memory = memory.as_ref();
-        self.status_page = self.status_page.take().map(|page| page.rebase(memory));
+        if let Some(page) = &mut self.status_page {
+            page.rebase(memory);
+        }
         for context in self.contexts.iter_mut() {
-            context.doorbell = context.doorbell.rebase(memory);
+            context.doorbell.rebase(memory);
         }
         self.keys.rebase(memory);
         for cq in self.cqs.iter_mut() {
@@ -201,7 +240,7 @@ impl Tables {
 
     /// The multicast groups that queue pairs are attached to.
     pub(crate) fn groups(&self) -> BTreeSet<Gid> {
-        self.multicast.iter().map(|(_, gid)| *gid).collect()
+        self.multicast.keys().map(|(_, gid)| *gid).collect()
     }
 
     /// Destroys all objects.
@@ -218,8 +257,6 @@ impl Tables {
         self.cqs.clear();
         self.pds.clear();
         self.status_page = None;
-        // What is still in use is not this VM's any longer.
-        self.footprint = Footprint::default();
     }
 
     /// Writes a worker's status word for the guest.

@@ -16,6 +16,7 @@ use vhost_device_rdma_sync::{self as sync, ReadSection, Readers, Shared};
 use super::queue_pair::Qp;
 use super::share::{weighed, Caps, ShareSettings};
 use super::tables::Tables;
+use crate::footprint::Footprint;
 use crate::limits::Limits;
 use crate::verbs::cq::Cq;
 use crate::verbs::Features;
@@ -127,8 +128,8 @@ pub struct VmSettings {
 pub struct Vm {
     /// The network whose VMs reach each other.
     pub(crate) network: Network,
-    /// Its limits.
-    pub(crate) limits: Limits,
+    /// Its account.
+    footprint: Footprint,
     tables: Shared<Tables>,
     /// Feature bits that the driver accepted.
     features: AtomicU64,
@@ -167,7 +168,7 @@ impl Vm {
             tables.link_told = link.is_up();
             Self {
                 network,
-                limits,
+                footprint: tables.footprint.clone(),
                 tables: Shared::new(readers, tables),
                 features: AtomicU64::new(0),
                 link,
@@ -179,6 +180,11 @@ impl Vm {
                 warnings,
             }
         })
+    }
+
+    /// Its account: what it makes the process keep.
+    pub(crate) fn footprint(&self) -> &Footprint {
+        &self.footprint
     }
 
     /// Takes the feature bits that the driver accepted.

@@ -2,28 +2,26 @@
 //! Blocks of guest memory, of any address and length, resolved to host addresses.
 use std::marker::PhantomData;
 
-use super::guest::{Host, MappedRange};
+use super::guest::{Finder, Host, MappedRange};
 use super::{ContiguousRange, Error, GuestMemory};
+use crate::footprint::Share;
 
 /// A list of blocks of guest memory, resolved, that are seen as one contiguous range. Keeps the
 /// mapping that it was resolved in alive.
+///
+/// If the memory that they are in is removed, the blocks are *lost*, as [`super::Pages`] may be.
 #[derive(Debug)]
 pub struct Blocks {
-    mapping: BlockMapping,
+    /// The memory that they are in; none: they are lost.
+    mapping: Option<GuestMemory>,
+    /// Host addresses of the blocks, or, while they are lost, guest-physical ones.
+    hosts: Box<[Host]>,
     /// Where each block starts, counted from the first.
     starts: Box<[u64]>,
     /// Length of all, bytes.
     len: u64,
-}
-
-/// Where blocks are known to be.
-#[derive(Debug)]
-enum BlockMapping {
-    /// In this memory, at these host addresses.
-    Mapped(GuestMemory, Box<[Host]>),
-    /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be
-    /// accessed.
-    Lost(Box<[u64]>),
+    /// What both lists take of the VM's account.
+    _share: Share,
 }
 
 /// Resolves blocks one after the other.
@@ -34,17 +32,24 @@ pub(super) struct BlockResolver {
     starts: Vec<u64>,
     hosts: Vec<Host>,
     len: u64,
+    share: Share,
 }
 
 impl BlockResolver {
-    /// For `count` blocks.
-    pub(super) fn new(count: usize) -> Self {
-        Self {
+    /// For `count` blocks, with a share for as many.
+    pub(super) fn new(count: usize, share: Share) -> Result<Self, Error> {
+        let (mut starts, mut hosts) = (Vec::new(), Vec::new());
+        starts
+            .try_reserve_exact(count)
+            .and_then(|()| hosts.try_reserve_exact(count))
+            .map_err(|_| Error::NoMemory)?;
+        Ok(Self {
             range: None,
-            starts: Vec::with_capacity(count),
-            hosts: Vec::with_capacity(count),
+            starts,
+            hosts,
             len: 0,
-        }
+            share,
+        })
     }
 
     /// Takes the next block.
@@ -75,9 +80,11 @@ impl BlockResolver {
 
     pub(super) fn finish(self, memory: &GuestMemory) -> Result<Blocks, Error> {
         Ok(Blocks {
-            mapping: BlockMapping::Mapped(memory.clone(), self.hosts.into()),
+            mapping: Some(memory.clone()),
+            hosts: self.hosts.into(),
             starts: self.starts.into(),
             len: self.len,
+            _share: self.share,
         })
     }
 }
@@ -86,38 +93,28 @@ impl Blocks {
     /// Memory of the process that a block takes at most, bytes.
     pub const BLOCK_FOOTPRINT: u64 = (size_of::<u64>() + size_of::<Host>()) as u64;
 
-    /// Resolves the blocks of guest-physical address and length.
-    fn resolve(
-        memory: &GuestMemory,
-        blocks: impl ExactSizeIterator<Item = (u64, u64)>,
-    ) -> Result<Self, Error> {
-        let mut resolver = BlockResolver::new(blocks.len());
-        for (addr, length) in blocks {
-            resolver.push(memory, addr, length)?;
-        }
-        resolver.finish(memory)
-    }
-
-    /// The same blocks, resolved anew in `memory`. Where that fails they are lost, until a later
-    /// call finds them.
-    #[must_use]
-    pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
-        let guest: Box<[u64]> = match &self.mapping {
-            BlockMapping::Mapped(memory, hosts) => {
-                hosts.iter().filter_map(|h| memory.guest(*h)).collect()
+    /// Finds the same blocks in `memory`. Where that fails they are lost, until a later call finds
+    /// them.
+    pub fn rebase(&mut self, memory: Option<&GuestMemory>) {
+        if let Some(old) = self.mapping.take() {
+            let mut finder = Finder::new(&old);
+            for host in &mut self.hosts {
+                *host = finder.guest(*host).map_or(Host::NOWHERE, Host::lost);
             }
-            BlockMapping::Lost(guest) => guest.clone(),
+        }
+        let Some(memory) = memory else {
+            return;
         };
+        let mut finder = Finder::new(memory);
         let ends = self.starts.iter().skip(1).chain([&self.len]);
-        let lengths: Vec<u64> = self.starts.iter().zip(ends).map(|(a, b)| b - a).collect();
-        let blocks = guest.iter().copied().zip(lengths);
-        memory
-            .and_then(|memory| Self::resolve(memory, blocks).ok())
-            .unwrap_or_else(|| Self {
-                mapping: BlockMapping::Lost(guest),
-                starts: self.starts.clone(),
-                len: self.len,
-            })
+        let lengths = self.starts.iter().zip(ends).map(|(start, end)| end - start);
+        let mut blocks = self.hosts.iter().zip(lengths.clone());
+        if blocks.all(|(block, length)| finder.host(block.guest(), length).is_some()) {
+            for (block, length) in self.hosts.iter_mut().zip(lengths) {
+                *block = finder.host(block.guest(), length).unwrap_or(Host::NOWHERE);
+            }
+            self.mapping = Some(memory.clone());
+        }
     }
 
     /// Number of blocks.
@@ -147,19 +144,10 @@ impl Blocks {
         offset < first && end.is_some_and(|end| end <= self.len && (end > last || last == 0))
     }
 
-    /// Memory of the process that this list takes, bytes.
-    #[must_use]
-    pub fn footprint(&self) -> u64 {
-        Self::BLOCK_FOOTPRINT * self.count()
-    }
-
     /// The block that `offset` is in, and at which offset it starts; `None` beyond the end.
     #[must_use]
     pub fn contiguous(&self, offset: u64) -> Option<(u64, ContiguousRange<'_>)> {
-        let BlockMapping::Mapped(_, hosts) = &self.mapping else {
-            return None;
-        };
-        if offset >= self.len {
+        if self.mapping.is_none() || offset >= self.len {
             return None;
         }
         let after = self.starts.partition_point(|start| *start <= offset);
@@ -168,7 +156,7 @@ impl Blocks {
         let end = self.starts.get(after).copied().unwrap_or(self.len);
         // Each block was found to lie in one region of the memory, as long as that lives.
         let range = ContiguousRange {
-            ptr: hosts.get(block)?.0,
+            ptr: self.hosts.get(block)?.0,
             len: (end - start) as usize,
             owner: PhantomData,
         };
@@ -191,11 +179,25 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    impl Blocks {
+        /// Resolves the blocks of guest-physical address and length.
+        fn resolve(
+            memory: &GuestMemory,
+            blocks: impl ExactSizeIterator<Item = (u64, u64)>,
+        ) -> Result<Self, Error> {
+            let mut resolver = BlockResolver::new(blocks.len(), Share::default())?;
+            for (addr, length) in blocks {
+                resolver.push(memory, addr, length)?;
+            }
+            resolver.finish(memory)
+        }
+    }
+
     #[test]
     fn blocks_are_found_again() {
         let memory = GuestMemory::new(vec![region(0, 2), region(0x10000, 1)]).unwrap();
         let list = [(0x10, 0x20), (0x10ffe, 2), (0x1fff, 1), (0, 0x2000)];
-        let blocks = Blocks::resolve(&memory, list.into_iter()).unwrap();
+        let mut blocks = Blocks::resolve(&memory, list.into_iter()).unwrap();
         assert_eq!((blocks.count(), blocks.len()), (4, 0x2023));
         let part = |blocks: &Blocks, at| {
             blocks
@@ -214,16 +216,17 @@ mod tests {
         ] {
             assert_eq!(part(&blocks, at), expected, "{at:#x}");
         }
-        let lost = blocks.rebase(None);
+        blocks.rebase(None);
         assert_eq!(
-            (lost.count(), lost.len(), part(&lost, 0)),
+            (blocks.count(), blocks.len(), part(&blocks, 0)),
             (4, 0x2023, None)
         );
         let partly = GuestMemory::new(vec![region(0, 2)]).unwrap();
-        assert_eq!(part(&blocks.rebase(Some(&partly)), 0), None);
-        let found = lost.rebase(Some(&memory));
-        assert_eq!(part(&found, 0x20), Some((0x20, 2)));
-        assert_eq!(found.range_at(0x2000, 0x1000).unwrap().len(), 0x23);
+        blocks.rebase(Some(&partly));
+        assert_eq!(part(&blocks, 0), None);
+        blocks.rebase(Some(&memory));
+        assert_eq!(part(&blocks, 0x20), Some((0x20, 2)));
+        assert_eq!(blocks.range_at(0x2000, 0x1000).unwrap().len(), 0x23);
     }
 
     #[test]

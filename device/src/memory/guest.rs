@@ -17,6 +17,7 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::loss::Watch;
 use super::ContiguousRange;
+use crate::footprint::NoMemory;
 
 /// Type of the file system of memfds and of /dev/shm (statfs(2)).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -68,6 +69,15 @@ pub enum Error {
     /// A page list is malformed.
     #[error("a page list is malformed")]
     PageList,
+    /// There is no memory for what a page list describes.
+    #[error("there is no memory for a page list")]
+    NoMemory,
+}
+
+impl From<NoMemory> for Error {
+    fn from(_: NoMemory) -> Self {
+        Self::NoMemory
+    }
 }
 
 /// A region of guest memory that is to be mapped.
@@ -92,6 +102,69 @@ pub(super) struct Host(pub(super) *mut u8);
 unsafe impl Send for Host {}
 // SAFETY: as above.
 unsafe impl Sync for Host {}
+
+impl Host {
+    /// No address, and in place of a guest-physical one that of a page that no region has.
+    pub(super) const NOWHERE: Self = Self::lost(0u64.wrapping_sub(PAGE_SIZE));
+
+    /// A guest-physical address where a host address was: a number, never used as an address.
+    pub(super) const fn lost(guest: u64) -> Self {
+        Self(std::ptr::without_provenance_mut(guest as usize))
+    }
+
+    /// The guest-physical address of [`Self::lost`].
+    pub(super) fn guest(self) -> u64 {
+        self.0.addr() as u64
+    }
+}
+
+/// Finds addresses in a memory, most of which are in the region of the one before.
+#[derive(Debug)]
+pub(super) struct Finder<'a> {
+    memory: &'a GuestMemory,
+    range: Option<MappedRange>,
+}
+
+impl<'a> Finder<'a> {
+    pub(super) fn new(memory: &'a GuestMemory) -> Self {
+        let range = None;
+        Self { memory, range }
+    }
+
+    /// The host address of `len` bytes at a guest-physical address, if they lie in one region.
+    pub(super) fn host(&mut self, guest: u64, len: u64) -> Option<Host> {
+        let known = self.range.and_then(|range| range.host(guest, len));
+        known.or_else(|| {
+            self.range = self.memory.range(guest).copied();
+            self.range?.host(guest, len)
+        })
+    }
+
+    /// The guest-physical address of what is at a host address.
+    pub(super) fn guest(&mut self, host: Host) -> Option<u64> {
+        let known = self.range.and_then(|range| range.guest(host));
+        known.or_else(|| {
+            let mut ranges = self.memory.0.ranges.iter();
+            self.range = ranges.find(|range| range.guest(host).is_some()).copied();
+            self.range?.guest(host)
+        })
+    }
+
+    /// The host address of `len` bytes at a guest-physical address, if they are one piece of the
+    /// host, in one region or several.
+    pub(super) fn piece(&self, guest: u64, len: u64) -> Option<Host> {
+        let Host(start) = self.memory.host(guest, 0)?;
+        let mut done = 0;
+        while done < len {
+            let range = self.memory.range_at(guest.checked_add(done)?, len - done)?;
+            if range.ptr != start.wrapping_add(done as usize) {
+                return None;
+            }
+            done += range.len() as u64;
+        }
+        Some(Host(start))
+    }
+}
 
 /// Where a region is.
 #[derive(Debug, Clone, Copy)]
@@ -126,6 +199,12 @@ impl MappedRange {
         let offset = guest_addr.wrapping_sub(self.guest);
         let fits = offset < self.size && len <= self.size - offset;
         fits.then(|| Host(self.host.0.wrapping_add(offset as usize)))
+    }
+
+    /// The guest-physical address of what is at `host`, if that is in the region.
+    fn guest(&self, host: Host) -> Option<u64> {
+        let offset = (host.0 as u64).wrapping_sub(self.host.0 as u64);
+        (offset < self.size).then(|| self.guest + offset)
     }
 }
 
@@ -194,6 +273,12 @@ impl GuestMemory {
             .fold(0, |sum, r| sum.saturating_add(r.size))
     }
 
+    /// Number of regions.
+    #[must_use]
+    pub fn regions(&self) -> usize {
+        self.0.ranges.len()
+    }
+
     /// The longest contiguous range that starts at guest-physical address `addr`, of at most `max`
     /// bytes; `None` where there is no memory.
     #[must_use]
@@ -236,11 +321,9 @@ impl GuestMemory {
     }
 
     /// The guest-physical address of what is at `host` in this process.
+    #[cfg(test)]
     pub(super) fn guest(&self, host: Host) -> Option<u64> {
-        self.0.ranges.iter().find_map(|range| {
-            let offset = (host.0 as u64).wrapping_sub(range.host.0 as u64);
-            (offset < range.size).then(|| range.guest + offset)
-        })
+        Finder::new(self).guest(host)
     }
 
     /// The 512 words of the 4 KiB table at `guest_addr`.

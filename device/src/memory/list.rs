@@ -7,6 +7,7 @@ use virtio_rdma_spec::command::{Block, PageList};
 use super::blocks::{BlockResolver, Blocks};
 use super::pages::{Pages, Resolver};
 use super::{Error, GuestMemory};
+use crate::footprint::{boxed, listed, Footprint, Share};
 
 /// Addresses in a table.
 const ADDRESSES: usize = 512;
@@ -94,28 +95,44 @@ pub struct ListReader {
     /// Entries that were read.
     read: usize,
     into: Into,
+    /// For this and `tables`.
+    _share: Share,
 }
 
 impl ListReader {
-    /// Begins to read the list that `list` describes: its tables, but those of the last level.
+    /// Begins to read the list that `list` describes: its tables, but those of the last level. What
+    /// it may take in the end is in the account before anything is read: tables may name the same
+    /// page many times, so a list may be far longer than the memory that it is in.
     ///
     /// # Errors
     /// [`Error::PageList`] for a malformed description, [`Error::NotGuestMemory`] for a table
-    /// outside of guest memory; with one page and no table, the errors of [`Self::step`].
-    pub fn new(memory: &GuestMemory, list: &PageList, form: Form) -> Result<Self, Error> {
+    /// outside of guest memory, [`Error::NoMemory`]; with one page and no table, the errors of
+    /// [`Self::step`].
+    pub fn new(
+        memory: &GuestMemory,
+        list: &PageList,
+        form: Form,
+        account: &Footprint,
+    ) -> Result<Self, Error> {
         form.check(list)?;
         let count = list.count as usize;
-        let mut into = match form {
-            Form::Pages => Into::Pages(Resolver::new(count, list.page_shift)?),
-            Form::Blocks => Into::Blocks(BlockResolver::new(count)),
-        };
         let leaves = count.div_ceil(form.entries());
+        // Two levels of tables at a time.
+        let own = boxed::<Self>() + listed::<u64>(2 * leaves);
+        let _share = account.share(own)?;
+        let share = account.share(form.footprint() * u64::from(list.count))?;
+        let mut into = match form {
+            Form::Pages => Into::Pages(Resolver::new(count, list.page_shift, share)?),
+            Form::Blocks => Into::Blocks(BlockResolver::new(count, share)?),
+        };
         let mut tables = vec![list.addr];
         for depth in (1..list.levels).rev() {
             // Tables of the next level in all: what one entry covers shrinks by 512 with each
             // level.
             let entries = leaves.div_ceil(1 << (9 * u32::from(depth - 1)));
-            let mut next = Vec::with_capacity(entries);
+            let mut next = Vec::new();
+            next.try_reserve_exact(entries)
+                .map_err(|_| Error::NoMemory)?;
             for table in &tables {
                 let words = memory.table(*table).ok_or(Error::NotGuestMemory(*table))?;
                 let left = entries - next.len();
@@ -135,6 +152,7 @@ impl ListReader {
             count,
             read,
             into,
+            _share,
         })
     }
 
@@ -155,7 +173,7 @@ impl ListReader {
     ///
     /// # Errors
     /// [`Error::NotGuestMemory`] if a table, a page or a block is not guest memory,
-    /// [`Error::PageList`] if a page is not aligned, or a block has no length.
+    /// [`Error::PageList`] if a page is not aligned, or a block has no length, [`Error::NoMemory`].
     pub fn step(&mut self, max: usize) -> Result<usize, Error> {
         let Self {
             memory,
@@ -163,13 +181,14 @@ impl ListReader {
             count,
             read,
             into,
+            ..
         } = self;
         let memory = &*memory;
         let mut left = max;
         while left > 0 && read < count {
             match into {
                 Into::Pages(resolver) => {
-                    left -= resolver.spread(left);
+                    left -= resolver.spread(left)?;
                     if left == 0 {
                         break;
                     }
@@ -203,7 +222,7 @@ impl ListReader {
             }
         }
         if let Into::Pages(resolver) = into {
-            left -= resolver.spread(left);
+            left -= resolver.spread(left)?;
         }
         Ok(max - left)
     }

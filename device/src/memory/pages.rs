@@ -5,40 +5,41 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use virtio_rdma_spec::command::PageList;
 
-use super::guest::{Host, MappedRange};
+use super::guest::{Finder, Host, MappedRange};
 use super::list::{Form, ListReader, Resolved};
 use super::{ContiguousRange, Error, GuestMemory, ScatterRange};
-
-/// Where pages are known to be.
-#[derive(Debug)]
-enum PageMapping {
-    /// In this memory.
-    Mapped(GuestMemory),
-    /// Not in guest memory (any longer), at these guest-physical addresses: nothing can be
-    /// accessed.
-    Lost(Box<[u64]>),
-}
+use crate::footprint::{Footprint, Share};
 
 /// A list of guest pages, resolved. Keeps the mapping that it was resolved in alive.
 ///
 /// The pages are seen as units of 2^`unit` bytes, at the host addresses `list`: as one if all
-/// follow each other in the host, so that a look-up is the same whatever there is, and that of the
-/// first unit stays within this.
+/// follow each other in the guest and in the host, so that a look-up is the same whatever there is,
+/// and that of the first unit stays within this.
+///
+/// If the memory that they are in is removed, the pages are *lost*: nothing can be accessed. Which
+/// they were is kept, as memory often comes back: a front end that changes its memory may remove
+/// all of it and add it again. In place of the host address of each unit there is its
+/// guest-physical one then, so that it takes what it took before.
 #[derive(Debug)]
 pub struct Pages {
-    mapping: PageMapping,
-    /// Address of the first unit, if any page is mapped.
+    /// The memory that they are in; none: they are lost.
+    mapping: Option<GuestMemory>,
+    /// Address of the first unit, if there is any page.
     first: Host,
     /// Addresses of all units; empty if there is only one.
     list: Box<[Host]>,
     /// Mapped bytes: all, or none.
     mapped: u64,
+    /// Size in all, bytes, whether mapped or lost.
+    len: u64,
     /// Bits of an offset within a unit.
     mask: u64,
     /// log2 of the size of a unit.
     unit: u8,
     /// log2 of the page size.
     shift: u8,
+    /// What `list` takes of the VM's account.
+    share: Share,
 }
 
 /// `Pages::unit` of pages that follow each other.
@@ -53,17 +54,20 @@ pub(super) struct Resolver {
     expected: usize,
     /// Where the last page was: most likely the next one is there, too.
     range: Option<MappedRange>,
-    first: Option<Host>,
+    /// The first page: in the guest and in the host.
+    first: Option<(u64, Host)>,
     count: u64,
     /// Empty as long as all pages follow each other.
     scattered: Vec<Host>,
     /// The first page that does not follow the others, until those are in `scattered`.
     stray: Option<Host>,
+    /// Covers `scattered` with all pages in it.
+    share: Share,
 }
 
 impl Resolver {
-    /// For `expected` pages of 2^`shift` bytes.
-    pub(super) fn new(expected: usize, shift: u8) -> Result<Self, Error> {
+    /// For `expected` pages of 2^`shift` bytes, with a share for as many.
+    pub(super) fn new(expected: usize, shift: u8, share: Share) -> Result<Self, Error> {
         if expected == 0 || !(12..=31).contains(&shift) {
             return Err(Error::PageList);
         }
@@ -75,6 +79,7 @@ impl Resolver {
             count: 0,
             scattered: Vec::new(),
             stray: None,
+            share,
         })
     }
 
@@ -93,9 +98,10 @@ impl Resolver {
         if !self.scattered.is_empty() {
             self.scattered.push(host);
         } else {
-            let first = *self.first.get_or_insert(host);
-            let follows = first.0.wrapping_add((self.count * self.size) as usize);
-            if host.0 != follows {
+            let (guest, first) = *self.first.get_or_insert((page, host));
+            let offset = self.count * self.size;
+            let follows = first.0.wrapping_add(offset as usize);
+            if host.0 != follows || page != guest.wrapping_add(offset) {
                 self.stray = Some(host);
                 return Ok(false);
             }
@@ -119,17 +125,18 @@ impl Resolver {
 
     /// Writes down up to `max` of the pages that follow each other one by one, and behind them the
     /// one that does not. Returns how many.
-    pub(super) fn spread(&mut self, max: usize) -> usize {
+    pub(super) fn spread(&mut self, max: usize) -> Result<usize, Error> {
         match (self.stray, self.first) {
-            (Some(stray), Some(first)) => self.spread_before(first, stray, max),
-            _ => 0,
+            (Some(stray), Some((_, first))) => self.spread_before(first, stray, max),
+            _ => Ok(0),
         }
     }
 
     #[cold]
-    fn spread_before(&mut self, first: Host, stray: Host, max: usize) -> usize {
+    fn spread_before(&mut self, first: Host, stray: Host, max: usize) -> Result<usize, Error> {
         if self.scattered.is_empty() {
-            self.scattered.reserve_exact(self.expected);
+            let reserved = self.scattered.try_reserve_exact(self.expected);
+            reserved.map_err(|_| Error::NoMemory)?;
         }
         let from = self.scattered.len() as u64;
         let to = self.count.min(from.saturating_add(max as u64));
@@ -141,10 +148,10 @@ impl Resolver {
             self.stray = None;
             self.count += 1;
         }
-        (to - from) as usize
+        Ok((to - from) as usize)
     }
 
-    pub(super) fn finish(self, memory: &GuestMemory) -> Result<Pages, Error> {
+    pub(super) fn finish(mut self, memory: &GuestMemory) -> Result<Pages, Error> {
         let mapped = self.count.checked_mul(self.size).ok_or(Error::PageList)?;
         let shift = self.size.trailing_zeros() as u8;
         let unit = if self.scattered.is_empty() {
@@ -152,14 +159,19 @@ impl Resolver {
         } else {
             shift
         };
+        let (_, first) = self.first.ok_or(Error::PageList)?;
+        self.share
+            .shrink(Pages::PAGE_FOOTPRINT * self.scattered.len() as u64);
         Ok(Pages {
-            mapping: PageMapping::Mapped(memory.clone()),
-            first: self.first.ok_or(Error::PageList)?,
+            mapping: Some(memory.clone()),
+            first,
             list: self.scattered.into(),
             mapped,
+            len: mapped,
             mask: (1 << unit) - 1,
             unit,
             shift,
+            share: self.share,
         })
     }
 }
@@ -175,22 +187,32 @@ impl Pages {
     /// page is not aligned to it; [`Error::NotGuestMemory`] if a page is not wholly in one region
     /// of guest memory.
     pub fn resolve(memory: &GuestMemory, guest: &[u64], shift: u8) -> Result<Self, Error> {
-        let mut resolver = Resolver::new(guest.len(), shift)?;
+        Self::resolve_all(memory, guest.iter().copied(), shift, Share::default())
+    }
+
+    fn resolve_all(
+        memory: &GuestMemory,
+        guest: impl ExactSizeIterator<Item = u64>,
+        shift: u8,
+        share: Share,
+    ) -> Result<Self, Error> {
+        let mut resolver = Resolver::new(guest.len(), shift, share)?;
         for page in guest {
-            if !resolver.push(memory, *page)? {
-                resolver.spread(usize::MAX);
+            if !resolver.push(memory, page)? {
+                resolver.spread(usize::MAX)?;
             }
         }
         resolver.finish(memory)
     }
 
-    /// Reads and resolves the page list that `list` describes.
+    /// Reads and resolves the page list that `list` describes, for an account.
     ///
     /// # Errors
     /// As [`Self::resolve`]; [`Error::PageList`] for a malformed list, [`Error::NotGuestMemory`]
-    /// for a table outside of guest memory.
-    pub fn read(memory: &GuestMemory, list: &PageList) -> Result<Self, Error> {
-        let mut reader = ListReader::new(memory, list, Form::Pages)?;
+    /// for a table outside of guest memory, [`Error::NoMemory`] if the account has no room for as
+    /// many pages, of which then none is looked at.
+    pub fn read(memory: &GuestMemory, list: &PageList, account: &Footprint) -> Result<Self, Error> {
+        let mut reader = ListReader::new(memory, list, Form::Pages, account)?;
         reader.step(usize::MAX)?;
         match reader.finish()? {
             Resolved::Pages(pages) => Ok(pages),
@@ -201,51 +223,93 @@ impl Pages {
     /// No pages at all, for an object without a buffer.
     #[must_use]
     pub fn none() -> Self {
-        Self::not_mapped(Box::default(), 12)
-    }
-
-    fn not_mapped(guest: Box<[u64]>, shift: u8) -> Self {
         Self {
-            mapping: PageMapping::Lost(guest),
-            first: Host(std::ptr::null_mut()),
+            mapping: None,
+            first: Host::NOWHERE,
             list: Box::default(),
             mapped: 0,
+            len: 0,
             mask: 0,
             unit: ONE_PIECE,
-            shift,
+            shift: 12,
+            share: Share::default(),
         }
     }
 
-    /// The same guest pages, resolved anew in `memory`. Where that fails they are lost, until a
-    /// later call finds them.
-    #[must_use]
-    pub fn rebase(&self, memory: Option<&GuestMemory>) -> Self {
-        let guest = self.guest();
-        memory
-            .and_then(|memory| Self::resolve(memory, &guest, self.shift).ok())
-            .unwrap_or_else(|| Self::not_mapped(guest, self.shift))
+    /// Finds the same guest pages in `memory`. Where that fails they are lost, until a later call
+    /// finds them. It takes time by the length of what is accounted, not by the number of pages.
+    pub fn rebase(&mut self, memory: Option<&GuestMemory>) {
+        self.lose();
+        if let Some(memory) = memory.filter(|_| self.len != 0) {
+            self.find(memory);
+        }
     }
 
-    /// The guest-physical addresses of the pages.
-    fn guest(&self) -> Box<[u64]> {
-        match &self.mapping {
-            PageMapping::Mapped(memory) => (0..self.count())
-                .filter_map(|i| memory.guest(Host(self.at(i << self.shift)?.0)))
-                .collect(),
-            PageMapping::Lost(guest) => guest.clone(),
+    /// Leaves the memory that the pages are in: from now on they are lost.
+    fn lose(&mut self) {
+        let Some(old) = self.mapping.take() else {
+            return;
+        };
+        self.mapped = 0;
+        let mut finder = Finder::new(&old);
+        for unit in std::iter::once(&mut self.first).chain(&mut self.list) {
+            *unit = finder.guest(*unit).map_or(Host::NOWHERE, Host::lost);
+        }
+    }
+
+    /// Finds lost pages: all, or none.
+    fn find(&mut self, memory: &GuestMemory) {
+        let mut finder = Finder::new(memory);
+        if self.unit == ONE_PIECE {
+            match finder.piece(self.first.guest(), self.len) {
+                Some(host) => self.first = host,
+                None => return self.find_scattered(memory),
+            }
+        } else {
+            let size = 1 << self.shift;
+            let units = &mut self.list;
+            if units
+                .iter()
+                .any(|unit| finder.host(unit.guest(), size).is_none())
+            {
+                return;
+            }
+            for unit in std::iter::once(&mut self.first).chain(units) {
+                *unit = finder.host(unit.guest(), size).unwrap_or(Host::NOWHERE);
+            }
+        }
+        self.mapping = Some(memory.clone());
+        self.mapped = self.len;
+    }
+
+    /// What was one piece of the host is several now: finds its pages, if the account has room for
+    /// a list of them.
+    #[cold]
+    fn find_scattered(&mut self, memory: &GuestMemory) {
+        let (first, size) = (self.first.guest(), 1u64 << self.shift);
+        let Ok(count) = u32::try_from(self.count()) else {
+            return;
+        };
+        let pages = (0..count).map(|page| first.wrapping_add(u64::from(page) * size));
+        let mut share = self.share.another();
+        let room = share.grow(Self::PAGE_FOOTPRINT * u64::from(count));
+        if room.is_ok() && memory.covers(first, self.len) {
+            if let Ok(found) = Self::resolve_all(memory, pages, self.shift, share) {
+                *self = found;
+            }
         }
     }
 
     /// Whether the pages are not in guest memory any longer.
     #[must_use]
     pub fn lost(&self) -> bool {
-        matches!(self.mapping, PageMapping::Lost(_))
+        self.mapping.is_none()
     }
 
     /// Whether the pages were resolved in this very memory.
     #[must_use]
     pub fn resolved_in(&self, memory: &GuestMemory) -> bool {
-        matches!(&self.mapping, PageMapping::Mapped(own) if own.same(memory))
+        self.mapping.as_ref().is_some_and(|own| own.same(memory))
     }
 
     /// Number of pages.
@@ -258,16 +322,7 @@ impl Pages {
     #[must_use]
     #[allow(clippy::len_without_is_empty)] // only `none` has no page
     pub fn len(&self) -> u64 {
-        match &self.mapping {
-            PageMapping::Mapped(_) => self.mapped,
-            PageMapping::Lost(guest) => (guest.len() as u64) << self.shift,
-        }
-    }
-
-    /// Memory of the process that this list takes, bytes.
-    #[must_use]
-    pub fn footprint(&self) -> u64 {
-        Self::PAGE_FOOTPRINT * self.list.len() as u64
+        self.len
     }
 
     /// Host address of `offset`, and the bytes that follow it contiguously.
@@ -413,8 +468,15 @@ mod tests {
         }
     }
 
+    /// The guest-physical addresses of the pages.
+    fn guest(pages: &Pages, memory: &GuestMemory) -> Box<[u64]> {
+        let page = |i| memory.guest(Host(pages.at(i << pages.shift).unwrap().0));
+        (0..pages.count()).map(|i| page(i).unwrap()).collect()
+    }
+
     fn read_list(memory: &GuestMemory, list: &PageList) -> Result<Box<[u64]>, Error> {
-        Pages::read(memory, list).map(|pages| pages.guest())
+        let account = Footprint::default();
+        Pages::read(memory, list, &account).map(|pages| guest(&pages, memory))
     }
 
     #[test]
@@ -479,14 +541,65 @@ mod tests {
         let regions = vec![region(0x100_0000, 8), region(0, 8)];
         let memory = GuestMemory::new(regions).unwrap();
         let run: Vec<u64> = (0..8).map(|page| page << 12).collect();
-        let linear = Pages::resolve(&memory, &run, 12).unwrap();
-        assert_eq!((linear.footprint(), *linear.guest() == *run), (0, true));
+        let account = Footprint::new(10 * Pages::PAGE_FOOTPRINT);
+        let resolve = |pages: &[u64]| {
+            let most = Pages::PAGE_FOOTPRINT * pages.len() as u64;
+            let share = account.share(most).map_err(Error::from)?;
+            Pages::resolve_all(&memory, pages.iter().copied(), 12, share)
+        };
+        let linear = resolve(&run).unwrap();
+        assert_eq!(account.bytes(), 0);
+        assert_eq!(*guest(&linear, &memory), *run);
         assert!(linear.scattered(100, 8 * 4096 - 100).is_some());
         let mut broken = run.clone();
         broken[7] = 0x100_0000;
-        let scattered = Pages::resolve(&memory, &broken, 12).unwrap();
-        assert_eq!(scattered.footprint(), 8 * Pages::PAGE_FOOTPRINT);
-        assert_eq!(*scattered.guest(), *broken);
+        let scattered = resolve(&broken).unwrap();
+        assert_eq!(account.bytes(), 8 * Pages::PAGE_FOOTPRINT);
+        assert_eq!(*guest(&scattered, &memory), *broken);
+        assert!(matches!(resolve(&run[..3]), Err(Error::NoMemory)));
+        drop((linear, scattered));
+        assert_eq!(account.bytes(), 0);
+    }
+
+    /// Whatever the new memory is, a list takes no more than its account says and has room for.
+    #[test]
+    fn lost_pages_are_accounted_as_before() {
+        let whole = GuestMemory::new(vec![region(0, 8)]).unwrap();
+        let account = Footprint::new(8 * Pages::PAGE_FOOTPRINT);
+        let read = |pages: Vec<u64>| {
+            let share = account.share(Pages::PAGE_FOOTPRINT * pages.len() as u64);
+            Pages::resolve_all(&whole, pages.into_iter(), 12, share.unwrap()).unwrap()
+        };
+        let mut linear = read((0..8).map(|page| page << 12).collect());
+        linear.rebase(None);
+        assert_eq!(
+            (linear.lost(), linear.count(), account.bytes()),
+            (true, 8, 0)
+        );
+        // Two regions, which are not where they were, and neither beside the other.
+        let parts = GuestMemory::new(vec![region(0, 4), region(0x4000, 4)]).unwrap();
+        let mut scattered = read(vec![0x3000, 0]);
+        scattered.rebase(None);
+        assert_eq!(account.bytes(), 2 * Pages::PAGE_FOOTPRINT);
+        scattered.rebase(Some(&parts));
+        assert_eq!(*guest(&scattered, &parts), [0x3000, 0]);
+        let apart = parts.host(0x4000, 1).unwrap().0 as usize
+            != parts.host(0, 1).unwrap().0 as usize + 0x4000;
+        linear.rebase(Some(&parts));
+        assert_eq!(linear.lost(), apart, "there is no room");
+        drop(scattered);
+        linear.rebase(Some(&parts));
+        assert!(linear.resolved_in(&parts));
+        assert_eq!(guest(&linear, &parts)[7], 0x7000);
+        assert_eq!(account.bytes(), if apart { 64 } else { 0 });
+        // A part is missing: all is lost.
+        let part = GuestMemory::new(vec![region(0, 4)]).unwrap();
+        linear.rebase(Some(&part));
+        assert!(linear.lost() && linear.word(0).is_none());
+        linear.rebase(Some(&whole));
+        assert_eq!(guest(&linear, &whole)[7], 0x7000);
+        drop(linear);
+        assert_eq!(account.bytes(), 0);
     }
 
     #[test]
@@ -512,12 +625,13 @@ mod tests {
         let memory = GuestMemory::new(vec![region(0, 4)]).unwrap();
         let pages = Pages::resolve(&memory, &[0x3000, 0x1000], 12).unwrap();
         assert!(pages.word(8).is_some() && !pages.lost());
-        let lost = pages.rebase(None);
-        assert!(lost.lost() && lost.word(8).is_none() && lost.scattered(0, 1).is_none());
-        assert_eq!(lost.len(), pages.len());
-        let found = lost.rebase(Some(&memory));
-        assert!(!found.lost() && found.resolved_in(&memory));
-        found.word(8).unwrap().store(7, Ordering::Relaxed);
+        let mut moved = Pages::resolve(&memory, &[0x3000, 0x1000], 12).unwrap();
+        moved.rebase(None);
+        assert!(moved.lost() && moved.word(8).is_none() && moved.scattered(0, 1).is_none());
+        assert_eq!(moved.len(), pages.len());
+        moved.rebase(Some(&memory));
+        assert!(!moved.lost() && moved.resolved_in(&memory));
+        moved.word(8).unwrap().store(7, Ordering::Relaxed);
         assert_eq!(pages.word(8).unwrap().load(Ordering::Relaxed), 7);
     }
 

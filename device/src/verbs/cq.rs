@@ -9,6 +9,7 @@ use virtio_rdma_spec::ring::{self, Cqe, CqeExtension};
 use virtio_rdma_spec::verbs::vendor_err;
 
 use super::Error;
+use crate::footprint::{counted, Share};
 use crate::memory::{prefetch_write, GuestMemory, Pages};
 
 /// Stride of entries without and with [`CqeExtension`], bytes.
@@ -113,8 +114,6 @@ struct Hold {
 #[derive(Debug)]
 struct Producer {
     ring: CqRing,
-    /// What the page list took of our memory when we got it, bytes.
-    footprint: u64,
     /// Entries written so far.
     position: u32,
     /// The consumer's position when it was read last.
@@ -159,9 +158,15 @@ pub struct Cq {
     pub(crate) handed: AtomicBool,
     errored: AtomicBool,
     producer: Mutex<Producer>,
+    /// For itself. The ring's page list has its own.
+    _share: Share,
 }
 
 impl Cq {
+    /// What a queue takes of its VM's account, without its ring: itself, its places in the lists of
+    /// a worker, and its event in an event queue.
+    pub const FOOTPRINT: u64 = counted::<Self>() + 128 + 64;
+
     /// A queue with an empty ring.
     #[must_use]
     pub fn new(number: u32, vector: u16, ring: CqRing) -> Self {
@@ -171,7 +176,6 @@ impl Cq {
             .map_or(0, |arm| u32::from_le(arm.load(Ordering::Relaxed)))
             & !(ring::ARM_SEQUENCE - 1);
         let producer = Producer {
-            footprint: ring.buffer.footprint(),
             ring,
             position: 0,
             consumer: 0,
@@ -188,6 +192,16 @@ impl Cq {
             handed: AtomicBool::new(false),
             errored: AtomicBool::new(false),
             producer: Mutex::new(producer),
+            _share: Share::default(),
+        }
+    }
+
+    /// The same queue with a share of its VM's account for itself.
+    #[must_use]
+    pub fn with_share(self, share: Share) -> Self {
+        Self {
+            _share: share,
+            ..self
         }
     }
 
@@ -212,12 +226,6 @@ impl Cq {
     #[must_use]
     pub fn stride(&self) -> u32 {
         self.producer().ring.stride
-    }
-
-    /// What its page list takes of our memory, bytes.
-    #[must_use]
-    pub fn footprint(&self) -> u64 {
-        self.producer().footprint
     }
 
     /// Whether it overflowed or lost its memory.
@@ -303,8 +311,7 @@ impl Cq {
 
     /// Resolves the buffer anew after a change of the memory table.
     pub fn rebase(&self, memory: Option<&GuestMemory>) {
-        let buffer = &mut self.producer().ring.buffer;
-        *buffer = buffer.rebase(memory);
+        self.producer().ring.buffer.rebase(memory);
     }
 
     /// Goes over to another ring, zeroed, with entries of the same stride and the same `arm`. What
@@ -349,7 +356,6 @@ impl Cq {
                 .ok_or(Error::Fault)?
                 .store(u64::from_ne_bytes(bytes), Ordering::Release);
         }
-        producer.footprint = ring.buffer.footprint();
         producer.ring = ring;
         producer.position = count;
         producer.consumer = 0;
@@ -821,11 +827,8 @@ mod tests {
         for i in 0..3 {
             assert_eq!(consumer.poll().unwrap().0.wr_id, i);
         }
-        let lost = ring(8, 32).0;
-        let lost = CqRing {
-            buffer: lost.buffer.rebase(None),
-            ..lost
-        };
+        let mut lost = ring(8, 32).0;
+        lost.buffer.rebase(None);
         assert_eq!(cq.resize(lost), Err(Error::Fault));
         assert_eq!(cq.entries(), 4);
         assert_eq!(cq.push(&cqe(3), false), Pushed::Quiet);

@@ -14,6 +14,7 @@ use super::mr::{check_range, Mr};
 use super::mw::{Binding, Mw, State};
 use super::slab::Slab;
 use super::Error;
+use crate::footprint::{boxed, Footprint, Share};
 use crate::limits::Limits;
 use crate::memory::{null, ContiguousRange, GuestMemory, ScatterRange};
 
@@ -217,6 +218,22 @@ pub struct Keys {
     bound: Mutex<BTreeSet<(u32, u32)>>,
     max_mrs: u32,
     max_mws: u32,
+    /// For the objects. Page lists and the table have their own.
+    share: Share,
+}
+
+/// What a window takes: itself, and its entry in `Keys::bound`.
+const WINDOW: u64 = boxed::<Mw>() + 4 * size_of::<(u32, u32)>() as u64;
+
+impl Key {
+    /// What the object takes, bytes.
+    fn footprint(&self) -> u64 {
+        match self {
+            Self::Region(_) => boxed::<Mr>(),
+            Self::Fast(_) => boxed::<FastMr>(),
+            Self::Window(_) => WINDOW,
+        }
+    }
 }
 
 impl Keys {
@@ -229,6 +246,17 @@ impl Keys {
             bound: Mutex::default(),
             max_mrs: limits.mrs,
             max_mws: limits.mws,
+            share: Share::default(),
+        }
+    }
+
+    /// The same table, whose memory and objects are in an account.
+    #[must_use]
+    pub fn within(self, account: &Footprint) -> Self {
+        Self {
+            slab: self.slab.within(account),
+            share: account.empty(),
+            ..self
         }
     }
 
@@ -268,7 +296,7 @@ impl Keys {
         if self.mrs() >= self.max_mrs {
             return Err(Error::NoMemory);
         }
-        self.add(|index| Key::Region(Box::new(make(index))))
+        self.add(boxed::<Mr>(), |index| Key::Region(Box::new(make(index))))
     }
 
     /// Adds a fast region.
@@ -279,7 +307,7 @@ impl Keys {
         if self.mrs() >= self.max_mrs {
             return Err(Error::NoMemory);
         }
-        self.add(|_| Key::Fast(Box::new(region)))
+        self.add(boxed::<FastMr>(), |_| Key::Fast(Box::new(region)))
     }
 
     /// Adds the window that `make` makes of its index.
@@ -290,18 +318,27 @@ impl Keys {
         if self.mws() >= self.max_mws {
             return Err(Error::NoMemory);
         }
-        let index = self.add(|index| Key::Window(Box::new(make(index))))?;
+        let index = self.add(WINDOW, |index| Key::Window(Box::new(make(index))))?;
         self.mws += 1;
         Ok(index)
     }
 
-    fn add(&mut self, make: impl FnOnce(u32) -> Key) -> Result<u32, Error> {
-        self.slab.insert_with(|index| {
+    /// Adds an object that takes so many bytes.
+    fn add(&mut self, bytes: u64, make: impl FnOnce(u32) -> Key) -> Result<u32, Error> {
+        self.share.grow(bytes)?;
+        let added = self.slab.insert_with(|index| {
             if index >= MAX_INDEX {
                 return Err(Error::NoMemory);
             }
             Ok(make(index))
-        })
+        });
+        added.inspect_err(|_| self.share.release(bytes))
+    }
+
+    fn remove(&mut self, index: u32) -> Option<Key> {
+        let removed = self.slab.remove(index)?;
+        self.share.release(removed.footprint());
+        Some(removed)
     }
 
     /// The region of a key.
@@ -343,7 +380,7 @@ impl Keys {
         if mr.is_some_and(|mr| *mr.windows.get_mut() != 0) {
             return Err(Error::Busy);
         }
-        let _key = self.slab.remove(key >> 8).ok_or(Error::NotFound)?;
+        let _key = self.remove(key >> 8).ok_or(Error::NotFound)?;
         Ok(Removed { pd, _key })
     }
 
@@ -357,7 +394,7 @@ impl Keys {
             return Err(Error::NotFound);
         };
         self.unbind(index, &mut mw.state_mut());
-        match self.slab.remove(index) {
+        match self.remove(index) {
             Some(Key::Window(mw)) => {
                 self.mws -= 1;
                 Ok(*mw)
@@ -371,6 +408,7 @@ impl Keys {
         self.mws = 0;
         self.bound().clear();
         self.slab.clear();
+        self.share.shrink(0);
     }
 
     /// Finds the memory of all regions anew after a change of the memory table.
@@ -728,7 +766,6 @@ fn may_invalidate(mw: &Mw, state: &State, key: u32, pd: u32, qp: u32) -> Result<
 mod tests {
     use super::*;
     use crate::memory::{region, Pages};
-    use crate::verbs::footprint::Footprint;
     use crate::verbs::mr::Backing;
     use proptest::prelude::*;
     use std::sync::atomic::AtomicU32;
@@ -763,7 +800,6 @@ mod tests {
             iova: 0x10000,
             length: 0x2000,
             offset: 0,
-            share: Footprint::default().share(0),
             windows: AtomicU32::new(0),
             backing: Backing::Pages(Pages::resolve(&memory, &[0, 0x1000], 12).unwrap()),
         });

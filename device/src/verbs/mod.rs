@@ -7,7 +7,6 @@
 
 pub mod cq;
 pub mod fast;
-pub mod footprint;
 pub mod gid_policy;
 pub mod keys;
 pub mod mr;
@@ -97,10 +96,17 @@ impl Error {
     }
 }
 
+impl From<crate::footprint::NoMemory> for Error {
+    fn from(_: crate::footprint::NoMemory) -> Self {
+        Self::NoMemory
+    }
+}
+
 impl From<crate::memory::Error> for Error {
     fn from(error: crate::memory::Error) -> Self {
         match error {
             crate::memory::Error::NotGuestMemory(_) => Self::Fault,
+            crate::memory::Error::NoMemory => Self::NoMemory,
             _ => Self::Invalid,
         }
     }

@@ -6,7 +6,6 @@ use virtio_rdma_spec::command::PageList;
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::verbs::{access, vendor_err};
 
-use super::footprint::Share;
 use super::keys::KeyError;
 use super::{Error, Features};
 use crate::memory::{Blocks, ContiguousRange, GuestMemory, Pages, Resolved, ScatterRange};
@@ -125,21 +124,11 @@ impl Backing {
         }
     }
 
-    /// Memory of the process that it takes, bytes.
-    #[must_use]
-    pub fn footprint(&self) -> u64 {
-        match self {
-            Self::Pages(pages) => pages.footprint(),
-            Self::Blocks(blocks) => blocks.footprint(),
-            Self::Physical(_) => 0,
-        }
-    }
-
     /// Finds it anew after a change of the memory table.
     fn rebase(&mut self, memory: Option<&GuestMemory>) {
         match self {
-            Self::Pages(pages) => *pages = pages.rebase(memory),
-            Self::Blocks(blocks) => *blocks = blocks.rebase(memory),
+            Self::Pages(pages) => pages.rebase(memory),
+            Self::Blocks(blocks) => blocks.rebase(memory),
             Self::Physical(old) => *old = memory.cloned(),
         }
     }
@@ -170,8 +159,6 @@ pub struct Mr {
     pub length: u64,
     /// Offset of the first byte in the pages.
     pub offset: u64,
-    /// What its page list takes of our memory.
-    pub share: Share,
     /// Windows that are bound to it. See also `NO_WINDOWS`.
     pub windows: AtomicU32,
     /// Its memory.
@@ -319,10 +306,12 @@ pub(super) fn check_range(start: u64, length: u64, addr: u64, len: u64) -> Resul
 mod tests {
     use super::*;
     use crate::memory::region;
-    use crate::verbs::footprint::Footprint;
     use proptest::prelude::*;
 
     fn lost_mr(iova: u64, length: u64) -> Mr {
+        let memory = GuestMemory::new(vec![region(0, 1)]).unwrap();
+        let mut pages = Pages::resolve(&memory, &[0], 12).unwrap();
+        pages.rebase(None);
         let access = access::LOCAL_WRITE | access::REMOTE_READ;
         Mr {
             key: 0x105,
@@ -331,13 +320,8 @@ mod tests {
             iova,
             length,
             offset: 0,
-            share: Footprint::default().share(0),
             windows: AtomicU32::new(0),
-            backing: Backing::Pages(
-                Pages::resolve(&GuestMemory::new(vec![region(0, 1)]).unwrap(), &[0], 12)
-                    .unwrap()
-                    .rebase(None),
-            ),
+            backing: Backing::Pages(pages),
         }
     }
 

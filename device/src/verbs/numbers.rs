@@ -11,6 +11,7 @@ use std::ops::RangeInclusive;
 use virtio_rdma_spec::verbs::MASK_24;
 
 use super::Error;
+use crate::footprint::{listed, Footprint, NoMemory, Share};
 
 /// Numbers of queue pairs: 0 and 1 are those of the management queue pairs, and the last one stands
 /// for the members of a multicast group.
@@ -40,6 +41,8 @@ pub struct Numbers<T> {
     next: u32,
     max: u32,
     len: u32,
+    /// For `places`.
+    share: Share,
 }
 
 impl<T> Numbers<T> {
@@ -58,7 +61,15 @@ impl<T> Numbers<T> {
             max: max.min(count),
             range,
             len: 0,
+            share: Share::default(),
         }
+    }
+
+    /// The same table, whose memory is in an account.
+    #[must_use]
+    pub fn within(mut self, account: &Footprint) -> Self {
+        self.share = account.empty();
+        self
     }
 
     /// The number that is given after this one.
@@ -91,7 +102,7 @@ impl<T> Numbers<T> {
     /// Stores the object that `make` makes of its number.
     ///
     /// # Errors
-    /// [`Error::NoMemory`] if the table is full, or what `make` fails with.
+    /// [`Error::NoMemory`] if the table is full or cannot grow, or what `make` fails with.
     pub fn insert_with(
         &mut self,
         make: impl FnOnce(u32) -> Result<T, Error>,
@@ -100,7 +111,7 @@ impl<T> Numbers<T> {
             return Err(Error::NoMemory);
         }
         if 2 * self.len as usize >= self.places.len() {
-            self.grow();
+            self.grow()?;
         }
         // This ends: half of the places are free, and the numbers lead to all of them, or to more
         // than are taken.
@@ -112,7 +123,7 @@ impl<T> Numbers<T> {
             }
             number = self.after(number);
         };
-        let object = make(number)?;
+        let object = make(number).inspect_err(|_| self.tidy())?;
         if let Some(free) = self.places.get_mut(place) {
             *free = Some((number, object));
         }
@@ -122,9 +133,17 @@ impl<T> Numbers<T> {
     }
 
     /// Doubles the places. Objects at different places get different ones again.
-    fn grow(&mut self) {
+    fn grow(&mut self) -> Result<(), NoMemory> {
+        let count = (2 * self.places.len()).max(LEAST);
+        let before = self.share.bytes();
+        let bytes = listed::<Option<(u32, T)>>(count);
+        self.share.grow(bytes.saturating_sub(before))?;
         let mut places = Vec::new();
-        places.resize_with((2 * self.places.len()).max(LEAST), || None);
+        if places.try_reserve_exact(count).is_err() {
+            self.share.shrink(before);
+            return Err(NoMemory);
+        }
+        places.resize_with(count, || None);
         for taken in std::mem::replace(&mut self.places, places)
             .into_iter()
             .flatten()
@@ -134,6 +153,7 @@ impl<T> Numbers<T> {
                 *free = Some(taken);
             }
         }
+        Ok(())
     }
 
     /// The object of a number.
@@ -152,7 +172,16 @@ impl<T> Numbers<T> {
         let taken = self.places.get_mut(place)?;
         let (_, object) = taken.take_if(|(there, _)| *there == number)?;
         self.len -= 1;
+        self.tidy();
         Some(object)
+    }
+
+    /// Gives the memory of the table back, if there is no object.
+    fn tidy(&mut self) {
+        if self.len == 0 {
+            self.places = Vec::new();
+            self.share.shrink(0);
+        }
     }
 
     /// All objects with their numbers.
@@ -169,6 +198,7 @@ impl<T> Numbers<T> {
     /// Takes all objects out. Their numbers do not come again for that.
     pub fn clear(&mut self) -> Vec<T> {
         self.len = 0;
+        self.share.shrink(0);
         let places = std::mem::take(&mut self.places);
         places
             .into_iter()
@@ -214,6 +244,22 @@ mod tests {
         assert_eq!(failed, Err(Error::Invalid));
         assert_eq!(insert(&mut numbers), 7);
         assert_eq!(numbers.insert_with(Ok), Err(Error::NoMemory));
+    }
+
+    #[test]
+    fn a_table_takes_memory_for_the_objects_that_there_are() {
+        let account = Footprint::new(listed::<Option<(u32, u32)>>(32));
+        let mut numbers = Numbers::new(NUMBERS, 300).within(&account);
+        let given: Vec<_> = (0..16).map(|_| insert(&mut numbers)).collect();
+        assert_eq!(account.bytes(), account.limit());
+        assert_eq!(numbers.insert_with(Ok), Err(Error::NoMemory));
+        for number in given {
+            assert_eq!(numbers.remove(number), Some(number));
+        }
+        assert_eq!(account.bytes(), 0);
+        insert(&mut numbers);
+        numbers.clear();
+        assert_eq!(account.bytes(), 0);
     }
 
     #[test]

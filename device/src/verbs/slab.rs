@@ -5,27 +5,39 @@ use std::ops::RangeInclusive;
 
 use super::numbers::random;
 use super::Error;
+use crate::footprint::{grown, listed, Footprint, NoMemory, Share};
 
 /// Freed handles rest until this many are free, so that a stale handle meets nobody for a while.
 const REST: usize = 256;
 
+/// Handles of a table that starts at a fixed one go up to this, and then start anew.
+const HIGHEST: u32 = 1 << 24;
+
 /// A table of objects by handle. Handles start at `first` and are reused late.
+///
+/// It grows with the number of its objects, and takes no memory when there is none.
 #[derive(Debug)]
 pub struct Slab<T> {
     entries: Vec<Option<T>>,
+    /// Handles that were freed; there is room for all.
     free: VecDeque<u32>,
     first: u32,
-    /// Where `first` may be.
+    /// Where `first` may be at the start.
     starts: RangeInclusive<u32>,
+    /// Where `first` may be at most.
+    last: u32,
     max: u32,
     len: u32,
+    /// For the capacity of `entries` and `free`.
+    share: Share,
 }
 
 impl<T> Slab<T> {
     /// An empty table of handles `first` and up, for at most `max` objects.
     #[must_use]
     pub fn new(first: u32, max: u32) -> Self {
-        Self::starting_in(first..=first, max)
+        let last = HIGHEST.saturating_sub(room(max)).max(first);
+        Self::starting_in(first..=first, last, max)
     }
 
     /// An empty table of handles that peers name, for at most `max` objects. They are `lowest` to
@@ -33,20 +45,27 @@ impl<T> Slab<T> {
     /// another process, most likely fits nothing.
     #[must_use]
     pub fn scattered(lowest: u32, highest: u32, max: u32) -> Self {
-        // The handles that rest need room as well.
-        let room = max.saturating_add(REST as u32);
-        let last = highest.saturating_sub(room).max(lowest);
-        Self::starting_in(lowest..=last, max)
+        let last = highest.saturating_sub(room(max)).max(lowest);
+        Self::starting_in(lowest..=last, last, max)
     }
 
-    fn starting_in(starts: RangeInclusive<u32>, max: u32) -> Self {
+    /// The same table, whose memory is in an account.
+    #[must_use]
+    pub fn within(mut self, account: &Footprint) -> Self {
+        self.share = account.empty();
+        self
+    }
+
+    fn starting_in(starts: RangeInclusive<u32>, last: u32, max: u32) -> Self {
         Self {
             entries: Vec::new(),
             free: VecDeque::new(),
             first: random(starts.clone()),
             starts,
+            last,
             max,
             len: 0,
+            share: Share::default(),
         }
     }
 
@@ -65,7 +84,7 @@ impl<T> Slab<T> {
     /// Stores the object that `make` makes of its handle.
     ///
     /// # Errors
-    /// [`Error::NoMemory`] if the table is full, or what `make` fails with.
+    /// [`Error::NoMemory`] if the table is full or cannot grow, or what `make` fails with.
     pub fn insert_with(
         &mut self,
         make: impl FnOnce(u32) -> Result<T, Error>,
@@ -86,8 +105,15 @@ impl<T> Slab<T> {
                 .and_then(|n| n.checked_add(self.first))
                 .ok_or(Error::NoMemory)?,
         };
-        let object = make(handle)?;
         let index = (handle - self.first) as usize;
+        if index >= self.entries.capacity() {
+            self.grow()?;
+        }
+        let object = make(handle).inspect_err(|_| {
+            if self.len == 0 {
+                self.release();
+            }
+        })?;
         match self.entries.get_mut(index) {
             Some(entry) => {
                 *entry = Some(object);
@@ -97,6 +123,41 @@ impl<T> Slab<T> {
         }
         self.len += 1;
         Ok(handle)
+    }
+
+    /// Makes room for as many objects again, and for their handles when they are freed.
+    #[cold]
+    fn grow(&mut self) -> Result<(), NoMemory> {
+        let (len, free) = (self.entries.len(), self.free.len());
+        let capacity = grown(len);
+        let before = self.share.bytes();
+        let bytes = listed::<Option<T>>(capacity) + listed::<u32>(capacity);
+        self.share.grow(bytes.saturating_sub(before))?;
+        let entries = self.entries.try_reserve_exact(capacity - len);
+        let reserved = entries.and_then(|()| self.free.try_reserve_exact(capacity - free));
+        reserved.map_err(|_| {
+            self.share.shrink(before);
+            NoMemory
+        })
+    }
+
+    /// Gives the memory of the table back, as there is no object. Handles go on behind those that
+    /// were given.
+    fn release(&mut self) {
+        let lowest = *self.starts.start();
+        if self.last.saturating_sub(lowest) < REST as u32 {
+            // There are too few others: those that were freed rest in the table.
+            return;
+        }
+        let next = self.first.saturating_add(self.entries.len() as u32);
+        self.first = if next <= self.last { next } else { lowest };
+        drop(self.free_all());
+    }
+
+    fn free_all(&mut self) -> Vec<Option<T>> {
+        self.free = VecDeque::new();
+        self.share.shrink(0);
+        std::mem::take(&mut self.entries)
     }
 
     /// The object of a handle.
@@ -123,6 +184,9 @@ impl<T> Slab<T> {
             .take()?;
         self.free.push_back(handle);
         self.len -= 1;
+        if self.len == 0 {
+            self.release();
+        }
         Some(object)
     }
 
@@ -159,14 +223,15 @@ impl<T> Slab<T> {
 
     /// Takes all objects out. Handles are as fresh as at the start.
     pub fn clear(&mut self) -> Vec<T> {
-        self.free.clear();
         self.first = random(self.starts.clone());
         self.len = 0;
-        std::mem::take(&mut self.entries)
-            .into_iter()
-            .flatten()
-            .collect()
+        self.free_all().into_iter().flatten().collect()
     }
+}
+
+/// Handles that a table of `max` objects needs: some are freed and rest.
+fn room(max: u32) -> u32 {
+    max.saturating_add(REST as u32)
 }
 
 #[cfg(test)]
@@ -228,6 +293,47 @@ mod tests {
         assert_eq!(walk(0, 3), [5, 7]);
         assert_eq!(walk(3, 3), [8, 9, 5]);
         assert_eq!(walk(7, 100), [7, 8, 9, 5]);
+    }
+
+    #[test]
+    fn a_table_takes_memory_for_the_objects_that_there_are() {
+        let account = Footprint::new(listed::<Option<u32>>(8) + listed::<u32>(8));
+        let mut slab = Slab::new(1, 300).within(&account);
+        let first: Vec<u32> = (0..8).map(|_| slab.insert_with(Ok).unwrap()).collect();
+        assert_eq!(account.bytes(), account.limit());
+        assert_eq!(slab.insert_with(Ok), Err(Error::NoMemory));
+        assert_eq!(slab.len(), 8);
+        for handle in &first {
+            assert_eq!(slab.remove(*handle), Some(*handle));
+        }
+        assert_eq!(account.bytes(), 0);
+        let next = slab.insert_with(Ok).unwrap();
+        assert!(!first.contains(&next), "its time has not come");
+        assert_eq!((slab.get(first[0]), slab.get(next)), (None, Some(&next)));
+        assert_eq!(slab.clear(), [next]);
+        assert_eq!(account.bytes(), 0);
+        assert_eq!(slab.insert_with(Ok), Ok(1));
+    }
+
+    #[test]
+    fn handles_of_an_empty_table_start_anew_in_the_end() {
+        let last = 1 + REST as u32;
+        let mut slab = Slab::scattered(1, last + room(300), 300);
+        let mut given = VecDeque::new();
+        for _ in 0..1000 {
+            let handle = slab.insert_with(Ok).unwrap();
+            assert!((1..=last).contains(&handle) && !given.contains(&handle));
+            assert_eq!(slab.remove(handle), Some(handle));
+            given.push_back(handle);
+            if given.len() == REST {
+                given.pop_front();
+            }
+        }
+        // Where there is nothing to choose from, they rest in the table.
+        let mut full = Slab::scattered(1, 300, 300);
+        assert_eq!(full.insert_with(Ok), Ok(1));
+        assert_eq!(full.remove(1), Some(1));
+        assert_eq!(full.insert_with(Ok), Ok(2));
     }
 
     #[test]

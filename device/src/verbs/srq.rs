@@ -13,6 +13,7 @@ use super::cq::Cq;
 use super::keys::{CachedRange, Keys};
 use super::work_queue::{FastReceive, WorkQueue};
 use super::Error;
+use crate::footprint::{counted, listed, Share};
 use crate::memory::{GuestMemory, Pages};
 
 /// Offset of `SrqRecord::rq_waited`.
@@ -44,13 +45,19 @@ struct Waiters<T: ?Sized> {
     known: HashMap<usize, Weak<T>>,
     /// Those that are gone are forgotten when there are as many as this.
     tidy_at: usize,
+    /// For `known`, and the memory of those in it, which is kept although they may be gone.
+    share: Share,
 }
 
+/// Entry of `Waiters::known`, bytes, at most: the map may be as large again, and half empty.
+const WAITER_ENTRY: u64 = 4 * size_of::<(usize, Weak<dyn Waiter>)>() as u64;
+
 impl<T: ?Sized> Waiters<T> {
-    fn new() -> Self {
+    fn new(share: Share) -> Self {
         Self {
             known: HashMap::new(),
             tidy_at: 0,
+            share,
         }
     }
 
@@ -58,19 +65,26 @@ impl<T: ?Sized> Waiters<T> {
         self.known.is_empty()
     }
 
-    fn add(&mut self, waiter: &Arc<T>) {
+    /// Adds a sender whose memory is of `size` bytes, unless the account has no room for it: it
+    /// is not woken then, and tries again when its time is over.
+    fn add(&mut self, waiter: &Arc<T>, size: u64) {
+        let each = size + WAITER_ENTRY;
         if self.known.len() >= self.tidy_at {
             self.known.retain(|_, other| other.strong_count() != 0);
             self.tidy_at = 2 * self.known.len() + 64;
+            self.share.shrink(each * self.known.len() as u64);
         }
         let address = Arc::as_ptr(waiter).cast::<()>() as usize;
-        self.known.insert(address, Arc::downgrade(waiter));
+        if !self.known.contains_key(&address) && self.share.grow(each).is_ok() {
+            self.known.insert(address, Arc::downgrade(waiter));
+        }
     }
 
     /// Takes out all that are still there.
     fn take(&mut self) -> impl Iterator<Item = Arc<T>> {
         let known = std::mem::take(&mut self.known);
         self.tidy_at = 0;
+        self.share.shrink(0);
         known.into_values().filter_map(|waiter| waiter.upgrade())
     }
 }
@@ -78,8 +92,6 @@ impl<T: ?Sized> Waiters<T> {
 #[derive(Debug)]
 struct Inner {
     buffer: Pages,
-    /// What the page list took of our memory when we got it, bytes.
-    footprint: u64,
     queue: WorkQueue,
     limit: u32,
     /// The queue pairs whose messages wait for a receive.
@@ -88,6 +100,8 @@ struct Inner {
     /// back one at a time, and nothing is taken from the ring meanwhile, so these are no more than
     /// such queue pairs.
     returned: VecDeque<(u64, Vec<Sge>)>,
+    /// For `returned`.
+    share: Share,
 }
 
 /// A shared receive queue.
@@ -112,6 +126,8 @@ pub struct Srq {
     /// Its ring was found to be gone.
     errored: AtomicBool,
     inner: Mutex<Inner>,
+    /// For itself. The ring's page list has its own.
+    _share: Share,
 }
 
 /// What an SRQ is made of.
@@ -126,6 +142,7 @@ pub(crate) struct SrqParts {
     pub limit: u32,
     pub buffer: Pages,
     pub queue: WorkQueue,
+    pub share: Share,
 }
 
 /// A receive work request taken from an SRQ.
@@ -140,6 +157,9 @@ pub(crate) struct Taken {
 }
 
 impl Srq {
+    /// What a queue takes of its VM's account, without its ring.
+    pub const FOOTPRINT: u64 = counted::<Self>();
+
     pub(crate) fn new(parts: SrqParts) -> Self {
         let SrqParts {
             number,
@@ -152,14 +172,15 @@ impl Srq {
             limit,
             buffer,
             queue,
+            share,
         } = parts;
         let inner = Inner {
-            footprint: buffer.footprint(),
             buffer,
             queue,
             limit,
-            waiters: Waiters::new(),
+            waiters: Waiters::new(share.another()),
             returned: VecDeque::new(),
+            share: share.another(),
         };
         inner.set_waited(false);
         inner.store_consumed();
@@ -174,6 +195,7 @@ impl Srq {
             users: AtomicU32::new(0),
             errored: AtomicBool::new(false),
             inner: Mutex::new(inner),
+            _share: share,
         }
     }
 
@@ -191,6 +213,7 @@ impl Srq {
         let mut guard = self.inner();
         let inner = &mut *guard;
         if let Some((wr_id, list)) = inner.returned.pop_front() {
+            inner.share.release(returned_bytes(&list));
             sges.clear();
             sges.extend_from_slice(&list);
             return Some(Taken {
@@ -215,7 +238,7 @@ impl Srq {
                     }
                     None => {
                         let waiter: Arc<dyn Waiter> = waiter.clone();
-                        inner.waiters.add(&waiter);
+                        inner.waiters.add(&waiter, counted::<W>());
                         return None;
                     }
                 }
@@ -269,9 +292,15 @@ impl Srq {
         })
     }
 
-    /// Gives back what was taken, for a message that needs it no longer.
-    pub(crate) fn give_back(&self, wr_id: u64, sges: &[Sge]) {
-        self.inner().returned.push_back((wr_id, sges.to_vec()));
+    /// Gives back what was taken, for a message that needs it no longer. Returns whether there is
+    /// memory for it.
+    pub(crate) fn give_back(&self, wr_id: u64, sges: &[Sge]) -> bool {
+        let mut inner = self.inner();
+        let kept = inner.share.grow(returned_bytes(sges)).is_ok();
+        if kept {
+            inner.returned.push_back((wr_id, sges.to_vec()));
+        }
+        kept
     }
 
     /// The doorbell rang: senders may wait for the receives that were posted.
@@ -317,12 +346,6 @@ impl Srq {
         self.inner().queue.stride
     }
 
-    /// What its page list takes of our memory, bytes.
-    #[must_use]
-    pub fn footprint(&self) -> u64 {
-        self.inner().footprint
-    }
-
     /// Goes over to another ring, zeroed, with entries of the same stride: what was not consumed is
     /// at its start then. A `limit` takes the place of the one that is armed.
     ///
@@ -366,7 +389,6 @@ impl Srq {
         }
         let posted = buffer.half_word(POSTED).ok_or(Error::Fault)?;
         posted.store(count.to_le(), Ordering::Release);
-        inner.footprint = buffer.footprint();
         inner.buffer = buffer;
         inner.queue = queue;
         inner.limit = limit;
@@ -392,9 +414,14 @@ impl Srq {
 
     /// Resolves the buffer anew after a change of the memory table.
     pub(crate) fn rebase(&self, memory: Option<&GuestMemory>) {
-        let mut inner = self.inner();
-        inner.buffer = inner.buffer.rebase(memory);
+        self.inner().buffer.rebase(memory);
     }
+}
+
+/// What a receive that was given back takes, bytes: its entry in a list that may be half empty, and
+/// its scatter list.
+fn returned_bytes(sges: &[Sge]) -> u64 {
+    2 * size_of::<(u64, Vec<Sge>)>() as u64 + listed::<Sge>(sges.len())
 }
 
 impl Inner {
@@ -414,29 +441,44 @@ impl Inner {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::footprint::Footprint;
 
     #[test]
     fn each_waits_once_and_is_woken_once() {
-        let mut waiters = Waiters::new();
+        let account = Footprint::default();
+        let mut waiters = Waiters::new(account.empty());
         let all: Vec<_> = (0..1000).map(Arc::new).collect();
         for waiter in all.iter().chain(&all) {
-            waiters.add(waiter);
+            waiters.add(waiter, 8);
         }
+        assert_eq!(account.bytes(), 1000 * (8 + WAITER_ENTRY));
         let mut woken: Vec<_> = waiters.take().map(|waiter| *waiter).collect();
         woken.sort_unstable();
         assert!(woken.into_iter().eq(0..1000));
         assert!(waiters.is_empty());
+        assert_eq!(account.bytes(), 0);
     }
 
     #[test]
     fn waiters_that_are_gone_are_forgotten() {
-        let mut waiters = Waiters::new();
+        let mut waiters = Waiters::new(Share::default());
         let stays = Arc::new(0);
-        waiters.add(&stays);
+        waiters.add(&stays, 8);
         for gone in 1..10_000 {
-            waiters.add(&Arc::new(gone));
+            waiters.add(&Arc::new(gone), 8);
             assert!(waiters.known.len() < 100);
         }
         assert_eq!(waiters.take().collect::<Vec<_>>(), [stays]);
+    }
+
+    #[test]
+    fn those_for_whom_there_is_no_memory_are_not_woken() {
+        let account = Footprint::new(8 + WAITER_ENTRY);
+        let mut waiters = Waiters::new(account.empty());
+        let all = [1, 2].map(Arc::new);
+        all.iter().for_each(|waiter| waiters.add(waiter, 8));
+        assert_eq!(waiters.take().collect::<Vec<_>>(), [all[0].clone()]);
+        waiters.add(&all[1], 8);
+        assert_eq!(waiters.take().collect::<Vec<_>>(), [all[1].clone()]);
     }
 }

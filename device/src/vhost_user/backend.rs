@@ -12,7 +12,9 @@ use vhost_user_backend::{
     Error, ShutdownHandle, VhostUserBackend, VhostUserDaemon, VringEpollHandler,
 };
 use virtio_rdma_spec::config::CONTROL_QUEUE;
-use vm_memory::{GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
+use vm_memory::{
+    GuestAddressSpace, GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
@@ -20,6 +22,7 @@ use super::vring::{make_for, Memory, Vring};
 use crate::engine::vm::Warn;
 use crate::error::sentence;
 use crate::eventfd;
+use crate::limits::Limits;
 use crate::memory::GuestMemory;
 use crate::virtio::{self, Ring, VirtioDevice, FEATURES, MAX_RING_SIZE};
 use crate::warnings::RateLimited;
@@ -58,6 +61,7 @@ pub struct Backend {
     name: String,
     log: Arc<RateLimited>,
     queues: u16,
+    limits: Limits,
     device: Mutex<VirtioDevice>,
     /// Held while waiting for the device, so that only one thread has it at a time.
     turn: Mutex<()>,
@@ -81,6 +85,7 @@ impl Backend {
     pub fn new(
         name: &str,
         log: Arc<RateLimited>,
+        limits: Limits,
         connection: Connection,
         attach: impl FnOnce() -> VirtioDevice,
     ) -> io::Result<Arc<Self>> {
@@ -93,6 +98,7 @@ impl Backend {
             name: name.to_owned(),
             log,
             queues,
+            limits,
             device: Mutex::new(device),
             turn: Mutex::default(),
             connection,
@@ -274,8 +280,14 @@ impl VhostUserBackend for Backend {
     }
 
     fn update_memory(&self, memory: Memory) -> io::Result<()> {
-        let memory = GuestMemory::of(memory.memory().into_inner(), &self.lost);
-        let memory = memory.map_err(io::Error::other)?;
+        let memory = memory.memory().into_inner();
+        // The crate has mapped it already. What is refused goes with the connection, at once.
+        let size = memory.iter().map(GuestMemoryRegion::len);
+        let size = size.fold(0, u64::saturating_add);
+        self.limits
+            .check_memory(memory.num_regions(), size)
+            .map_err(io::Error::other)?;
+        let memory = GuestMemory::of(memory, &self.lost).map_err(io::Error::other)?;
         self.with_device(|device| device.set_memory(Some(memory)));
         Ok(())
     }

@@ -28,8 +28,9 @@
 //! - *Features*: `VhostUserHandler::set_features` compares with those that are offered, and asks
 //!   nobody whether they go together. Where one lacks another, `backend` shuts the connection down.
 //! - *Memory*: `VhostUserHandler::add_mem_region` and `set_mem_table` map and publish regions
-//!   without a look at their alignment and at the length of their files. So nobody here uses what
-//!   they publish: `GuestMemory::of` judges it first.
+//!   without a look at their alignment, at the length of their files, at how many there are (it
+//!   tells front ends that there may be 509) and how large they are in all. So nobody here uses what
+//!   they publish: `Limits::check_memory` and `GuestMemory::of` judge it first.
 //! - *The end*: `VringEpollHandler::new` never closes the file descriptor of `exit_event`, and there
 //!   would be one more for each session. So the thread ends by an event of ours.
 //!

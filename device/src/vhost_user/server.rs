@@ -207,7 +207,8 @@ impl Listening {
     /// protocol, or the process ends.
     fn session(&mut self) -> Result<(), SessionError> {
         let name = self.path.display().to_string();
-        let backend = Backend::new(&name, self.log.clone(), self.connection.clone(), || {
+        let (log, limits) = (self.log.clone(), self.settings.limits);
+        let backend = Backend::new(&name, log, limits, self.connection.clone(), || {
             VirtioDevice::new(self.adapter.attach(self.settings.clone()))
         })?;
         let mut session = Session {

@@ -13,38 +13,68 @@ use virtio_rdma_spec::event::{event_type, AsyncEvent, CompletionEvent};
 use super::ring::Ring;
 use crate::engine::events::EventSink;
 use crate::error::sentence;
+use crate::footprint::{listed, Share};
 use crate::rnic::Rnic;
 
 /// Events that wait for a buffer, at most, per queue. There are no more objects to raise events
 /// for.
 const MAX_WAITING: usize = 1 << 17;
+/// A queue that has had more events than this waiting gives their memory back.
+const FEW_WAITING: usize = 256;
 
 /// Events that wait for a buffer, in order, each once.
 #[derive(Debug)]
 struct Waiting<T> {
     order: VecDeque<T>,
     known: HashSet<T>,
+    /// For more than a few, where the objects that events are about have none for them.
+    share: Share,
 }
 
 impl<T: Copy + Eq + Hash> Waiting<T> {
-    fn new() -> Self {
+    fn new(share: Share) -> Self {
         Self {
             order: VecDeque::new(),
             known: HashSet::new(),
+            share,
         }
     }
 
     /// Adds an event. Returns whether that was one too many, and the oldest was dropped for it.
     fn add(&mut self, event: T) -> bool {
-        if !self.known.insert(event) {
+        if self.known.contains(&event) {
             return false;
         }
-        self.order.push_back(event);
-        let full = self.order.len() > MAX_WAITING;
+        let full = self.order.len() >= MAX_WAITING || !self.make_room();
         if full {
             self.remove();
         }
+        // If there is no memory for a first one, it is dropped itself.
+        if self.order.len() < self.order.capacity() && self.known.insert(event) {
+            self.order.push_back(event);
+        }
         full
+    }
+
+    /// Makes room for one more, if there is memory.
+    fn make_room(&mut self) -> bool {
+        let len = self.order.len();
+        if len < self.order.capacity() {
+            return true;
+        }
+        let capacity = (2 * len).max(FEW_WAITING);
+        let before = self.share.bytes();
+        // The set is half empty at most, and has a byte more for each place.
+        let bytes = 4 * listed::<T>(capacity);
+        if capacity > FEW_WAITING && self.share.grow(bytes.saturating_sub(before)).is_err() {
+            return false;
+        }
+        let known = self.known.try_reserve(capacity - self.known.len());
+        let reserved = known.is_ok() && self.order.try_reserve_exact(capacity - len).is_ok();
+        if !reserved {
+            self.share.shrink(before);
+        }
+        reserved
     }
 
     fn first(&self) -> Option<T> {
@@ -54,6 +84,16 @@ impl<T: Copy + Eq + Hash> Waiting<T> {
     fn remove(&mut self) {
         if let Some(event) = self.order.pop_front() {
             self.known.remove(&event);
+            self.tidy();
+        }
+    }
+
+    /// Gives back the memory of many events, if none waits.
+    fn tidy(&mut self) {
+        if self.order.is_empty() && self.order.capacity() > FEW_WAITING {
+            self.order = VecDeque::new();
+            self.known = HashSet::new();
+            self.share.shrink(0);
         }
     }
 
@@ -62,12 +102,14 @@ impl<T: Copy + Eq + Hash> Waiting<T> {
         if !self.order.is_empty() {
             self.order.retain(&keep);
             self.known.retain(&keep);
+            self.tidy();
         }
     }
 
     fn clear(&mut self) {
         self.order.clear();
         self.known.clear();
+        self.tidy();
     }
 }
 
@@ -79,10 +121,10 @@ pub struct EventQueue<T> {
 }
 
 impl<T: AsRef<[u8]> + Copy + Eq + Hash> EventQueue<T> {
-    fn new(index: u16) -> Self {
+    fn new(index: u16, share: Share) -> Self {
         Self {
             ring: Ring::new(index),
-            waiting: Waiting::new(),
+            waiting: Waiting::new(share),
         }
     }
 
@@ -141,12 +183,16 @@ impl Events {
     /// The event queues of `rnic`, stopped.
     pub fn new(rnic: &Arc<Rnic>) -> Self {
         let completion_queues = rnic.config().num_completion_queues;
+        let account = rnic.vm().footprint();
+        let completion = |i| {
+            let index = FIRST_COMPLETION_QUEUE.saturating_add(i);
+            // Each completion queue has a share for its event.
+            Mutex::new(EventQueue::new(index, Share::default()))
+        };
         Self {
             rnic: Arc::downgrade(rnic),
-            asynchronous: Mutex::new(EventQueue::new(EVENT_QUEUE)),
-            completion: (0..completion_queues)
-                .map(|i| Mutex::new(EventQueue::new(FIRST_COMPLETION_QUEUE.saturating_add(i))))
-                .collect(),
+            asynchronous: Mutex::new(EventQueue::new(EVENT_QUEUE, account.empty())),
+            completion: (0..completion_queues).map(completion).collect(),
         }
     }
 

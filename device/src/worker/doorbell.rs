@@ -155,6 +155,7 @@ impl OwnDoorbell<'_> {
 mod tests {
     use super::*;
     use crate::engine::tables::Slots;
+    use crate::footprint::Share;
     use crate::memory::{region, GuestMemory};
     use std::sync::Arc;
     use std::time::Duration;
@@ -179,7 +180,7 @@ mod tests {
             doorbell,
             workers: vec![slots],
             users: 0,
-            footprint: 0,
+            share: Share::default(),
         };
         let (_, mut readers) = Readers::new(1);
         let reader = readers.pop().unwrap();

@@ -59,6 +59,7 @@ impl Watched {
 mod tests {
     use super::*;
     use crate::engine::fixture::Guest;
+    use crate::footprint::Share;
     use crate::memory::{region, GuestMemory, Pages};
     use vhost_device_rdma_sync::Readers;
 
@@ -75,7 +76,7 @@ mod tests {
                 doorbell,
                 workers: Vec::new(),
                 users: number as u32,
-                footprint: 0,
+                share: Share::default(),
             };
             tables.contexts.insert_with(|_| Ok(context)).unwrap();
         }

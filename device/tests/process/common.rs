@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What the tests have in common: a process, its VMs, connected queue pairs.
-use std::path::Path;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
@@ -185,8 +187,47 @@ impl Pair {
     }
 }
 
+/// When a test is over: VMs without objects make the process keep nothing. What workers still have
+/// in their lists goes a moment later.
+struct EmptyAccounts {
+    status_socket: PathBuf,
+}
+
+impl EmptyAccounts {
+    /// A VM that has no objects, and makes the process keep something.
+    fn exception(&self) -> Option<serde_json::Value> {
+        // The process may have been ended on purpose.
+        let mut stream = UnixStream::connect(&self.status_socket).ok()?;
+        stream.shutdown(std::net::Shutdown::Write).ok()?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).ok()?;
+        let status: serde_json::Value = serde_json::from_str(&text).ok()?;
+        let mut devices = status["devices"].as_array().unwrap().iter();
+        let left = |device: &&serde_json::Value| {
+            let counts = device["counts"].as_object().unwrap();
+            counts.values().all(|count| *count == 0) && device["footprint_bytes"] != 0
+        };
+        devices.find(left).cloned()
+    }
+}
+
+impl Drop for EmptyAccounts {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            return;
+        }
+        let deadline = std::time::Instant::now() + TIMEOUT;
+        while let Some(left) = self.exception() {
+            assert!(std::time::Instant::now() < deadline, "{left}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
 /// A process and two VMs.
 pub struct Two {
+    // Dropped first: the VMs are still there.
+    _check: EmptyAccounts,
     pub a: Arc<Vm>,
     pub b: Arc<Vm>,
     pub process: DeviceProcess,
@@ -210,9 +251,19 @@ impl Two {
 
     /// With further arguments, and VMs like this.
     pub fn of(arguments: &[&str], options: &VmOptions) -> Self {
-        let process = process_with(2, arguments);
+        Self::on(process_with(2, arguments), options)
+    }
+
+    /// With this process, and VMs like this.
+    pub fn on(process: DeviceProcess, options: &VmOptions) -> Self {
         let [a, b] = [0, 1].map(|i| Vm::connect(process.socket(i), options.clone()).unwrap());
-        Self { a, b, process }
+        let status_socket = process.status_socket();
+        Self {
+            _check: EmptyAccounts { status_socket },
+            a,
+            b,
+            process,
+        }
     }
 
     /// A connected pair.
@@ -232,6 +283,36 @@ impl Two {
     pub fn pair_with(&self, options: &SideOptions, change: impl Fn(&mut Connection)) -> Pair {
         Pair::connect(&self.a, &self.b, options, change)
     }
+}
+
+/// What the status says of the VM on `socket`.
+pub fn device_status(process: &DeviceProcess, socket: &Path) -> serde_json::Value {
+    let status = process.status().unwrap();
+    let devices = status["devices"].as_array().unwrap();
+    let name = socket.to_str().unwrap();
+    let device = devices.iter().find(|device| device["name"] == name);
+    device
+        .unwrap_or_else(|| panic!("{name} is not in {status}"))
+        .clone()
+}
+
+/// What the VM on `socket` makes the process keep, bytes.
+pub fn footprint(process: &DeviceProcess, socket: &Path) -> u64 {
+    let device = device_status(process, socket);
+    device["footprint_bytes"].as_u64().unwrap()
+}
+
+/// Waits until the VM on `socket` makes the process keep no more than `bytes`: what was destroyed
+/// may be in the list of a worker for a moment.
+#[track_caller]
+pub fn assert_footprint_falls_to(process: &DeviceProcess, socket: &Path, bytes: u64) {
+    let deadline = std::time::Instant::now() + TIMEOUT;
+    while footprint(process, socket) > bytes {
+        let left = || footprint(process, socket);
+        assert!(std::time::Instant::now() < deadline, "{} bytes", left());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(footprint(process, socket), bytes);
 }
 
 /// Sizes for queue pairs.
@@ -397,11 +478,6 @@ pub fn assert_reaches(qp: &Qp, state: u8) {
 
 /// How many objects of each kind the VM on `socket` has, as the status tells.
 pub fn counts(process: &DeviceProcess, socket: &Path) -> [u64; 5] {
-    let status = process.status().unwrap();
-    let devices = status["devices"].as_array().unwrap();
-    let device = devices
-        .iter()
-        .find(|device| device["name"] == socket.to_str().unwrap())
-        .unwrap_or_else(|| panic!("{} is not in {status}", socket.display()));
+    let device = device_status(process, socket);
     ["contexts", "pds", "mrs", "cqs", "qps"].map(|kind| device["counts"][kind].as_u64().unwrap())
 }

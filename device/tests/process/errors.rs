@@ -7,7 +7,9 @@ use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{
     access, qp_state, send_flag, vendor_err, wc_status, wr_opcode,
 };
-use vhost_device_rdma_bare::{Connection, Context, Cq, Mr, Pd, Qp, QpOptions, RECV_FLAG};
+use vhost_device_rdma_bare::{
+    Connection, Context, Cq, Mr, Pd, Qp, QpOptions, VmOptions, RECV_FLAG,
+};
 
 use crate::common::{
     assert_event, assert_no_event, assert_reaches, assert_status, assert_success, assert_works,
@@ -798,11 +800,7 @@ fn nobody_answers_from_another_network() {
         &options.binary(env!("CARGO_BIN_EXE_vhost-device-rdma")),
     )
     .unwrap();
-    let two = Two {
-        a: crate::common::vm(process.socket(0)),
-        b: crate::common::vm(process.socket(1)),
-        process,
-    };
+    let two = Two::on(process, &VmOptions::default());
     let pair = two.pair_with(&SideOptions::default(), |c| {
         c.timeout = 10;
         c.retry_cnt = 1;

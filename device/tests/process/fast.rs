@@ -20,8 +20,8 @@ use vhost_device_rdma_bare::{
 };
 
 use crate::common::{
-    assert_refused, assert_status, assert_success, counts, everything, pattern, Pair, Side,
-    SideOptions, Two, TIMEOUT,
+    assert_footprint_falls_to, assert_refused, assert_status, assert_success, counts, everything,
+    pattern, Pair, Side, SideOptions, Two, TIMEOUT,
 };
 use crate::lifecycle::wait_until_gone;
 
@@ -942,12 +942,19 @@ fn allocations_are_checked_and_cost_nothing_before_they_are_registered() {
     pd.deregister(keys.lkey).unwrap();
     assert_refused(pd.deregister(keys.lkey), status::ENOENT);
 
-    // Large ones are free of charge.
-    let footprint = f.footprint(&two);
+    // Large ones cost no more than small ones.
+    let before = f.footprint(&two);
+    let small: Vec<FastMr> = (0..500)
+        .map(|i| pd.fast_region(1, i % 2).unwrap())
+        .collect();
+    let of_small = f.footprint(&two);
+    drop(small);
     let large: Vec<FastMr> = (0..500)
         .map(|i| pd.fast_region(1 << 20, i % 2).unwrap())
         .collect();
-    assert_eq!(f.footprint(&two), footprint);
+    let footprint = f.footprint(&two);
+    // Their table may have grown for the handles that rest.
+    assert!(footprint - before <= of_small - before + (64 << 10));
     let reg = FastReg {
         key: large[0].key(1),
         ..f.reg(1)
@@ -988,7 +995,8 @@ fn allocations_are_checked_and_cost_nothing_before_they_are_registered() {
     let before = counts(&two.process, two.b.path());
     pd.deregister(large[0].key(200)).unwrap();
     assert_eq!(counts(&two.process, two.b.path())[2], before[2] - 1);
-    assert_eq!(f.footprint(&two), footprint);
+    let less = footprint - f.footprint(&two);
+    assert!((1..1000).contains(&less), "{less} bytes of a region");
     assert_eq!(
         f.write(reg.key, reg.iova),
         (wc_status::REM_ACCESS_ERR, vendor_err::KEY_UNKNOWN)
@@ -1507,7 +1515,7 @@ fn a_vm_is_lost_with_its_registrations() {
         }
         if way < 2 {
             assert_eq!(counts(&two.process, two.b.path()), [0; 5]);
-            assert_eq!(f.footprint(&two), 0);
+            assert_footprint_falls_to(&two.process, two.b.path(), 0);
         } else {
             wait_until_gone(&two);
         }

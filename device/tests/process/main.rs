@@ -13,6 +13,7 @@ mod fast;
 mod frontend;
 mod hostile;
 mod lifecycle;
+mod limits;
 mod link;
 mod memory;
 mod moderation;

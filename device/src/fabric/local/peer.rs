@@ -257,7 +257,7 @@ pub(super) fn deliver_next(
             return Answer::Busy;
         };
         // It may have left since.
-        let attached = tables.multicast.contains(&(*qpn, datagram.dgid));
+        let attached = tables.multicast.contains_key(&(*qpn, datagram.dgid));
         let qp = tables.qps.get(*qpn);
         if let Some(qp) = qp.filter(|_| tables.running && attached) {
             match give(tables, qp, sender, message, datagram, source) {
