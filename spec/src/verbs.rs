@@ -197,7 +197,7 @@ constants! {
         REGISTERED = 22,
         /// A page list or block list is malformed, or is not the one that the registration needs.
         PAGE_LIST = 23,
-        /// The device is not willing to hold so many pages.
+        /// The device is not willing to hold so many pages, or one more receive that is given back.
         NO_MEMORY = 24,
         /// The responder refused. Over a fabric with packets it does not say why.
         PEER = 25,

@@ -77,10 +77,16 @@ impl Host {
 
     /// The same with other settings; limits are [`LIMITS`].
     pub(crate) fn vm_with(&self, features: u64, settings: &RnicSettings) -> TestVm {
-        let rnic = self.adapter.attach(RnicSettings {
+        let settings = RnicSettings {
             limits: LIMITS,
             ..settings.clone()
-        });
+        };
+        self.vm_of(features, settings)
+    }
+
+    /// The same with these settings.
+    pub(crate) fn vm_of(&self, features: u64, settings: RnicSettings) -> TestVm {
+        let rnic = self.adapter.attach(settings);
         let ranges = vec![region(0, PAGES), region(PAGES * PAGE_SIZE, PAGES)];
         let memory = GuestMemory::new(ranges).unwrap();
         let events = Arc::new(RecordedEvents::default());

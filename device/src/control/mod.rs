@@ -3,6 +3,8 @@
 //!
 //! The command is a private copy already. Everything in it is checked here, before any object
 //! changes.
+#[cfg(test)]
+mod account;
 mod cq;
 #[cfg(test)]
 pub(crate) mod fixture;

@@ -61,10 +61,10 @@ fn overlap(a: &WorkQueue, b: &WorkQueue) -> bool {
 
 /// What an attachment to a multicast group takes, bytes: its entry in a map of the VM, in the list
 /// of the group's members, and in the map of all groups; each may be half empty.
-const ATTACHMENT: u64 = 2 * (48 + 16 + 64);
+pub(super) const ATTACHMENT: u64 = 2 * (48 + 16 + 64);
 
 /// What a queue pair takes of its VM's account, without the page list of its buffer.
-fn footprint(body: &CreateQp, recv_sge: usize) -> u64 {
+pub(super) fn footprint(body: &CreateQp, recv_sge: usize) -> u64 {
     // Its places in the lists of its worker, and in the sets of its two completion queues.
     let places = 96 + 2 * 16;
     let inline = (body.max_inline as usize).next_multiple_of(8);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::tables::Gid;
 use super::vm::Vm;
+use crate::footprint::{listed, Footprint, Share};
 
 /// A send queue's way to its peer, remembered until some port changes.
 #[derive(Debug, Default)]
@@ -38,4 +39,33 @@ pub(crate) struct Fanout {
     pub members: Members,
     /// How many of them are done.
     pub done: usize,
+    /// For `members`: the group may have others by now, and nobody else keeps these.
+    _share: Share,
+}
+
+impl Fanout {
+    /// A datagram to these, in the account of its sender. None if that has no room.
+    pub(crate) fn begin(members: Members, account: &Footprint) -> Option<Self> {
+        let share = account.share(listed::<Member>(members.len()));
+        share.ok().map(|share| Self {
+            members,
+            done: 0,
+            _share: share,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_datagram_to_a_group_is_in_the_account_while_it_is_under_way() {
+        let account = Footprint::new(listed::<Member>(0));
+        let fanout = Fanout::begin(Members::default(), &account).unwrap();
+        assert!(Fanout::begin(Members::default(), &account).is_none());
+        drop(fanout);
+        assert!(Fanout::begin(Members::default(), &account).is_some());
+        assert_eq!(account.bytes(), 0);
+    }
 }

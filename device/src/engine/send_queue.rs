@@ -219,6 +219,7 @@ impl SendQueue {
         self.under_way = 0;
         self.stale = 0;
         self.registration = None;
+        self.fanout = None;
         self.drain(false);
         self.configure(&QpAttr::default());
     }

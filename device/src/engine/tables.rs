@@ -113,6 +113,12 @@ impl Slots {
         }
     }
 
+    /// What they take of their account, bytes.
+    #[must_use]
+    pub fn footprint(&self) -> u64 {
+        self.share.bytes()
+    }
+
     /// No slot is at or above this.
     #[must_use]
     pub fn end(&self) -> u32 {

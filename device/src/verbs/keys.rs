@@ -223,7 +223,7 @@ pub struct Keys {
 }
 
 /// What a window takes: itself, and its entry in `Keys::bound`.
-const WINDOW: u64 = boxed::<Mw>() + 4 * size_of::<(u32, u32)>() as u64;
+pub(crate) const WINDOW: u64 = boxed::<Mw>() + 4 * size_of::<(u32, u32)>() as u64;
 
 impl Key {
     /// What the object takes, bytes.
@@ -258,6 +258,12 @@ impl Keys {
             share: account.empty(),
             ..self
         }
+    }
+
+    /// What it takes of its account, without what its objects take, bytes.
+    #[must_use]
+    pub fn footprint(&self) -> u64 {
+        self.slab.footprint()
     }
 
     /// Number of windows.

@@ -81,6 +81,12 @@ impl<T> Numbers<T> {
         }
     }
 
+    /// What it takes of its account, without what its objects take, bytes.
+    #[must_use]
+    pub fn footprint(&self) -> u64 {
+        self.share.bytes()
+    }
+
     /// Number of objects.
     #[must_use]
     pub fn len(&self) -> u32 {

@@ -214,6 +214,9 @@ impl Srq {
         let inner = &mut *guard;
         if let Some((wr_id, list)) = inner.returned.pop_front() {
             inner.share.release(returned_bytes(&list));
+            if inner.returned.is_empty() {
+                inner.returned = VecDeque::new();
+            }
             sges.clear();
             sges.extend_from_slice(&list);
             return Some(Taken {

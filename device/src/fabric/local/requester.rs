@@ -272,22 +272,29 @@ fn datagrams(
             return Polled::Again;
         };
         let answer = if datagram.multicast() {
-            let fanout = sq.fanout.take();
-            let mut fanout = fanout.unwrap_or_else(|| Fanout {
-                members: cache.registry.members(&qp.vm.network, datagram.dgid),
-                done: 0,
+            let fanout = sq.fanout.take().or_else(|| {
+                let members = cache.registry.members(&qp.vm.network, datagram.dgid);
+                Fanout::begin(members, &tables.footprint)
             });
             let source = sq.source(tables, qp, &active);
-            let answer = deliver_next(
-                &mut fanout,
-                cache.section,
-                qp,
-                &active.message,
-                &datagram,
-                source,
-            );
-            sq.fanout = Some(fanout);
-            answer
+            match fanout {
+                Some(mut fanout) => {
+                    let answer = deliver_next(
+                        &mut fanout,
+                        cache.section,
+                        qp,
+                        &active.message,
+                        &datagram,
+                        source,
+                    );
+                    if matches!(answer, Answer::Progress | Answer::Busy) {
+                        sq.fanout = Some(fanout);
+                    }
+                    answer
+                }
+                // It is lost, as datagrams may be.
+                None => Answer::NoAnswer,
+            }
         } else {
             let mut path = std::mem::take(&mut sq.path);
             cache.registry.refresh(&mut path, &qp.vm, datagram.dgid);
