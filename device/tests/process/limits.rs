@@ -145,9 +145,10 @@ fn regions_that_come_back_in_pieces_are_accounted() {
     let pages = (0..size / PAGE as u64).map(|i| region.guest_addr() + i * PAGE as u64);
     let pages: Vec<u64> = pages.collect();
     let (list, _tables) = page_list(&vm.region(0), &pages).unwrap();
-    for _ in 0..16 {
+    for _ in 0..64 {
         register(&vm, &pd, list).unwrap();
     }
+    let before = resident(&process);
     vm.remove_memory(number).unwrap();
     // The second half, and then the first one behind it in the file.
     let whole = region.info();
@@ -165,6 +166,11 @@ fn regions_that_come_back_in_pieces_are_accounted() {
     // 512 KiB each.
     let bytes = footprint(&process, vm.path());
     assert!(bytes <= 4 << 20, "{bytes}");
+    let grown = resident(&process).saturating_sub(before);
+    assert!(
+        grown <= bytes + OWN,
+        "{grown} bytes, and {bytes} in the account"
+    );
     pd.register(PAGE, access::LOCAL_WRITE).unwrap();
 }
 
