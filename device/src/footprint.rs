@@ -7,7 +7,7 @@
 //!
 //! What is small, such as an object in its `Arc`, is allocated by the usual calls, which end the
 //! process if there is no memory: safe Rust has no others. So that this does not happen, a share is
-//! refused if the process could not get [`RESERVE`] bytes beyond it: the small allocations that
+//! refused if the process could not get 64 MiB beyond it: the small allocations that
 //! follow are much less than that, and so are those of all other threads meanwhile.
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -182,6 +182,17 @@ impl Share {
         Ok(())
     }
 
+    /// Gives `bytes` of it away, or all that it is.
+    #[must_use]
+    pub fn split(&mut self, bytes: u64) -> Self {
+        let bytes = bytes.min(self.bytes);
+        self.bytes -= bytes;
+        Self {
+            of: self.of.clone(),
+            bytes,
+        }
+    }
+
     /// Takes no more than `bytes`.
     pub fn shrink(&mut self, bytes: u64) {
         let Some(less) = self.bytes.checked_sub(bytes) else {
@@ -230,7 +241,11 @@ mod tests {
         // What is there stays when the limit falls.
         all.set_limit(10);
         assert!(three.grow(1).is_err() && three.grow(0).is_ok());
+        let half = three.split(50);
+        assert_eq!((half.bytes(), three.bytes(), all.bytes()), (50, 46, 100));
         drop((two, three));
+        assert_eq!((all.bytes(), half.bytes()), (50, 50));
+        drop(half);
         assert_eq!((all.bytes(), all.limit()), (0, 10));
     }
 

@@ -119,8 +119,9 @@ impl ListReader {
         let leaves = count.div_ceil(form.entries());
         // Two levels of tables at a time.
         let own = boxed::<Self>() + listed::<u64>(2 * leaves);
-        let _share = account.share(own)?;
-        let share = account.share(form.footprint() * u64::from(list.count))?;
+        let most = form.footprint() * u64::from(list.count);
+        let mut share = account.share(own + most)?;
+        let _share = share.split(own);
         let mut into = match form {
             Form::Pages => Into::Pages(Resolver::new(count, list.page_shift, share)?),
             Form::Blocks => Into::Blocks(BlockResolver::new(count, share)?),
