@@ -26,6 +26,7 @@ use crate::limits::{Limits, PORT};
 use crate::memory::GuestMemory;
 use crate::verbs::cq::L2Source;
 use crate::verbs::gid_policy::{eui64, GidPolicy, Refusal};
+use crate::verbs::numbers::Order;
 use crate::warnings::RateLimited;
 use crate::worker::Worker;
 
@@ -44,6 +45,9 @@ pub struct RnicSettings {
     pub limits: Limits,
     /// The link: the same one for all VMs that attach with these settings.
     pub link: Arc<Link>,
+    /// The order of its queue pair numbers, likewise: those of one VM go on where those of the one
+    /// before ended.
+    pub qp_order: Arc<Order>,
     /// Which GIDs the VM may set.
     pub gid_policy: GidPolicy,
     /// What the VM may have of the workers.
@@ -59,6 +63,7 @@ impl Default for RnicSettings {
             completion_queues: 4,
             limits: Limits::default(),
             link: Arc::default(),
+            qp_order: Arc::default(),
             gid_policy: GidPolicy::default(),
             share: ShareSettings::default(),
         }
@@ -109,6 +114,7 @@ impl Rnic {
                 registry: &registry,
             }
             .qp_numbers(),
+            qp_order: settings.qp_order.clone(),
             link: settings.link.clone(),
             share: settings.share,
             workers: workers.iter().map(schedule).collect(),
@@ -277,6 +283,9 @@ impl Rnic {
         for gid in tables.groups() {
             self.registry.leave(gid, &self.vm, None);
         }
+        for (_, qp) in tables.qps.iter() {
+            qp.forget_peer(&*self.registry);
+        }
         tables.clear();
         // A driver that begins reads the configuration.
         tables.link_told = self.settings.link.is_up();
@@ -339,11 +348,12 @@ fn node_guid(settings: &RnicSettings) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use virtio_rdma_spec::command::opcode;
     use virtio_rdma_spec::command::status::{EBUSY, EFAULT, ENOENT};
+    use virtio_rdma_spec::command::{opcode, QpAttr, SetGid};
     use virtio_rdma_spec::config::feature;
     use virtio_rdma_spec::doorbell::worker_status::SLEEPING;
     use virtio_rdma_spec::event::event_type::{PORT_ACTIVE, PORT_ERR};
+    use virtio_rdma_spec::verbs::qp_attr;
 
     use super::*;
     use crate::control::fixture::{Host, TestVm, WORKERS};
@@ -517,5 +527,86 @@ mod tests {
         // Its link is still one that others may have.
         host.adapter.set_link(&vm.rnic.settings.link, false);
         assert_eq!(vm.events.take(), []);
+    }
+
+    // D-GID-003.
+    #[test]
+    fn a_gid_is_kept_for_its_device_while_queue_pairs_of_others_name_it() {
+        const GID: Gid = [7; 16];
+        let host = Host::new();
+        let other = host.vm(RC);
+        let device = RnicSettings::default();
+        let body = TestVm::gid_body(GID);
+        let ends: [fn(&TestVm, u32); 4] = [
+            |server, qpn| server.handle(opcode::DESTROY_QP, qpn).unwrap(),
+            |server, qpn| {
+                let reset = QpAttr::default();
+                server.modify(qpn, qp_attr::STATE, reset).unwrap();
+            },
+            |server, _| server.rnic.reset(),
+            |server, _| server.rnic.detach(),
+        ];
+        for end in ends {
+            let server = host.vm(RC);
+            let qp = server.qp_body();
+            let client = host.vm_with(RC, &device);
+            client.set_gid(&body).unwrap();
+            let qpn = server.connected(&qp, GID);
+            client.rnic.detach();
+            assert_eq!(other.set_gid(&body), Err(EBUSY));
+            // The next VM of the device has it at once.
+            let client = host.vm_with(RC, &device);
+            client.set_gid(&body).unwrap();
+            client.set_gid(&TestVm::gid_body([0; 16])).unwrap();
+            assert_eq!(other.set_gid(&body), Err(EBUSY));
+            // One that names it only now keeps it no longer.
+            let late = server.connected(&qp, GID);
+            end(&server, qpn);
+            other.set_gid(&body).unwrap();
+            other.set_gid(&TestVm::gid_body([0; 16])).unwrap();
+            server.handle(opcode::DESTROY_QP, late).ok();
+            client.rnic.detach();
+        }
+    }
+
+    // D-GID-003.
+    #[test]
+    fn a_gid_that_only_its_own_vm_names_is_free_when_that_goes() {
+        const GID: Gid = [7; 16];
+        let host = Host::new();
+        let (vm, other) = (host.vm(RC), host.vm(RC));
+        let body = TestVm::gid_body(GID);
+        vm.set_gid(&body).unwrap();
+        let qp = vm.qp_body();
+        vm.connected(&qp, GID);
+        // Nor is one kept that nobody had.
+        vm.connected(&qp, [8; 16]);
+        other.set_gid(&TestVm::gid_body([8; 16])).unwrap();
+        vm.set_gid(&TestVm::gid_body([0; 16])).unwrap();
+        other.set_gid(&body).unwrap();
+    }
+
+    // D-GID-003.
+    #[test]
+    fn a_path_that_changes_names_another_gid() {
+        let host = Host::new();
+        let (server, client, other) = (host.vm(RC), host.vm(RC), host.vm(RC));
+        let [old, new] = [[7; 16], [8; 16]];
+        let set = |vm: &TestVm, index, gid| {
+            let body = SetGid {
+                index,
+                ..TestVm::gid_body(gid)
+            };
+            vm.set_gid(&body)
+        };
+        set(&client, 0, old).unwrap();
+        set(&client, 1, new).unwrap();
+        let qpn = server.connected(&server.qp_body(), old);
+        server.redirect(qpn, new);
+        client.rnic.detach();
+        assert_eq!(set(&other, 0, new), Err(EBUSY));
+        set(&other, 0, old).unwrap();
+        server.handle(opcode::DESTROY_QP, qpn).unwrap();
+        set(&other, 1, new).unwrap();
     }
 }

@@ -108,6 +108,29 @@ pub(crate) struct TestVm {
     pub events: Arc<RecordedEvents>,
 }
 
+/// Attributes of the change to RTR.
+pub(crate) const RTR: u32 = qp_attr::STATE
+    | qp_attr::AV
+    | qp_attr::PATH_MTU
+    | qp_attr::DEST_QPN
+    | qp_attr::RQ_PSN
+    | qp_attr::MAX_DEST_RD_ATOMIC
+    | qp_attr::MIN_RNR_TIMER;
+
+/// The same with values that there may be.
+pub(crate) fn ready_to_receive() -> QpAttr {
+    let mut attr = QpAttr {
+        qp_state: qp_state::RTR,
+        path_mtu: 5,
+        dest_qp_num: 77,
+        max_dest_rd_atomic: 4,
+        ..QpAttr::default()
+    };
+    attr.av.port_num = 1;
+    attr.av.dgid = [1; 16];
+    attr
+}
+
 /// A list of one page.
 pub(crate) fn page(number: u64) -> PageList {
     PageList {
@@ -339,6 +362,35 @@ impl TestVm {
         };
         let mask = qp_attr::STATE | qp_attr::PKEY_INDEX | qp_attr::PORT | qp_attr::ACCESS_FLAGS;
         self.modify(qpn, mask, attr)
+    }
+
+    /// Makes a queue pair and connects it to one at `dgid`: it is in RTR.
+    pub(crate) fn connected(&self, body: &CreateQp, dgid: [u8; 16]) -> u32 {
+        let qpn = self.make_qp(body).unwrap().qpn;
+        self.init(qpn).unwrap();
+        let mut attr = ready_to_receive();
+        attr.av.dgid = dgid;
+        self.modify(qpn, RTR, attr).unwrap();
+        qpn
+    }
+
+    /// Gives a queue pair in RTR another path, in SQD.
+    pub(crate) fn redirect(&self, qpn: u32, dgid: [u8; 16]) {
+        let mut attr = ready_to_receive();
+        attr.av.dgid = dgid;
+        let requester = qp_attr::SQ_PSN
+            | qp_attr::TIMEOUT
+            | qp_attr::RETRY_CNT
+            | qp_attr::RNR_RETRY
+            | qp_attr::MAX_QP_RD_ATOMIC;
+        for (qp_state, mask) in [
+            (qp_state::RTS, requester),
+            (qp_state::SQD, 0),
+            (qp_state::SQD, qp_attr::AV),
+        ] {
+            attr.qp_state = qp_state;
+            self.modify(qpn, mask | qp_attr::STATE, attr).unwrap();
+        }
     }
 
     /// An entry of the GID table.

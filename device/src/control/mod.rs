@@ -261,7 +261,7 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
     }
     if let Some(gid) = new {
         if !rnic.registry().claim(gid, rnic.vm()) {
-            return Err(Error::Busy);
+            return Err(Error::GidTaken(gid));
         }
     }
     *entry = new;

@@ -338,7 +338,7 @@ pub(super) fn modify(rnic: &Arc<Rnic>, body: &ModifyQp) -> Result<Vec<u8>, Error
     zero(attr.reserved0 == [0; 6] && attr.reserved1 == [0; 16] && attr.av.reserved == [0; 7])?;
     let tables = rnic.tables();
     let qp = tables.qps.get(body.qpn).ok_or(Error::NotFound)?;
-    qp.modify(body.attr_mask, attr)?;
+    qp.modify(rnic.registry(), body.attr_mask, attr)?;
     Ok(Vec::new())
 }
 
@@ -352,6 +352,7 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     let tables = &mut *tables;
     let qp = tables.qps.remove(number).ok_or(Error::NotFound)?;
     qp.dead.store(true, Ordering::SeqCst);
+    qp.forget_peer(rnic.registry());
     if let Some(sink) = &tables.sink {
         sink.forget_qp(number);
     }
@@ -415,7 +416,7 @@ mod tests {
     use virtio_rdma_spec::command::{opcode, Handle, QpAttr};
     use virtio_rdma_spec::verbs::{access, qp_attr, qp_state};
 
-    use super::super::fixture::{name, Host, TestVm, LIMITS, WORKERS};
+    use super::super::fixture::{name, ready_to_receive, Host, TestVm, LIMITS, RTR, WORKERS};
     use super::*;
     use crate::limits::GID_TABLE_LEN;
 
@@ -568,27 +569,6 @@ mod tests {
         };
         let response = vm.ask::<_, QueryQpResponse>(opcode::QUERY_QP, &body);
         response.map(|response| response.attr).map_err(name)
-    }
-
-    const RTR: u32 = qp_attr::STATE
-        | qp_attr::AV
-        | qp_attr::PATH_MTU
-        | qp_attr::DEST_QPN
-        | qp_attr::RQ_PSN
-        | qp_attr::MAX_DEST_RD_ATOMIC
-        | qp_attr::MIN_RNR_TIMER;
-
-    fn ready_to_receive() -> QpAttr {
-        let mut attr = QpAttr {
-            qp_state: qp_state::RTR,
-            path_mtu: 5,
-            dest_qp_num: 77,
-            max_dest_rd_atomic: 4,
-            ..QpAttr::default()
-        };
-        attr.av.port_num = 1;
-        attr.av.dgid = [1; 16];
-        attr
     }
 
     // D-CMD-004, D-CMD-008, D-MOD-002, D-QPS-001.

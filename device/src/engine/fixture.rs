@@ -7,6 +7,7 @@
 //! there.
 use std::collections::VecDeque;
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
@@ -21,6 +22,7 @@ use virtio_rdma_spec::ring::{
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, send_flag};
 use virtio_rdma_spec::PAGE_SIZE;
 
+use super::binding::{Binding, Peers};
 use super::events::EventSink;
 use super::queue_pair::{Qp, QpParts};
 use super::responder::Responder;
@@ -160,9 +162,32 @@ pub(crate) struct Guest {
     cq_side: RingSide,
 }
 
+/// It is the only peer there is.
+impl Peers for Guest {
+    fn connect(&self, _: &Vm, gid: Gid) -> (Binding, bool) {
+        let binding = if gid == self.gid {
+            Binding::to(&self.vm)
+        } else {
+            Binding::default()
+        };
+        (binding, false)
+    }
+
+    fn forget(&self, _: &Vm, _: Gid) {}
+}
+
 impl Guest {
     /// A guest with a GID that ends in `number`.
     pub(crate) fn new(readers: &Readers, number: u8) -> Self {
+        Self::with_qp_numbers(readers, number, NUMBERS)
+    }
+
+    /// The same, whose queue pairs have numbers of a range.
+    pub(crate) fn with_qp_numbers(
+        readers: &Readers,
+        number: u8,
+        qp_numbers: RangeInclusive<u32>,
+    ) -> Self {
         let run_list = Arc::new(RunList::default());
         let warnings = Warnings::default();
         let vm = Vm::new(
@@ -170,7 +195,8 @@ impl Guest {
             VmSettings {
                 network: Network::from("default"),
                 limits: Limits::default(),
-                qp_numbers: NUMBERS,
+                qp_numbers,
+                qp_order: Arc::default(),
                 link: Arc::new(Link::default()),
                 share: ShareSettings::default(),
                 workers: vec![run_list.clone()],
@@ -306,14 +332,19 @@ impl Guest {
         }
     }
 
-    /// Brings a queue pair from RESET to RTS, connected to `peer` at `gid`. `change` changes the
-    /// attributes, which are the same for both ends otherwise.
-    pub(crate) fn connect(&self, qp: &TestQp, peer: u32, gid: Gid, change: impl Fn(&mut QpAttr)) {
+    /// Brings a queue pair from RESET to RTS, connected to queue pair `number` of another guest.
+    /// `change` changes the attributes, which are the same for both ends otherwise.
+    pub(crate) fn connect(
+        &self,
+        qp: &TestQp,
+        (peer, number): (&Self, u32),
+        change: impl Fn(&mut QpAttr),
+    ) {
         let mut attr = QpAttr {
             port_num: 1,
             path_mtu: mtu::MTU_1024,
             access_flags: access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC,
-            dest_qp_num: peer,
+            dest_qp_num: number,
             max_rd_atomic: 4,
             max_dest_rd_atomic: 4,
             min_rnr_timer: 1,
@@ -321,7 +352,7 @@ impl Guest {
             retry_cnt: 7,
             rnr_retry: 7,
             av: AddressVector {
-                dgid: gid,
+                dgid: peer.gid,
                 port_num: 1,
                 hop_limit: 64,
                 ..AddressVector::default()
@@ -356,7 +387,8 @@ impl Guest {
         ];
         for (state, mask) in steps {
             attr.qp_state = state;
-            qp.qp.modify(mask | qp_attr::STATE, &attr).unwrap();
+            let mask = mask | qp_attr::STATE;
+            qp.qp.modify(peer, mask, &attr).unwrap();
         }
     }
 

@@ -14,9 +14,11 @@ use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::facts::{Failure, QpType};
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, MASK_24};
 
+use super::binding::{serial, Binding, Peers};
 use super::gather::Gather;
 use super::responder::Responder;
 use super::send_queue::SendQueue;
+use super::tables::Gid;
 use super::vm::{Schedule, Vm};
 use crate::footprint::Share;
 use crate::limits::{GID_TABLE_LEN, MAX_RD_ATOMIC};
@@ -48,10 +50,10 @@ pub struct Qp {
     pub number: u32,
     /// Protection domain.
     pub pd: u32,
-    /// Context: whose doorbell memory it uses.
-    pub context: u32,
-    /// Slot in the doorbell block of its worker.
-    pub slot: u32,
+    /// What tells it from all other queue pairs of this process, those with its number included.
+    pub(super) serial: u64,
+    /// The serial number of its VM, which would be farther away there.
+    pub(super) vm_serial: u64,
     /// The index of its worker.
     pub worker_index: u16,
     /// What is so of its type.
@@ -74,6 +76,10 @@ pub struct Qp {
     responder: Mutex<Responder>,
     /// What its next poll will need.
     pub(crate) hints: PrefetchHints,
+    /// Context: whose doorbell memory it uses.
+    pub context: u32,
+    /// Slot in the doorbell block of its worker.
+    pub slot: u32,
     send_queue: Mutex<SendQueue>,
     /// XRC domain (XRC_TGT).
     pub xrcd: u32,
@@ -82,6 +88,8 @@ pub struct Qp {
     /// When its worker's timer for it ends, nanoseconds. Only the worker uses it.
     pub(crate) timer: Mutex<u64>,
     attr: Mutex<QpAttr>,
+    /// The destination GID, while it is kept for the device that had it.
+    kept_gid: Mutex<Option<Gid>>,
     /// How often it was reset: what a fabric keeps of an earlier life is of no use.
     life: AtomicU32,
     /// The worker that runs it.
@@ -191,6 +199,8 @@ impl Qp {
         Self {
             capped: vm.caps().is_some(),
             number,
+            serial: serial(),
+            vm_serial: vm.serial,
             vm,
             worker,
             worker_index,
@@ -215,6 +225,7 @@ impl Qp {
                 port_num: 1,
                 ..QpAttr::default()
             }),
+            kept_gid: Mutex::default(),
             life: AtomicU32::new(0),
             send_queue: Mutex::new(send_queue),
             responder: Mutex::new(responder),
@@ -278,10 +289,8 @@ impl Qp {
 
     /// Whether one of its completion queues is in error.
     pub(crate) fn cq_errored(&self) -> bool {
-        [&self.send_cq, &self.recv_cq]
-            .into_iter()
-            .flatten()
-            .any(|cq| cq.errored())
+        let errored = |cq: &Option<Arc<Cq>>| cq.as_ref().is_some_and(|cq| cq.errored());
+        errored(&self.send_cq) || errored(&self.recv_cq)
     }
 
     /// Has its worker poll it soon.
@@ -318,11 +327,16 @@ impl Qp {
         }
     }
 
-    /// Changes attributes and state.
+    /// Changes attributes and state. Who the peer is, `peers` says.
     ///
     /// # Errors
     /// [`Error::Invalid`] or [`Error::NotSupported`], with nothing changed.
-    pub fn modify(self: &Arc<Self>, mask: u32, new: &QpAttr) -> Result<(), Error> {
+    pub(crate) fn modify(
+        self: &Arc<Self>,
+        peers: &impl Peers,
+        mask: u32,
+        new: &QpAttr,
+    ) -> Result<(), Error> {
         let mut attr = self.attr.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.state();
         let next = if mask & qp_attr::STATE != 0 {
@@ -347,13 +361,20 @@ impl Qp {
                 port_num: 1,
                 ..QpAttr::default()
             };
+            drop((send_queue, responder));
+            self.forget_peer(peers);
             return Ok(());
         }
         let merged = merge(mask, &attr, new);
+        let binding = self.bind(peers, current, next, &merged, attr.av.dgid);
         {
             let mut send_queue = self.send_queue();
             let mut responder = self.responder();
             send_queue.configure(&merged);
+            if let Some(binding) = binding {
+                send_queue.binding = binding;
+                responder.binding = binding;
+            }
             if (current, next) == (qp_state::RTS, qp_state::SQD) {
                 let notify = mask & qp_attr::EN_SQD_ASYNC_NOTIFY != 0;
                 send_queue.drain(notify && new.en_sqd_async_notify != 0);
@@ -377,6 +398,35 @@ impl Qp {
         drop(attr);
         self.schedule();
         Ok(())
+    }
+
+    /// Finds out who its peer is when it goes to RTR. Later the path to the peer may change, the
+    /// peer does not.
+    fn bind(
+        &self,
+        peers: &impl Peers,
+        current: u8,
+        next: u8,
+        merged: &QpAttr,
+        old_dgid: Gid,
+    ) -> Option<Binding> {
+        let connects = (current, next) == (qp_state::INIT, qp_state::RTR);
+        let dgid = merged.av.dgid;
+        if self.facts.datagram || !(connects || dgid != old_dgid) {
+            return None;
+        }
+        self.forget_peer(peers);
+        let (binding, kept) = peers.connect(&self.vm, dgid);
+        *lock(&self.kept_gid) = kept.then_some(dgid);
+        connects.then_some(binding)
+    }
+
+    /// It names no peer any longer.
+    pub(crate) fn forget_peer(&self, peers: &impl Peers) {
+        let kept = lock(&self.kept_gid).take();
+        if let Some(gid) = kept {
+            peers.forget(&self.vm, gid);
+        }
     }
 
     /// Resolves the buffer anew after a change of the memory table.

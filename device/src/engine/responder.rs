@@ -16,6 +16,7 @@ use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, vendor_err, wc_flag, wc_opcode, wc_status,
 };
 
+use super::binding::Binding;
 use super::cursor::{check, transfer, Cursor, DataSource, Fault, Part, Sink};
 use super::events::raise;
 use super::message::{Answer, Datagram, Message, GRH};
@@ -49,6 +50,8 @@ struct Inbound {
 pub struct Responder {
     remote_qp: u32,
     remote_gid: Gid,
+    /// The peer that it is connected to.
+    pub(super) binding: Binding,
     pub(super) access: u32,
     communication_established: bool,
     last_wqe_told: bool,
@@ -101,6 +104,7 @@ impl Responder {
             max_rd_atomic: 0,
             remote_qp: 0,
             remote_gid: Gid::default(),
+            binding: Binding::default(),
         };
         responder.set_waited(false);
         responder
@@ -122,6 +126,7 @@ impl Responder {
         self.inbound = None;
         self.communication_established = false;
         self.last_wqe_told = false;
+        self.binding = Binding::default();
         self.configure(&QpAttr::default());
         self.set_waited(false);
         self.wake_waiter();
@@ -230,9 +235,12 @@ impl Responder {
         self.remote_qp
     }
 
-    /// Whether this responder belongs to requester `qp` at one of `gids`.
-    pub(crate) fn connected_to(&self, qp: u32, gids: &[Option<Gid>]) -> bool {
-        self.remote_qp == qp && gids.contains(&Some(self.remote_gid))
+    /// Whether this responder is connected to requester `qp`, whose VM has these GIDs.
+    #[inline(always)]
+    pub(crate) fn connected_to(&self, qp: &Qp, gids: &[Option<Gid>]) -> bool {
+        self.remote_qp == qp.number
+            && self.binding.admits(qp)
+            && gids.contains(&Some(self.remote_gid))
     }
 
     /// Whether the peer may access memory as `wanted` says, REMOTE_WRITE or REMOTE_READ.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::ring::Sge;
 
+use super::binding::Binding;
 use super::cursor::{Cursor, DataSource};
 use super::message::{Datagram, Message};
 use super::operation::Operation;
@@ -97,6 +98,8 @@ pub struct SendQueue {
     pub(crate) path: Path,
     pub(crate) dest_gid: Gid,
     pub(crate) dest_qp: u32,
+    /// The peer that it is connected to.
+    pub(crate) binding: Binding,
     pub(crate) qp_type: u8,
     pub(crate) signal_all: bool,
     pub(crate) tries: Tries,
@@ -172,6 +175,7 @@ impl SendQueue {
             gathering: false,
             gather: 0,
             dest_qp: 0,
+            binding: Binding::default(),
             dest_gid: Gid::default(),
             qkey: 0,
             under_way: 0,
@@ -221,6 +225,7 @@ impl SendQueue {
         self.registration = None;
         self.fanout = None;
         self.drain(false);
+        self.binding = Binding::default();
         self.configure(&QpAttr::default());
     }
 

@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use virtio_rdma_spec::doorbell::{self, STATUS_STRIDE};
-use virtio_rdma_spec::verbs::MASK_24;
 
 use super::events::EventSink;
 use super::queue_pair::Qp;
@@ -17,7 +16,7 @@ use crate::memory::{GuestMemory, Pages};
 use crate::verbs::cq::{Cq, L2Source};
 pub use crate::verbs::gid_policy::Gid;
 use crate::verbs::keys::Keys;
-use crate::verbs::numbers::Numbers;
+use crate::verbs::numbers::{Numbers, Order, NUMBERS};
 use crate::verbs::slab::Slab;
 use crate::verbs::srq::Srq;
 use crate::verbs::Error;
@@ -175,7 +174,7 @@ pub struct Tables {
     /// The port's GSI queue pair.
     pub gsi: Option<u32>,
     /// Shared receive queues.
-    pub srqs: Slab<Arc<Srq>>,
+    pub srqs: Numbers<Arc<Srq>>,
     /// XRC domains, with the number of what is in them.
     pub xrcds: Slab<Pd>,
     /// Attachments to multicast groups: queue pairs with the group's GID. Each has a share.
@@ -196,9 +195,14 @@ impl std::fmt::Debug for Tables {
 }
 
 impl Tables {
-    /// Empty tables, for queue pairs with numbers of a range.
+    /// Empty tables, for queue pairs with numbers of a range, which come in this order.
     #[must_use]
-    pub fn new(limits: &Limits, qp_numbers: RangeInclusive<u32>, vm: Weak<Vm>) -> Self {
+    pub fn new(
+        limits: &Limits,
+        qp_numbers: RangeInclusive<u32>,
+        qp_order: Arc<Order>,
+        vm: Weak<Vm>,
+    ) -> Self {
         let footprint = Footprint::new(limits.footprint(0));
         Self {
             memory: None,
@@ -212,9 +216,9 @@ impl Tables {
             pds: Slab::new(1, limits.pds).within(&footprint),
             keys: Keys::new(limits).within(&footprint),
             cqs: Slab::new(1, limits.cqs).within(&footprint),
-            qps: Numbers::new(qp_numbers, limits.qps).within(&footprint),
+            qps: Numbers::in_order(qp_order, qp_numbers, limits.qps).within(&footprint),
             gsi: None,
-            srqs: Slab::scattered(1, MASK_24, limits.srqs).within(&footprint),
+            srqs: Numbers::new(NUMBERS, limits.srqs).within(&footprint),
             xrcds: Slab::new(1, limits.xrcds).within(&footprint),
             multicast: BTreeMap::new(),
             footprint,

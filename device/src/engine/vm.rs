@@ -13,12 +13,14 @@ use std::sync::{Arc, Weak};
 use crossbeam_utils::CachePadded;
 use vhost_device_rdma_sync::{self as sync, ReadSection, Readers, Shared};
 
+use super::binding::serial;
 use super::queue_pair::Qp;
 use super::share::{weighed, Caps, ShareSettings};
 use super::tables::Tables;
 use crate::footprint::Footprint;
 use crate::limits::Limits;
 use crate::verbs::cq::Cq;
+use crate::verbs::numbers::Order;
 use crate::verbs::Features;
 
 /// Name of a network. To clone it allocates nothing.
@@ -114,6 +116,8 @@ pub struct VmSettings {
     pub limits: Limits,
     /// The numbers that its queue pairs may have.
     pub qp_numbers: RangeInclusive<u32>,
+    /// The order in which they come.
+    pub qp_order: Arc<Order>,
     /// The link.
     pub link: Arc<Link>,
     /// What it may have of the workers.
@@ -126,6 +130,8 @@ pub struct VmSettings {
 
 /// A VM.
 pub struct Vm {
+    /// What tells it from all other VMs of this process, earlier ones on its socket included.
+    pub(super) serial: u64,
     /// The network whose VMs reach each other.
     pub(crate) network: Network,
     /// Its account.
@@ -157,6 +163,7 @@ impl Vm {
             network,
             limits,
             qp_numbers,
+            qp_order,
             link,
             share,
             workers,
@@ -164,9 +171,10 @@ impl Vm {
         } = settings;
         let counters = workers.iter().map(|_| CachePadded::default()).collect();
         Arc::new_cyclic(|vm| {
-            let mut tables = Tables::new(&limits, qp_numbers, vm.clone());
+            let mut tables = Tables::new(&limits, qp_numbers, qp_order, vm.clone());
             tables.link_told = link.is_up();
             Self {
+                serial: serial(),
                 network,
                 footprint: tables.footprint.clone(),
                 tables: Shared::new(readers, tables),

@@ -1,19 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Which VM of this process has which GID, which GIDs are reserved for configured devices, and which
-//! queue pairs are in which multicast group.
+//! Which VM of this process has which GID, which GIDs are kept for which device, and which queue
+//! pairs are in which multicast group.
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use crate::engine::binding::{Binding, Peers};
 use crate::engine::path::{Member, Members, Path};
 use crate::engine::tables::Gid;
-use crate::engine::vm::{Network, Vm};
+use crate::engine::vm::{Link, Network, Vm};
+
+/// A GID that a VM has, or had.
+#[derive(Debug)]
+struct Owned {
+    /// The VM that has it.
+    vm: Option<Arc<Vm>>,
+    /// The device that it is, or was, a GID of: the link is the same for all VMs that attach to it
+    /// one after the other.
+    device: Arc<Link>,
+    /// Queue pairs of other VMs that were connected to it while a VM had it, and are. As long as
+    /// there are any, no VM of another device gets it.
+    named: usize,
+}
 
 /// Who has which GID, per network.
 #[derive(Debug, Default)]
 pub struct Registry {
-    owners: RwLock<HashMap<(Network, Gid), Arc<Vm>>>,
-    /// Changes whenever `owners` does.
+    owners: RwLock<HashMap<(Network, Gid), Owned>>,
+    /// Changes whenever a VM gets or loses a GID.
     generation: AtomicU64,
     groups: RwLock<HashMap<(Network, Gid), Members>>,
     /// The own GIDs of all configured devices.
@@ -35,25 +50,48 @@ impl Registry {
         self.reserved.contains(&(network.clone(), gid))
     }
 
-    /// Gives a GID to a VM. Returns false if another has it already: the first keeps it.
+    /// Gives a GID to a VM. Returns false if another has it already, or if it is kept for another
+    /// device: the first keeps it.
     pub fn claim(&self, gid: Gid, vm: &Arc<Vm>) -> bool {
         let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
-        let owner = owners
-            .entry((vm.network.clone(), gid))
-            .or_insert_with(|| vm.clone());
-        let ours = Arc::ptr_eq(owner, vm);
+        let owned = match owners.entry((vm.network.clone(), gid)) {
+            Entry::Occupied(owned) => owned.into_mut(),
+            Entry::Vacant(free) => free.insert(Owned {
+                vm: None,
+                device: vm.link().clone(),
+                named: 0,
+            }),
+        };
+        if let Some(owner) = &owned.vm {
+            return Arc::ptr_eq(owner, vm);
+        }
+        if !Arc::ptr_eq(&owned.device, vm.link()) {
+            return false;
+        }
+        owned.vm = Some(vm.clone());
         self.generation.fetch_add(1, Ordering::Release);
-        ours
+        true
     }
 
-    /// Takes a GID from a VM.
+    /// Takes a GID from a VM. It is kept for the VM's device while queue pairs name it.
     pub fn release(&self, gid: Gid, vm: &Arc<Vm>) {
         let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
         let key = (vm.network.clone(), gid);
-        if owners.get(&key).is_some_and(|owner| Arc::ptr_eq(owner, vm)) {
-            owners.remove(&key);
-            self.generation.fetch_add(1, Ordering::Release);
+        let Some(owned) = owners.get_mut(&key) else {
+            return;
+        };
+        if !owned
+            .vm
+            .as_ref()
+            .is_some_and(|owner| Arc::ptr_eq(owner, vm))
+        {
+            return;
         }
+        owned.vm = None;
+        if owned.named == 0 {
+            owners.remove(&key);
+        }
+        self.generation.fetch_add(1, Ordering::Release);
     }
 
     /// Attaches a queue pair to a multicast group that it is not in yet.
@@ -93,7 +131,7 @@ impl Registry {
 
     fn owner(&self, network: &Network, gid: Gid) -> Option<Arc<Vm>> {
         let owners = self.owners.read().unwrap_or_else(PoisonError::into_inner);
-        owners.get(&(network.clone(), gid)).cloned()
+        owners.get(&(network.clone(), gid))?.vm.clone()
     }
 
     /// A port went down or came up: routes that were found before are not followed any longer.
@@ -132,5 +170,150 @@ impl Registry {
         }
         self.refresh(path, from, gid);
         path.vm().is_some()
+    }
+}
+
+impl Peers for Registry {
+    fn connect(&self, vm: &Vm, gid: Gid) -> (Binding, bool) {
+        let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
+        let owned = owners.get_mut(&(vm.network.clone(), gid));
+        // A GID that nobody has is not kept for longer because of this one.
+        let Some((owner, named)) =
+            owned.and_then(|owned| Some((owned.vm.as_ref()?, &mut owned.named)))
+        else {
+            return (Binding::default(), false);
+        };
+        let other = !std::ptr::eq(&**owner, vm);
+        *named += usize::from(other);
+        (Binding::to(owner), other)
+    }
+
+    fn forget(&self, vm: &Vm, gid: Gid) {
+        let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
+        let key = (vm.network.clone(), gid);
+        let Some(owned) = owners.get_mut(&key) else {
+            return;
+        };
+        owned.named = owned.named.saturating_sub(1);
+        if owned.named == 0 && owned.vm.is_none() {
+            owners.remove(&key);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vhost_device_rdma_sync::Readers;
+
+    use super::*;
+    use crate::engine::fixture::Warnings;
+    use crate::engine::share::ShareSettings;
+    use crate::engine::vm::VmSettings;
+    use crate::limits::Limits;
+    use crate::verbs::numbers::NUMBERS;
+
+    const GIDS: [Gid; 2] = [[7; 16], [8; 16]];
+    /// The device of each VM.
+    const DEVICES: [usize; 4] = [0, 0, 1, 2];
+
+    /// What happens to a VM or a connection, and a GID.
+    #[derive(Debug, Clone, Copy)]
+    enum Step {
+        Claim(usize, usize),
+        Release(usize, usize),
+        Connect(usize, usize),
+        Forget(usize),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let (vm, gid) = (0..DEVICES.len(), 0..GIDS.len());
+        let step = prop_oneof![
+            (vm.clone(), gid.clone()).prop_map(|(vm, gid)| Step::Claim(vm, gid)),
+            (vm.clone(), gid.clone()).prop_map(|(vm, gid)| Step::Release(vm, gid)),
+            (vm, gid).prop_map(|(vm, gid)| Step::Connect(vm, gid)),
+            any::<usize>().prop_map(Step::Forget),
+        ];
+        prop::collection::vec(step, 0..100)
+    }
+
+    fn vms() -> Vec<Arc<Vm>> {
+        let (readers, _) = Readers::new(1);
+        let links: [Arc<Link>; 3] = Default::default();
+        let vm = |device: &usize| {
+            let settings = VmSettings {
+                network: "default".into(),
+                limits: Limits::default(),
+                qp_numbers: NUMBERS,
+                qp_order: Arc::default(),
+                link: links[*device].clone(),
+                share: ShareSettings::default(),
+                workers: Vec::new(),
+                warnings: Box::new(Warnings::default()),
+            };
+            Vm::new(readers.clone(), settings)
+        };
+        DEVICES.iter().map(vm).collect()
+    }
+
+    proptest! {
+        // D-GID-003.
+        #[test]
+        fn a_gid_has_one_vm_and_goes_to_no_other_device_while_it_is_named(steps in steps()) {
+            let (registry, vms) = (Registry::default(), vms());
+            // Of each GID: the VM that has it, the device that had it last.
+            let mut having = [None; GIDS.len()];
+            let mut last = [0; GIDS.len()];
+            let mut connections: Vec<(usize, usize)> = Vec::new();
+            for step in steps {
+                match step {
+                    Step::Claim(vm, gid) => {
+                        let named = connections.iter().any(|(_, named)| *named == gid);
+                        let may = match having[gid] {
+                            Some(owner) => owner == vm,
+                            None => !named || last[gid] == DEVICES[vm],
+                        };
+                        prop_assert_eq!(registry.claim(GIDS[gid], &vms[vm]), may);
+                        if may {
+                            (having[gid], last[gid]) = (Some(vm), DEVICES[vm]);
+                        }
+                    }
+                    Step::Release(vm, gid) => {
+                        registry.release(GIDS[gid], &vms[vm]);
+                        having[gid] = having[gid].filter(|owner| *owner != vm);
+                    }
+                    Step::Connect(vm, gid) => {
+                        let (binding, kept) = registry.connect(&vms[vm], GIDS[gid]);
+                        let bound = having[gid].is_some();
+                        prop_assert_eq!(binding != Binding::default(), bound);
+                        prop_assert_eq!(kept, bound && having[gid] != Some(vm));
+                        if kept {
+                            connections.push((vm, gid));
+                        }
+                    }
+                    Step::Forget(which) if !connections.is_empty() => {
+                        let (vm, gid) = connections.swap_remove(which % connections.len());
+                        registry.forget(&vms[vm], GIDS[gid]);
+                    }
+                    Step::Forget(_) => {}
+                }
+                for (gid, owner) in GIDS.iter().zip(having) {
+                    let there = registry.owner(&vms[0].network, *gid);
+                    let expected = owner.map(|owner| Arc::as_ptr(&vms[owner]));
+                    prop_assert_eq!(there.as_ref().map(Arc::as_ptr), expected);
+                }
+            }
+            // Nothing is left of what nobody has or names.
+            for (vm, gid) in connections {
+                registry.forget(&vms[vm], GIDS[gid]);
+            }
+            for (gid, vm) in GIDS.iter().zip(having) {
+                if let Some(vm) = vm {
+                    registry.release(*gid, &vms[vm]);
+                }
+            }
+            let owners = registry.owners.read().unwrap_or_else(PoisonError::into_inner);
+            prop_assert!(owners.is_empty());
+        }
     }
 }

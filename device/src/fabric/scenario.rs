@@ -54,11 +54,12 @@ impl Pair {
 
     /// Of queue pairs of another type.
     pub(super) fn of(qp_type: u8, readers: &Readers, change: impl Fn(&mut QpAttr)) -> Self {
-        let ends = [1, 2].map(|number| {
-            let mut guest = Guest::new(readers, number);
-            let qp = guest.queue_pair(qp_type);
-            End { guest, qp, free: 0 }
-        });
+        let ends = [1, 2].map(|number| End::new(Guest::new(readers, number), qp_type));
+        Self::between(ends, change)
+    }
+
+    /// Between these ends, whose queue pairs are in RESET.
+    pub(super) fn between(ends: [End; 2], change: impl Fn(&mut QpAttr)) -> Self {
         let pair = Self {
             ends,
             later: BTreeMap::new(),
@@ -72,8 +73,8 @@ impl Pair {
         for (own, other) in [(0, 1), (1, 0)] {
             let [own_end, peer] = [&self.ends[own], &self.ends[other]];
             let mac = peer.mac();
-            let (number, gid) = (peer.qp.qp.number, peer.guest.gid);
-            own_end.guest.connect(&own_end.qp, number, gid, |attr| {
+            let to = (&peer.guest, peer.qp.qp.number);
+            own_end.guest.connect(&own_end.qp, to, |attr| {
                 attr.av.dmac = mac;
                 attr.timeout = TIMEOUT;
                 attr.sq_psn = FIRST[own];
@@ -144,7 +145,8 @@ impl Pair {
     }
 
     pub(super) fn modify(&self, end: usize, mask: u32, attr: &QpAttr) {
-        self.ends[end].qp.qp.modify(mask, attr).unwrap();
+        let peer = &self.ends[1 - end].guest;
+        self.ends[end].qp.qp.modify(peer, mask, attr).unwrap();
     }
 
     /// Brings a queue pair to a state that needs no further attribute.
@@ -158,6 +160,12 @@ impl Pair {
 }
 
 impl End {
+    /// A guest with a queue pair in RESET.
+    pub(super) fn new(mut guest: Guest, qp_type: u8) -> Self {
+        let qp = guest.queue_pair(qp_type);
+        Self { guest, qp, free: 0 }
+    }
+
     /// Room for `len` bytes, and some that nobody writes.
     pub(super) fn allocate(&mut self, len: u64) -> u64 {
         let at = self.free;

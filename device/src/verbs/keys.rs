@@ -12,7 +12,7 @@ use virtio_rdma_spec::verbs::{access, vendor_err};
 use super::fast::{FastMr, Lease};
 use super::mr::{check_range, Mr};
 use super::mw::{Binding, Mw, State};
-use super::slab::Slab;
+use super::numbers::{Numbers, NUMBERS};
 use super::Error;
 use crate::footprint::{boxed, Footprint, Share};
 use crate::limits::Limits;
@@ -30,9 +30,6 @@ const UNKNOWN: KeyError = KeyError(vendor_err::KEY_UNKNOWN);
 
 /// The null lkey: of index 0, which no region and no window has.
 pub const NULL_LKEY: u32 = 0xff;
-
-/// Indices of keys are below this.
-const MAX_INDEX: u32 = 1 << 24;
 
 /// Access to write, by the VM itself.
 const LOCAL_WRITE: u32 = access::LOCAL_WRITE;
@@ -211,7 +208,8 @@ fn remember<'a>(
 /// The table of keys.
 #[derive(Debug)]
 pub struct Keys {
-    slab: Slab<Key>,
+    /// By index.
+    table: Numbers<Key>,
     /// Number of windows.
     mws: u32,
     /// Queue pairs with the indices of the windows of type 2 that they bound.
@@ -241,7 +239,7 @@ impl Keys {
     #[must_use]
     pub fn new(limits: &Limits) -> Self {
         Self {
-            slab: Slab::scattered(1, MAX_INDEX - 1, limits.mrs.saturating_add(limits.mws)),
+            table: Numbers::new(NUMBERS, limits.mrs.saturating_add(limits.mws)),
             mws: 0,
             bound: Mutex::default(),
             max_mrs: limits.mrs,
@@ -254,7 +252,7 @@ impl Keys {
     #[must_use]
     pub fn within(self, account: &Footprint) -> Self {
         Self {
-            slab: self.slab.within(account),
+            table: self.table.within(account),
             share: account.empty(),
             ..self
         }
@@ -263,7 +261,7 @@ impl Keys {
     /// What it takes of its account, without what its objects take, bytes.
     #[must_use]
     pub fn footprint(&self) -> u64 {
-        self.slab.footprint()
+        self.table.footprint()
     }
 
     /// Number of windows.
@@ -275,12 +273,12 @@ impl Keys {
     /// Number of regions.
     #[must_use]
     pub fn mrs(&self) -> u32 {
-        self.slab.len().saturating_sub(self.mws())
+        self.table.len().saturating_sub(self.mws())
     }
 
     /// All regions but fast ones.
     pub fn regions(&self) -> impl Iterator<Item = &Mr> {
-        self.slab.iter().filter_map(|(_, key)| match key {
+        self.table.iter().filter_map(|(_, key)| match key {
             Key::Region(mr) => Some(&**mr),
             Key::Fast(_) | Key::Window(_) => None,
         })
@@ -288,7 +286,7 @@ impl Keys {
 
     /// All fast regions with their indices.
     pub fn fast_regions(&self) -> impl Iterator<Item = (u32, &FastMr)> {
-        self.slab.iter().filter_map(|(index, key)| match key {
+        self.table.iter().filter_map(|(index, key)| match key {
             Key::Fast(region) => Some((index, &**region)),
             Key::Region(_) | Key::Window(_) => None,
         })
@@ -332,17 +330,12 @@ impl Keys {
     /// Adds an object that takes so many bytes.
     fn add(&mut self, bytes: u64, make: impl FnOnce(u32) -> Key) -> Result<u32, Error> {
         self.share.grow(bytes)?;
-        let added = self.slab.insert_with(|index| {
-            if index >= MAX_INDEX {
-                return Err(Error::NoMemory);
-            }
-            Ok(make(index))
-        });
+        let added = self.table.insert_with(|index| Ok(make(index)));
         added.inspect_err(|_| self.share.release(bytes))
     }
 
     fn remove(&mut self, index: u32) -> Option<Key> {
-        let removed = self.slab.remove(index)?;
+        let removed = self.table.remove(index)?;
         self.share.release(removed.footprint());
         Some(removed)
     }
@@ -350,8 +343,18 @@ impl Keys {
     /// The region of a key.
     #[must_use]
     pub fn region(&self, key: u32) -> Option<&Mr> {
-        match self.slab.get(key >> 8) {
+        match self.table.get(key >> 8) {
             Some(Key::Region(mr)) if mr.key == key => Some(mr),
+            _ => None,
+        }
+    }
+
+    /// The only region that can have a key. It may have another one: the check of an access compares
+    /// the keys, so that a comparison of indices before it is saved.
+    #[inline(always)]
+    fn candidate(&self, key: u32) -> Option<&Mr> {
+        match self.table.candidate(key >> 8) {
+            Some(Key::Region(mr)) => Some(mr),
             _ => None,
         }
     }
@@ -359,7 +362,7 @@ impl Keys {
     /// The fast region of a key, whatever the lowest 8 bits of that are.
     #[must_use]
     pub fn fast_region(&self, key: u32) -> Option<&FastMr> {
-        match self.slab.get(key >> 8) {
+        match self.table.get(key >> 8) {
             Some(Key::Fast(region)) => Some(region),
             _ => None,
         }
@@ -367,7 +370,7 @@ impl Keys {
 
     /// The region of a key, to change it.
     pub fn region_mut(&mut self, key: u32) -> Option<&mut Mr> {
-        match self.slab.get_mut(key >> 8) {
+        match self.table.get_mut(key >> 8) {
             Some(Key::Region(mr)) if mr.key == key => Some(mr),
             _ => None,
         }
@@ -378,7 +381,7 @@ impl Keys {
     /// # Errors
     /// [`Error::NotFound`], or [`Error::Busy`] while windows are bound to it.
     pub fn remove_region(&mut self, key: u32) -> Result<Removed, Error> {
-        let (pd, mr) = match self.slab.get_mut(key >> 8) {
+        let (pd, mr) = match self.table.get_mut(key >> 8) {
             Some(Key::Region(mr)) if mr.key == key => (mr.pd, Some(&mut **mr)),
             Some(Key::Fast(region)) => (region.pd, region.get_mut()),
             _ => return Err(Error::NotFound),
@@ -396,7 +399,7 @@ impl Keys {
     /// [`Error::NotFound`].
     pub fn remove_window(&mut self, key: u32) -> Result<Mw, Error> {
         let index = key >> 8;
-        let Some(Key::Window(mw)) = self.slab.get(index) else {
+        let Some(Key::Window(mw)) = self.table.get(index) else {
             return Err(Error::NotFound);
         };
         self.unbind(index, &mut mw.state_mut());
@@ -413,13 +416,13 @@ impl Keys {
     pub fn clear(&mut self) {
         self.mws = 0;
         self.bound().clear();
-        self.slab.clear();
+        self.table.clear();
         self.share.shrink(0);
     }
 
     /// Finds the memory of all regions anew after a change of the memory table.
     pub fn rebase(&mut self, memory: Option<&GuestMemory>) {
-        for key in self.slab.iter_mut() {
+        for key in self.table.iter_mut() {
             match key {
                 Key::Region(mr) => mr.rebase(memory),
                 Key::Fast(region) => region.rebase(memory),
@@ -442,7 +445,7 @@ impl Keys {
         len: u64,
     ) -> Result<Grant<'_>, KeyError> {
         // Every message comes here, and seldom for anything else than a region.
-        if let Some(Key::Region(mr)) = self.slab.get(key >> 8) {
+        if let Some(mr) = self.candidate(key).filter(|mr| mr.key == key) {
             mr.check(key, accessor.pd, access, addr, len)?;
             return Ok(Grant {
                 to: To::Region(mr),
@@ -466,7 +469,7 @@ impl Keys {
         addr: u64,
         len: u64,
     ) -> Option<ContiguousRange<'a>> {
-        let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
+        let Some(Key::Region(mr)) = self.table.candidate(key >> 8) else {
             return None;
         };
         if cached.key == key {
@@ -489,7 +492,7 @@ impl Keys {
         addr: u64,
         len: u64,
     ) -> Option<ScatterRange<'_>> {
-        let Some(Key::Region(mr)) = self.slab.get(key >> 8) else {
+        let Some(Key::Region(mr)) = self.table.candidate(key >> 8) else {
             return None;
         };
         mr.check(key, pd, access, addr, len).ok()?;
@@ -507,7 +510,7 @@ impl Keys {
         addr: u64,
         len: u64,
     ) -> Result<Grant<'_>, KeyError> {
-        match self.slab.get(key >> 8) {
+        match self.table.get(key >> 8) {
             Some(Key::Window(mw)) => {
                 self.grant_window(mw, key, accessor, access, Some((addr, len)))
             }
@@ -540,7 +543,7 @@ impl Keys {
     /// # Errors
     /// The reason, where not.
     pub fn check_whole(&self, key: u32, accessor: Accessor, access: u32) -> Result<(), KeyError> {
-        match self.slab.get(key >> 8) {
+        match self.table.get(key >> 8) {
             Some(Key::Region(mr)) => mr.check(key, accessor.pd, access, mr.iova, 0),
             Some(Key::Fast(region)) => {
                 let lease = region.lease().ok_or(UNKNOWN)?;
@@ -575,7 +578,7 @@ impl Keys {
         if let Some((addr, len)) = range {
             check_range(binding.iova, binding.length, addr, len)?;
         }
-        let to = match self.slab.get(binding.region) {
+        let to = match self.table.get(binding.region) {
             Some(Key::Region(mr)) => To::Region(mr),
             // It is registered as long as a window is bound to it.
             Some(Key::Fast(region)) => To::Fast(region.lease().ok_or(UNKNOWN)?),
@@ -594,7 +597,7 @@ impl Keys {
     /// # Errors
     /// Where that is not possible: nothing has changed then.
     pub fn bind(&self, bind: &BindMw, pd: u32, qp: u32) -> Result<(), KeyError> {
-        let mw = match self.slab.get(bind.mw_rkey >> 8) {
+        let mw = match self.table.get(bind.mw_rkey >> 8) {
             Some(Key::Window(mw)) if mw.pd == pd => mw,
             _ => return Err(CANNOT_BIND),
         };
@@ -633,7 +636,7 @@ impl Keys {
             access::MW_BIND | access::LOCAL_WRITE
         };
         let lease;
-        let mr = match self.slab.get(bind.mr_lkey >> 8) {
+        let mr = match self.table.get(bind.mr_lkey >> 8) {
             Some(Key::Region(mr)) => Some(&**mr),
             Some(Key::Fast(region)) => {
                 lease = region.lease().ok_or(CANNOT_BIND)?;
@@ -687,7 +690,7 @@ impl Keys {
     /// # Errors
     /// Where not.
     pub fn check_invalidate(&self, key: u32, pd: u32, qp: u32) -> Result<(), KeyError> {
-        match self.slab.get(key >> 8) {
+        match self.table.get(key >> 8) {
             Some(Key::Window(mw)) => may_invalidate(mw, &mw.state(), key, pd, qp),
             Some(Key::Fast(region)) => region.check_invalidate(key, pd),
             _ => Err(CANNOT_BIND),
@@ -709,7 +712,7 @@ impl Keys {
     /// # Errors
     /// Where that is not possible.
     pub fn invalidate(&self, key: u32, pd: u32, qp: u32) -> Result<(), KeyError> {
-        match self.slab.get(key >> 8) {
+        match self.table.get(key >> 8) {
             Some(Key::Window(mw)) => {
                 let mut state = mw.state_mut();
                 may_invalidate(mw, &state, key, pd, qp)?;
@@ -727,7 +730,7 @@ impl Keys {
         let mut bound = Vec::new();
         bound.extend(self.bound().range((qp, 0)..=(qp, u32::MAX)).copied());
         for (_, index) in bound {
-            if let Some(Key::Window(mw)) = self.slab.get(index) {
+            if let Some(Key::Window(mw)) = self.table.get(index) {
                 self.unbind(index, &mut mw.state_mut());
             }
         }
@@ -744,7 +747,7 @@ impl Keys {
             return;
         };
         self.bound().remove(&(binding.qp, index));
-        match self.slab.get(binding.region) {
+        match self.table.get(binding.region) {
             Some(Key::Region(mr)) => {
                 mr.windows.fetch_sub(1, Ordering::Relaxed);
             }

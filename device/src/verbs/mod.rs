@@ -18,7 +18,11 @@ pub mod state;
 pub mod timers;
 pub mod work_queue;
 
+use std::net::Ipv6Addr;
+
 use virtio_rdma_spec::verbs::{vendor_err, wc_status};
+
+use self::gid_policy::Gid;
 
 /// The feature bits that a driver accepted.
 #[derive(Debug, Clone, Copy, Default)]
@@ -74,6 +78,12 @@ pub enum Error {
     /// Not supported.
     #[error("not supported")]
     NotSupported,
+    /// Another device has the GID, or had it and peers are still connected to it.
+    #[error(
+        "GID {}: another device has it, or had it and queue pairs still name it",
+        Ipv6Addr::from(*.0)
+    )]
+    GidTaken(Gid),
     /// The operator does not allow this VM the GID.
     #[error(transparent)]
     GidNotAllowed(#[from] gid_policy::Refusal),
@@ -88,7 +98,7 @@ impl Error {
             Self::NotFound => status::ENOENT,
             Self::NoMemory => status::ENOMEM,
             Self::Fault => status::EFAULT,
-            Self::Busy => status::EBUSY,
+            Self::Busy | Self::GidTaken(_) => status::EBUSY,
             Self::Invalid => status::EINVAL,
             Self::NotSupported => status::EOPNOTSUPP,
             Self::GidNotAllowed(_) => status::EPERM,

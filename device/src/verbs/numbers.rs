@@ -1,44 +1,77 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The table of queue pairs by number (specification: "Objects and handles").
+//! Tables of objects by number, for objects that peers name: queue pairs, shared receive queues,
+//! keys (specification: "Objects and handles").
 //!
 //! Peers remember numbers for longer than their queue pairs live. A connection manager takes a
 //! request that names a number it knows from an earlier connection for a stale one, and rejects it.
-//! So a number comes again as late as possible: numbers are given in order, the first of a table at
-//! random, and a reset does not start anew.
+//! So a number comes again as late as possible: all others come first, over resets, too.
+//!
+//! And peers are not to guess numbers: the order in which they come is a random one for each table.
+//! So numbers that one VM was told say nothing about those of another, nor about others of its own.
 use std::hash::{BuildHasher, RandomState};
 use std::ops::RangeInclusive;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Arc;
 
 use virtio_rdma_spec::verbs::MASK_24;
 
 use super::Error;
 use crate::footprint::{listed, Footprint, NoMemory, Share};
 
-/// Numbers of queue pairs: 0 and 1 are those of the management queue pairs, and the last one stands
-/// for the members of a multicast group.
+/// Numbers that there may be: 0 and 1 are those of the management queue pairs, and the last one
+/// stands for the members of a multicast group. No key has index 0.
 pub const NUMBERS: RangeInclusive<u32> = 2..=MASK_24 - 1;
 /// Places of a table that has any, at least.
 const LEAST: usize = 16;
+/// Rounds of the permutation. Four make one that is hard to tell from random; more cost nothing
+/// worth speaking of.
+const ROUNDS: u32 = 8;
 
-/// A random number of `range`, another one each time.
-pub(super) fn random(range: RangeInclusive<u32>) -> u32 {
-    let (first, last) = (u64::from(*range.start()), u64::from(*range.end()));
-    let count = last.saturating_sub(first) + 1;
-    // The hasher is seeded by the system, and each has a seed of its own. Nothing depends on the
-    // number being hard to guess.
-    let random = first + RandomState::new().hash_one(()) % count;
-    u32::try_from(random).unwrap_or(*range.start())
+/// A random order of numbers, and how far they are given.
+#[derive(Debug, Default)]
+pub struct Order {
+    /// Chooses the order. Its seed is the system's, each has one of its own, and what it hashes to
+    /// does not give the seed away.
+    key: RandomState,
+    /// Position of the next number.
+    next: AtomicU32,
+}
+
+impl Order {
+    /// The number at `position`, both below `count`: for each position another one.
+    fn at(&self, position: u32, count: u32) -> u32 {
+        let bits = u32::BITS - count.saturating_sub(1).leading_zeros();
+        let half = bits.div_ceil(2);
+        let mask = (1u32 << half) - 1;
+        // A Feistel network permutes the numbers of 2 * `half` bits, which are at most four times as
+        // many. From one that is below `count`, it leads through those that are not to the next one
+        // that is.
+        let mut number = position;
+        loop {
+            let (mut left, mut right) = (number >> half, number & mask);
+            for round in 0..ROUNDS {
+                let mixed = self.key.hash_one((round, right)) as u32 & mask;
+                (left, right) = (right, left ^ mixed);
+            }
+            number = left << half | right;
+            if number < count {
+                return number;
+            }
+        }
+    }
 }
 
 /// A table of objects by number.
 #[derive(Debug)]
 pub struct Numbers<T> {
-    /// None, or a power of two. Number n is at place n modulo that, so that no two objects whose
-    /// numbers are near each other want the same. At most half of the places are taken.
+    /// None, or a power of two. Number n is at place n modulo that. At most half of the places are
+    /// taken, and a number whose place is taken is left out.
     places: Vec<Option<(u32, T)>>,
-    /// The numbers that may be given.
+    /// The numbers that may be given, and their count.
     range: RangeInclusive<u32>,
-    /// The number to be given next, if its place is free.
-    next: u32,
+    count: u32,
+    /// The order in which they are.
+    order: Arc<Order>,
     max: u32,
     len: u32,
     /// For `places`.
@@ -49,17 +82,20 @@ impl<T> Numbers<T> {
     /// An empty table, for at most `max` objects with numbers of a range within [`NUMBERS`].
     #[must_use]
     pub fn new(range: RangeInclusive<u32>, max: u32) -> Self {
-        let range = *range.start().max(NUMBERS.start())..=*range.end().min(NUMBERS.end());
-        Self::starting_at(random(range.clone()), range, max)
+        Self::in_order(Arc::default(), range, max)
     }
 
-    fn starting_at(next: u32, range: RangeInclusive<u32>, max: u32) -> Self {
+    /// The same, whose numbers go on where an earlier table with this order ended.
+    #[must_use]
+    pub fn in_order(order: Arc<Order>, range: RangeInclusive<u32>, max: u32) -> Self {
+        let range = *range.start().max(NUMBERS.start())..=*range.end().min(NUMBERS.end());
         let count = range.end().saturating_sub(*range.start()).saturating_add(1);
         Self {
             places: Vec::new(),
-            next,
-            max: max.min(count),
             range,
+            count,
+            order,
+            max: max.min(count),
             len: 0,
             share: Share::default(),
         }
@@ -72,13 +108,13 @@ impl<T> Numbers<T> {
         self
     }
 
-    /// The number that is given after this one.
-    fn after(&self, number: u32) -> u32 {
-        if number >= *self.range.end() {
-            *self.range.start()
-        } else {
-            number + 1
-        }
+    /// Takes the next number of the order.
+    fn next(&self) -> u32 {
+        let (order, count) = (&self.order, self.count);
+        // (An earlier table may have had more numbers.)
+        let position = order.next.load(Ordering::Relaxed) % count;
+        order.next.store((position + 1) % count, Ordering::Relaxed);
+        *self.range.start() + order.at(position, count)
     }
 
     /// What it takes of its account, without what its objects take, bytes.
@@ -119,21 +155,19 @@ impl<T> Numbers<T> {
         if 2 * self.len as usize >= self.places.len() {
             self.grow()?;
         }
-        // This ends: half of the places are free, and the numbers lead to all of them, or to more
-        // than are taken.
-        let mut number = self.next;
-        let place = loop {
+        // This ends: half of the places are free, and all numbers lead to all places, or to more
+        // than are taken. As the order is random, every second number does at least.
+        let (number, place) = loop {
+            let number = self.next();
             let place = self.place(number);
             if matches!(self.places.get(place), Some(None)) {
-                break place;
+                break (number, place);
             }
-            number = self.after(number);
         };
         let object = make(number).inspect_err(|_| self.tidy())?;
         if let Some(free) = self.places.get_mut(place) {
             *free = Some((number, object));
         }
-        self.next = self.after(number);
         self.len += 1;
         Ok(number)
     }
@@ -163,10 +197,26 @@ impl<T> Numbers<T> {
     }
 
     /// The object of a number.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn get(&self, number: u32) -> Option<&T> {
         match self.places.get(self.place(number)) {
+            Some(Some((there, object))) if *there == number => Some(object),
+            _ => None,
+        }
+    }
+
+    /// The only object that can have a number. It may have another one, as the caller finds out.
+    #[inline(always)]
+    pub(super) fn candidate(&self, number: u32) -> Option<&T> {
+        let place = self.places.get(self.place(number))?;
+        place.as_ref().map(|(_, object)| object)
+    }
+
+    /// The object of a number, to change it.
+    pub fn get_mut(&mut self, number: u32) -> Option<&mut T> {
+        let place = self.place(number);
+        match self.places.get_mut(place) {
             Some(Some((there, object))) if *there == number => Some(object),
             _ => None,
         }
@@ -226,29 +276,45 @@ mod tests {
 
     // D-OBJ-001, D-OBJ-002, D-OBJ-005.
     #[test]
-    fn numbers_go_on_in_order_over_resets_and_skip_what_is_reserved() {
-        let mut numbers = Numbers::starting_at(MASK_24 - 3, NUMBERS, 4);
-        assert_eq!(insert(&mut numbers), MASK_24 - 3);
-        assert_eq!(numbers.remove(MASK_24 - 3), Some(MASK_24 - 3));
-        assert_eq!(numbers.remove(MASK_24 - 3), None);
-        assert_eq!(insert(&mut numbers), MASK_24 - 2);
-        assert_eq!(numbers.clear(), [MASK_24 - 2]);
-        assert!(numbers.is_empty());
-        assert_eq!(insert(&mut numbers), MASK_24 - 1);
-        assert_eq!(insert(&mut numbers), 2);
-        for gone in [0, 1, MASK_24 - 3, MASK_24 - 2, MASK_24, u32::MAX] {
+    fn a_number_comes_again_after_all_others_over_resets_and_tables() {
+        let range = 100..=1123;
+        let order = Arc::new(Order::default());
+        let table = || Numbers::in_order(order.clone(), range.clone(), 8);
+        let mut numbers = table();
+        let mut given = Vec::new();
+        for i in 0..3 * 1024 {
+            let number = insert(&mut numbers);
+            assert!(range.contains(&number));
+            assert_eq!(numbers.get(number), Some(&number));
+            given.push(number);
+            match i % 100 {
+                50 => assert_eq!(numbers.clear(), [number]),
+                70 => numbers = table(),
+                _ => assert_eq!(numbers.remove(number), Some(number)),
+            }
+            assert_eq!(numbers.remove(number), None);
+            assert!(numbers.is_empty());
+        }
+        for some in given.chunks(1024) {
+            let mut all = some.to_vec();
+            all.sort_unstable();
+            assert!(all.into_iter().eq(range.clone()));
+        }
+        assert_eq!(given[..1024], given[1024..2048], "the order is the same");
+        for gone in [0, 1, MASK_24, u32::MAX] {
             assert_eq!(numbers.get(gone), None);
         }
-        assert_eq!(numbers.get(2), Some(&2));
     }
 
     #[test]
-    fn the_limit_holds_and_a_failed_insert_leaves_no_trace() {
-        let mut numbers = Numbers::starting_at(7, NUMBERS, 1);
+    fn the_limit_holds_and_a_failed_insert_leaves_nothing() {
+        let mut numbers = Numbers::new(7..=8, 1);
         assert_eq!(numbers.get(7), None);
         let failed = numbers.insert_with(|_| Err(Error::Invalid));
         assert_eq!(failed, Err(Error::Invalid));
-        assert_eq!(insert(&mut numbers), 7);
+        assert!(numbers.is_empty());
+        let number = insert(&mut numbers);
+        assert!((7..=8).contains(&number));
         assert_eq!(numbers.insert_with(Ok), Err(Error::NoMemory));
     }
 
@@ -288,6 +354,7 @@ mod tests {
         assert_eq!(numbers.len() as usize, model.len());
         for number in &given {
             assert_eq!(numbers.get(*number), model.get(number));
+            assert_eq!(numbers.get_mut(*number), model.get_mut(number));
         }
         let mut all: Vec<_> = numbers.iter().map(|(number, _)| number).collect();
         all.sort_unstable();
@@ -311,12 +378,64 @@ mod tests {
     }
 
     #[test]
-    fn tables_start_at_different_places() {
-        let places: Vec<u32> = (0..8)
-            .map(|_| insert(&mut Numbers::new(NUMBERS, 1)))
-            .collect();
-        assert!(places.iter().any(|place| *place != places[0]));
-        assert!(places.iter().all(|place| NUMBERS.contains(place)));
-        assert_eq!(random(5..=5), 5);
+    fn as_many_objects_fit_as_there_may_be() {
+        const MOST: u32 = 1 << 20;
+        let mut numbers = Numbers::new(NUMBERS, MOST);
+        for _ in 0..MOST {
+            insert(&mut numbers);
+        }
+        assert_eq!(numbers.insert_with(Ok), Err(Error::NoMemory));
+        assert_eq!(numbers.len(), MOST);
+        assert!(numbers.iter().all(|(number, object)| number == *object));
+    }
+
+    // D-OBJ-006. What is counted is as many as chance makes, give or take eight times the standard
+    // deviation.
+    #[test]
+    fn numbers_are_spread_and_those_of_one_table_say_nothing_about_another() {
+        const MANY: u32 = 1 << 16;
+        let mut tables: Vec<_> = (0..4).map(|_| Numbers::new(NUMBERS, MANY)).collect();
+        let mut given = Vec::new();
+        for table in &mut tables {
+            let numbers: Vec<u32> = (0..MANY).map(|_| insert(table)).collect();
+            given.push(numbers);
+        }
+        let near = |expected: f64, got: usize| {
+            (got as f64 - expected).abs() < 8.0 * expected.sqrt().max(2.0)
+        };
+        for numbers in &given {
+            // In each sixteenth of the range, and with each value of the lowest four bits.
+            for shift in [20, 0] {
+                for value in 0..16 {
+                    let there = numbers.iter().filter(|n| **n >> shift & 15 == value);
+                    assert!(near(f64::from(MANY) / 16.0, there.count()));
+                }
+            }
+            // The next number is not near the last one.
+            let close = numbers.windows(2).filter(|n| n[0].abs_diff(n[1]) < 256);
+            assert!(near(
+                f64::from(MANY) * 512.0 / f64::from(1 << 24),
+                close.count()
+            ));
+        }
+        for (a, b) in [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3)] {
+            // Numbers of one table are those of another as often as those of nobody, in either.
+            let own = &given[a];
+            let both = own.iter().filter(|n| tables[b].get(**n).is_some());
+            let chance = f64::from(MANY) * f64::from(MANY) / f64::from(1 << 24);
+            assert!(near(chance, both.count()));
+            let next = own.iter().filter(|n| tables[b].get(**n + 1).is_some());
+            assert!(near(chance, next.count()));
+            // And there is no distance at which they follow each other.
+            let mut distances: Vec<_> = own.iter().zip(&given[b]).collect();
+            distances.sort_unstable_by_key(|(a, b)| a.wrapping_sub(**b));
+            let same =
+                |w: &[(&u32, &u32)]| w[0].0.wrapping_sub(*w[0].1) == w[1].0.wrapping_sub(*w[1].1);
+            let most = distances
+                .chunk_by(|x, y| same(&[*x, *y]))
+                .map(<[_]>::len)
+                .max();
+            assert!(most < Some(8), "{most:?}");
+        }
     }
 }

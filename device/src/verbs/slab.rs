@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Tables of objects by handle.
 use std::collections::VecDeque;
-use std::ops::RangeInclusive;
 
-use super::numbers::random;
 use super::Error;
 use crate::footprint::{grown, listed, Footprint, NoMemory, Share};
 
 /// Freed handles rest until this many are free, so that a stale handle meets nobody for a while.
 const REST: usize = 256;
 
-/// Handles of a table that starts at a fixed one go up to this, and then start anew.
+/// Handles go up to this, and then start anew.
 const HIGHEST: u32 = 1 << 24;
 
-/// A table of objects by handle. Handles start at `first` and are reused late.
+/// A table of objects by handle, for objects that only their own VM names. Handles start at `first`
+/// and are reused late.
 ///
 /// It grows with the number of its objects, and takes no memory when there is none.
 #[derive(Debug)]
@@ -22,9 +21,8 @@ pub struct Slab<T> {
     /// Handles that were freed; there is room for all.
     free: VecDeque<u32>,
     first: u32,
-    /// Where `first` may be at the start.
-    starts: RangeInclusive<u32>,
-    /// Where `first` may be at most.
+    /// Where `first` is at the start, and where it may be at most.
+    lowest: u32,
     last: u32,
     max: u32,
     len: u32,
@@ -36,17 +34,7 @@ impl<T> Slab<T> {
     /// An empty table of handles `first` and up, for at most `max` objects.
     #[must_use]
     pub fn new(first: u32, max: u32) -> Self {
-        let last = HIGHEST.saturating_sub(room(max)).max(first);
-        Self::starting_in(first..=first, last, max)
-    }
-
-    /// An empty table of handles that peers name, for at most `max` objects. They are `lowest` to
-    /// `highest`, and start at random: what a peer still knows of the time before a reset, or of
-    /// another process, most likely fits nothing.
-    #[must_use]
-    pub fn scattered(lowest: u32, highest: u32, max: u32) -> Self {
-        let last = highest.saturating_sub(room(max)).max(lowest);
-        Self::starting_in(lowest..=last, last, max)
+        Self::up_to(HIGHEST, first, max)
     }
 
     /// The same table, whose memory is in an account.
@@ -56,13 +44,13 @@ impl<T> Slab<T> {
         self
     }
 
-    fn starting_in(starts: RangeInclusive<u32>, last: u32, max: u32) -> Self {
+    fn up_to(highest: u32, first: u32, max: u32) -> Self {
         Self {
             entries: Vec::new(),
             free: VecDeque::new(),
-            first: random(starts.clone()),
-            starts,
-            last,
+            first,
+            lowest: first,
+            last: highest.saturating_sub(room(max)).max(first),
             max,
             len: 0,
             share: Share::default(),
@@ -150,13 +138,12 @@ impl<T> Slab<T> {
     /// Gives the memory of the table back, as there is no object. Handles go on behind those that
     /// were given.
     fn release(&mut self) {
-        let lowest = *self.starts.start();
-        if self.last.saturating_sub(lowest) < REST as u32 {
+        if self.last.saturating_sub(self.lowest) < REST as u32 {
             // There are too few others: those that were freed rest in the table.
             return;
         }
         let next = self.first.saturating_add(self.entries.len() as u32);
-        self.first = if next <= self.last { next } else { lowest };
+        self.first = if next <= self.last { next } else { self.lowest };
         drop(self.free_all());
     }
 
@@ -229,7 +216,7 @@ impl<T> Slab<T> {
 
     /// Takes all objects out. Handles are as fresh as at the start.
     pub fn clear(&mut self) -> Vec<T> {
-        self.first = random(self.starts.clone());
+        self.first = self.lowest;
         self.len = 0;
         self.free_all().into_iter().flatten().collect()
     }
@@ -259,27 +246,6 @@ mod tests {
         assert_eq!(slab.len(), 300);
         assert_eq!(slab.get(first), None);
         assert_eq!(slab.get(0), None);
-    }
-
-    // D-OBJ-005.
-    #[test]
-    fn handles_that_peers_name_start_elsewhere_each_time_and_stay_in_their_range() {
-        let mut slab = Slab::scattered(1, (1 << 24) - 1, 1 << 20);
-        let mut firsts = Vec::new();
-        for _ in 0..8 {
-            let first = slab.insert_with(Ok).unwrap();
-            assert_eq!(slab.get(first), Some(&first));
-            assert_eq!(slab.insert_with(Ok), Ok(first + 1));
-            firsts.push(first);
-            slab.clear();
-            assert_eq!(slab.get(first), None);
-        }
-        assert!(firsts.iter().any(|first| *first != firsts[0]));
-        let highest = (1 << 24) - 1 - (1 << 20) - 256;
-        assert!(firsts.iter().all(|first| (1..=highest).contains(first)));
-        // There is no room to choose from.
-        let mut full = Slab::scattered(1, 300, 300);
-        assert_eq!(full.insert_with(Ok), Ok(1));
     }
 
     #[test]
@@ -324,7 +290,7 @@ mod tests {
     #[test]
     fn handles_of_an_empty_table_start_anew_in_the_end() {
         let last = 1 + REST as u32;
-        let mut slab = Slab::scattered(1, last + room(300), 300);
+        let mut slab = Slab::up_to(last + room(300), 1, 300);
         let mut given = VecDeque::new();
         for _ in 0..1000 {
             let handle = slab.insert_with(Ok).unwrap();
@@ -336,7 +302,7 @@ mod tests {
             }
         }
         // Where there is nothing to choose from, they rest in the table.
-        let mut full = Slab::scattered(1, 300, 300);
+        let mut full = Slab::up_to(300, 1, 300);
         assert_eq!(full.insert_with(Ok), Ok(1));
         assert_eq!(full.remove(1), Some(1));
         assert_eq!(full.insert_with(Ok), Ok(2));

@@ -18,6 +18,7 @@ mod link;
 mod memory;
 mod moderation;
 mod order;
+mod peers;
 mod scale;
 mod srq;
 mod states;

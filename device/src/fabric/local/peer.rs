@@ -5,6 +5,7 @@ use std::sync::{Arc, MutexGuard};
 
 use virtio_rdma_spec::verbs::qp_state;
 
+use crate::engine::binding::Binding;
 use crate::engine::cursor::DataSource;
 use crate::engine::message::{Answer, Datagram, Message};
 use crate::engine::path::{Fanout, Member, Path};
@@ -123,15 +124,18 @@ impl<'a> Peer<'a> {
         }
     }
 
-    /// Finds and locks the responder of queue pair `dest_qp`, which must be connected to `sender`.
+    /// Finds and locks the responder of queue pair `dest_qp`, if it and `sender` are connected to
+    /// each other; `binding` is the sender's.
     ///
     /// # Errors
     /// What the sender gets for an answer if there is none.
+    #[inline(always)]
     pub(crate) fn meet(
         &self,
         own: &Tables,
         sender: &Qp,
         dest_qp: u32,
+        binding: &Binding,
     ) -> Result<Target<'a>, Answer> {
         let (vm, tables) = match *self {
             Self::Here(vm, tables) => (vm, tables),
@@ -145,7 +149,8 @@ impl<'a> Peer<'a> {
         let responder = qp.responder();
         if qp.qp_type != sender.facts.peer
             || !listens(qp)
-            || !responder.connected_to(sender.number, &own.gids)
+            || !binding.admits(qp)
+            || !responder.connected_to(sender, &own.gids)
         {
             return Err(Answer::NoAnswer);
         }
@@ -163,9 +168,10 @@ impl<'a> Peer<'a> {
         own: &Tables,
         sender: &Arc<Qp>,
         dest_qp: u32,
+        binding: &Binding,
         slice: Slice<'_>,
     ) -> Answer {
-        match self.meet(own, sender, dest_qp) {
+        match self.meet(own, sender, dest_qp, binding) {
             Ok(mut target) => {
                 target
                     .responder

@@ -398,5 +398,5 @@ fn exchange(
         claims: active.done == 0,
         payload,
     };
-    peer.deliver(tables, qp, sq.dest_qp, slice)
+    peer.deliver(tables, qp, sq.dest_qp, &sq.binding, slice)
 }

@@ -14,7 +14,7 @@ use virtio_rdma_spec::verbs::{
 use super::busy_poll::{BusyPoll, Came};
 use super::lookup_cache::LookupCache;
 use super::{Local, LocalCarrier};
-use crate::engine::fixture::{Send, DATA, ENTRIES};
+use crate::engine::fixture::{Guest, Send, DATA, ENTRIES};
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Tables;
 use crate::engine::vm::Schedule;
@@ -360,6 +360,148 @@ fn a_queue_that_drains_begins_nothing_more() {
     process.run(&mut pair, 2 * SECOND);
     let sent: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.wr_id).collect();
     assert_eq!(sent, [2]);
+}
+
+/// The second VM of a pair goes. Its place in the pair takes a VM that has its GID and makes a queue
+/// pair of its number, connected to the first VM's. With `lurking`, that queue pair was there before
+/// the pair was connected.
+fn taken_over(qp_type: u8, lurking: bool) -> (Pair, Process) {
+    let (readers, mut each) = Readers::new(1);
+    let second = || End::new(Guest::with_qp_numbers(&readers, 2, 70..=70), qp_type);
+    let first = End::new(Guest::new(&readers, 1), qp_type);
+    let other = lurking.then(second);
+    let mut pair = Pair::between([first, second()], |attr| attr.retry_cnt = 1);
+    let process = Process::new(each.pop().unwrap(), &pair);
+    let other = other.unwrap_or_else(second);
+    let gone = std::mem::replace(&mut pair.ends[1], other);
+    process.registry.release(gone.guest.gid, &gone.guest.vm);
+    drop(gone);
+    let [first, second] = &pair.ends;
+    assert!(process.registry.claim(second.guest.gid, &second.guest.vm));
+    let to = (&first.guest, first.qp.qp.number);
+    second.guest.connect(&second.qp, to, |attr| {
+        attr.retry_cnt = 1;
+        attr.timeout = 1;
+    });
+    (pair, process)
+}
+
+/// Types of queue pairs, and whether one lurks.
+const TAKEN_OVER: [(u8, bool); 4] = [
+    (qp_type::RC, false),
+    (qp_type::RC, true),
+    (qp_type::UC, false),
+    (qp_type::UC, true),
+];
+
+/// What comes of a message that nobody takes.
+fn lost(qp_type: u8) -> u8 {
+    match qp_type {
+        qp_type::UC => wc_status::SUCCESS,
+        _ => wc_status::RETRY_EXC_ERR,
+    }
+}
+
+// D-PEER-001.
+#[test]
+fn a_vm_that_takes_a_peers_gid_and_number_does_not_reach_memory() {
+    for (qp_type, lurking) in TAKEN_OVER {
+        let (mut pair, mut process) = taken_over(qp_type, lurking);
+        let there = pair.ends[0].allocate(64);
+        let received = pair.ends[0].allocate(64);
+        pair.ends[1].guest.write(0, &[9; 64]);
+        pair.post_receive(0, RECEIVES, received, 64);
+        let send = pair.a_send(1, 2, 64);
+        let write = Send {
+            opcode: wr_opcode::RDMA_WRITE,
+            wr_id: 1,
+            remote_addr: DATA + there,
+            rkey: pair.ends[0].guest.key,
+            ..send.clone()
+        };
+        for send in [write, send] {
+            pair.post_send(1, &send);
+        }
+        process.run(&mut pair, SECOND);
+        let cqes = pair.completions(1);
+        assert_eq!(cqes.first().map(|cqe| cqe.status), Some(lost(qp_type)));
+        for at in [there, received] {
+            assert_eq!(pair.ends[0].guest.read(at, 64), [0; 64]);
+        }
+        assert_eq!(pair.completions(0), []);
+        assert_eq!(pair.ends[0].guest.events.take(), []);
+        assert_eq!(pair.state(0), qp_state::RTS);
+    }
+}
+
+// D-PEER-001.
+#[test]
+fn a_vm_that_takes_a_peers_gid_and_number_receives_nothing() {
+    for (qp_type, lurking) in TAKEN_OVER {
+        let (mut pair, mut process) = taken_over(qp_type, lurking);
+        let at = pair.ends[1].allocate(64);
+        let written = pair.ends[1].allocate(64);
+        pair.post_receive(1, RECEIVES, at, 64);
+        pair.ends[0].guest.write(0, &[9; 64]);
+        let send = pair.a_send(0, 1, 64);
+        let write = Send {
+            opcode: wr_opcode::RDMA_WRITE,
+            wr_id: 2,
+            remote_addr: DATA + written,
+            rkey: pair.ends[1].guest.key,
+            ..send.clone()
+        };
+        for send in [send, write] {
+            pair.post_send(0, &send);
+        }
+        process.run(&mut pair, SECOND);
+        let cqes = pair.completions(0);
+        assert_eq!(cqes.first().map(|cqe| cqe.status), Some(lost(qp_type)));
+        for at in [at, written] {
+            assert_eq!(pair.ends[1].guest.read(at, 64), [0; 64]);
+        }
+        assert_eq!(pair.completions(1), []);
+    }
+}
+
+// D-PEER-001.
+#[test]
+fn a_queue_pair_that_is_reset_is_the_same_peer_and_one_with_its_number_is_not() {
+    let (readers, mut each) = Readers::new(1);
+    let short = |attr: &mut QpAttr| attr.retry_cnt = 1;
+    let first = Guest::new(&readers, 1);
+    let second = Guest::with_qp_numbers(&readers, 2, 70..=70);
+    let ends = [first, second].map(|guest| End::new(guest, qp_type::RC));
+    let mut pair = Pair::between(ends, short);
+    let mut process = Process::new(each.pop().unwrap(), &pair);
+    let mut deliver = |pair: &mut Pair, wr_id| {
+        let at = pair.ends[1].allocate(64);
+        pair.post_receive(1, RECEIVES + wr_id, at, 64);
+        let send = pair.a_send(0, wr_id, 64);
+        pair.post_send(0, &send);
+        let until = process.clock.now + SECOND;
+        process.run(pair, until);
+        pair.completions(0).first().map(|cqe| cqe.status)
+    };
+    assert_eq!(deliver(&mut pair, 1), Some(wc_status::SUCCESS));
+    // Its owner connects it again.
+    pair.set_state(1, qp_state::RESET);
+    let End { guest, qp, .. } = &mut pair.ends[1];
+    guest.forget_posted(qp);
+    let first = &pair.ends[0];
+    let to = (&first.guest, first.qp.qp.number);
+    pair.ends[1].guest.connect(&pair.ends[1].qp, to, short);
+    assert_eq!(deliver(&mut pair, 2), Some(wc_status::SUCCESS));
+    // It is destroyed, and another one is made.
+    let End { guest, qp, .. } = &mut pair.ends[1];
+    let old = guest.vm.tables_mut().qps.remove(qp.qp.number);
+    assert!(old.is_some());
+    *qp = guest.queue_pair(qp_type::RC);
+    assert_eq!(qp.qp.number, 70);
+    let first = &pair.ends[0];
+    let to = (&first.guest, first.qp.qp.number);
+    pair.ends[1].guest.connect(&pair.ends[1].qp, to, short);
+    assert_eq!(deliver(&mut pair, 3), Some(wc_status::RETRY_EXC_ERR));
 }
 
 /// The send queue of a UC queue pair in SQE, full of WRITEs to `there` but for `free` entries: what

@@ -15,6 +15,7 @@ impl Errno {
     pub(crate) const EIO: Self = Self(5);
     pub(crate) const ENOENT: Self = Self(status::ENOENT);
     pub(crate) const ENOMEM: Self = Self(status::ENOMEM);
+    pub(crate) const EBUSY: Self = Self(status::EBUSY);
     pub(crate) const ENODEV: Self = Self(19);
     pub(crate) const EINVAL: Self = Self(status::EINVAL);
     pub(crate) const ENETDOWN: Self = Self(100);

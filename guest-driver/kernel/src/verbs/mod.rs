@@ -210,7 +210,7 @@ pub(crate) fn query_port(device: &Device, port: u32, attr: &mut PortAttr) -> Res
 }
 
 /// Enters a GID into the device's table. The core logs a GID that it could not enter; what it
-/// cannot know is that the operator of the host did not want it.
+/// cannot know is that the operator of the host did not want it, or that it is another VM's.
 pub(crate) fn add_gid(
     device: &Device,
     index: u16,
@@ -231,12 +231,14 @@ pub(crate) fn add_gid(
     device
         .simple_command(opcode::SET_GID, &body)
         .inspect_err(|error| {
-            if *error == Errno::EPERM {
-                device.virtio().error(
-                    "the operator of the host does not allow this VM the GID; index",
-                    i64::from(index),
-                );
-            }
+            let why = match *error {
+                Errno::EPERM => "the operator of the host does not allow this VM the GID; index",
+                Errno::EBUSY => {
+                    "another VM has the GID, or had it and is still known by it to others; index"
+                }
+                _ => return,
+            };
+            device.virtio().error(why, i64::from(index));
         })
 }
 
