@@ -8,6 +8,7 @@
 
 mod atomics;
 mod begin;
+pub(crate) mod binding;
 pub mod cursor;
 pub mod events;
 mod execute;
@@ -93,8 +94,16 @@ pub(crate) fn complete_from(
     settle(tables, cq, cq.push_from(cqe, source, solicited));
 }
 
-/// Does what follows from a completion that was pushed.
+/// Does what follows from a completion that was pushed: mostly nothing.
+#[inline(always)]
 pub(crate) fn settle(tables: &Tables, cq: &Arc<Cq>, pushed: Pushed) {
+    if pushed != Pushed::Quiet {
+        follow(tables, cq, pushed);
+    }
+}
+
+#[inline(never)]
+fn follow(tables: &Tables, cq: &Arc<Cq>, pushed: Pushed) {
     match pushed {
         Pushed::Quiet | Pushed::Dropped => {}
         Pushed::Event => notify(tables, cq),

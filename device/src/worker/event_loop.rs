@@ -2,8 +2,8 @@
 //! What a worker's thread does, again and again.
 use std::fmt;
 use std::sync::atomic::{fence, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use arrayvec::ArrayVec;
 use vhost_device_rdma_sync::Reader;
@@ -24,6 +24,7 @@ use crate::engine::{BUDGET, LONE_BUDGET};
 use crate::epoll_fd::NO_EVENT;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::registry::Registry;
+use crate::verbs::cq::clock;
 
 /// Queue pairs that are polled at once during a scan.
 const MOST_POLLED: usize = 32;
@@ -31,15 +32,12 @@ const MOST_POLLED: usize = 32;
 const MOST_COST: u64 = 12 * BUDGET.bytes;
 /// Parked queue pairs of a VM whose time has come that are woken in a poll iteration.
 const WOKEN: usize = 8;
-/// Most doorbells that are busy polled, one for each bit of a word: with more contexts, each poll iteration scans some of them,
-/// and that takes its time.
+/// Most doorbells that are busy polled, one for each bit of a word: with more contexts, each poll
+/// iteration scans some of them, and that takes its time.
 const BUSY_POLLED: usize = 64;
 /// How often the last queue pair may find more work by busy polling before the clock and everything
 /// else get their poll iteration.
 const BUSY_POLLS: u32 = 256;
-
-/// When the clock of all workers began.
-static EPOCH: OnceLock<Instant> = OnceLock::new();
 
 /// Whether a poll iteration that finds nothing goes on for a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,7 +74,6 @@ pub struct Loop {
     holds: Holds,
     /// Wakes the thread from sleep.
     timer: TimerFd,
-    epoch: Instant,
     /// The time at the end of the last poll iteration, nanoseconds.
     time: u64,
     /// How long to poll for work before sleeping.
@@ -160,14 +157,9 @@ impl Loop {
             parked: Parked::default(),
             holds: Holds::default(),
             timer,
-            epoch: *EPOCH.get_or_init(Instant::now),
-            time: 0,
+            time: clock(),
             idle_policy: IdlePolicy::new(poll_budget),
         }
-    }
-
-    fn now(&self) -> u64 {
-        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
     pub(super) fn run(&mut self) {
@@ -223,7 +215,7 @@ impl Loop {
         self.refresh();
         self.take_inbox();
         let iteration = self.scan(most, polling);
-        self.time = self.now();
+        self.time = clock();
         self.expire();
         self.holds.release(self.time, &mut self.reader);
         iteration
@@ -318,9 +310,9 @@ impl Loop {
             }
         }
         if !cqs.is_empty() {
-            let now = self.now();
+            let time = clock();
             for held in cqs {
-                self.holds.begin(held, now);
+                self.holds.begin(held, time);
             }
         }
     }
@@ -522,7 +514,7 @@ impl Loop {
             }
             Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
         }
-        self.time = self.now();
+        self.time = clock();
     }
 
     /// Sleeps, unless there is something to do after all.

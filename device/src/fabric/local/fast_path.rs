@@ -260,7 +260,8 @@ impl<'r, 'a> Flow<'r, 'a> {
             return None;
         }
         let cq = qp.send_cq.as_ref()?;
-        let target = cache.peer.meet(tables, qp, send_queue.dest_qp).ok()?;
+        let (dest_qp, binding) = (send_queue.dest_qp, &send_queue.binding);
+        let target = cache.peer.meet(tables, qp, dest_qp, binding).ok()?;
         let kinds = Kinds {
             inline: send_queue.max_inline.min(Sge::SIZE),
             reads: send_queue.max_rd_atomic != 0,
@@ -280,7 +281,7 @@ impl<'r, 'a> Flow<'r, 'a> {
 
     /// Carries out work requests until there are no more, one is not eligible, or the budget is
     /// spent.
-    #[inline(always)]
+    #[inline(never)]
     fn run(&mut self) -> Left {
         let Self {
             send_queue,

@@ -91,11 +91,11 @@ impl<'a> LookupCache<'a> {
     #[inline(never)]
     fn find(&mut self, vm: &Arc<Vm>) -> bool {
         let mut vms = self.vms.iter();
-        let cache = vms.find(|known| Arc::ptr_eq(known, vm));
-        if let Some(vm) = cache {
-            self.peer = Peer::of(vm, self.section);
-        }
-        cache.is_some()
+        let Some(vm) = vms.find(|known| Arc::ptr_eq(known, vm)) else {
+            return false;
+        };
+        self.peer = Peer::of(vm, self.section);
+        true
     }
 
     /// Forgets what does not hold for a queue pair of the VM of `tables` that sends to `target`.
