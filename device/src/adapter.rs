@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The adapter of this process: its workers, and the networks between its VMs.
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -8,10 +10,12 @@ use vhost_device_rdma_sync::{self as sync, Reader, Readers};
 
 use crate::engine::tables::Gid;
 use crate::engine::vm::Link;
+use crate::eventfd;
 use crate::fabric::registry::Registry;
 use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
-use crate::worker::{Loop, Worker};
+use crate::sandbox::Sandbox;
+use crate::worker::{end_process, Loop, OnFailure, Patience, ThreadOptions, Watchdog, Worker};
 
 /// Why an adapter could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +26,12 @@ pub enum Error {
     /// A worker could not be started.
     #[error("cannot start a worker")]
     Start(#[source] std::io::Error),
+    /// Eventfds cannot be signalled without waiting for who shares them.
+    #[error("cannot send interrupts by Linux AIO")]
+    Interrupts(#[source] std::io::Error),
+    /// The watchdog could not be started.
+    #[error("cannot start the watchdog")]
+    Watchdog(#[source] std::io::Error),
 }
 
 /// Settings of the process.
@@ -35,6 +45,8 @@ pub struct AdapterSettings {
     pub cpus: Vec<usize>,
     /// The own GIDs of all devices, each with its network: no other device's VM may have them.
     pub reserved_gids: Vec<(String, Gid)>,
+    /// What confines its threads.
+    pub sandbox: Sandbox,
 }
 
 impl Default for AdapterSettings {
@@ -44,6 +56,7 @@ impl Default for AdapterSettings {
             poll_budget: Duration::from_micros(50),
             cpus: Vec::new(),
             reserved_gids: Vec::new(),
+            sandbox: Sandbox::default(),
         }
     }
 }
@@ -64,17 +77,41 @@ pub struct Adapter {
     readers: Readers,
     registry: Arc<Registry>,
     rnics: Mutex<Vec<Arc<Rnic>>>,
+    watchdog: Mutex<Option<Watchdog>>,
+    /// What the kernel tells of this process. It is open before files are out of reach.
+    own_status: Option<File>,
 }
 
 impl Adapter {
-    /// Starts the workers.
+    /// Starts the workers, and a watchdog. A worker that fails ends the process.
     ///
     /// # Errors
     /// If their number is out of range, or a thread cannot be started.
     pub fn new(settings: &AdapterSettings) -> Result<Arc<Self>, Error> {
-        Self::with(settings, |index, reader, registry, cpu| {
-            Worker::start(index, reader, registry, settings.poll_budget, cpu)
-        })
+        let failed: OnFailure = Arc::new(end_process);
+        let sandbox = &settings.sandbox;
+        let adapter = Self::with(settings, |index, reader, registry, cpu| {
+            let sandbox = sandbox.clone();
+            let options = ThreadOptions { cpu, sandbox };
+            let budget = settings.poll_budget;
+            Worker::start(index, reader, registry, budget, options, failed.clone())
+        })?;
+        let readers = adapter.readers.clone();
+        let (workers, patience) = (&adapter.workers, Patience::default());
+        let watchdog = Watchdog::start(workers, readers, patience, sandbox, failed.clone());
+        let watchdog = watchdog.map_err(Error::Watchdog)?;
+        *adapter.watchdog() = Some(watchdog);
+        Ok(adapter)
+    }
+
+    /// The workers, as those who look at the tables of all VMs.
+    #[must_use]
+    pub fn readers(&self) -> &Readers {
+        &self.readers
+    }
+
+    fn watchdog(&self) -> std::sync::MutexGuard<'_, Option<Watchdog>> {
+        self.watchdog.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// An adapter whose workers do nothing but what their loops are told to, in the caller's
@@ -101,6 +138,7 @@ impl Adapter {
         if settings.workers == 0 || settings.workers > MAX_WORKERS {
             return Err(Error::Workers(settings.workers));
         }
+        eventfd::set_up().map_err(Error::Interrupts)?;
         let (readers, each) = Readers::new(settings.workers.into());
         let reserved = settings.reserved_gids.iter();
         let reserved = reserved.map(|(network, gid)| (network.as_str().into(), *gid));
@@ -121,6 +159,8 @@ impl Adapter {
             readers,
             registry,
             rnics: Mutex::default(),
+            watchdog: Mutex::default(),
+            own_status: File::open("/proc/self/status").ok(),
         }))
     }
 
@@ -177,7 +217,7 @@ impl Adapter {
         let rnics = self.rnics();
         json!({
             "version": env!("CARGO_PKG_VERSION"),
-            "resident_bytes": resident_bytes(),
+            "resident_bytes": self.own_status.as_ref().and_then(resident_bytes),
             "workers": self.workers.iter().map(|worker| worker.status()).collect::<Vec<_>>(),
             "lock_waits": sync::waits(),
             "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
@@ -186,6 +226,9 @@ impl Adapter {
 
     /// Stops the workers.
     pub fn shutdown(&self) {
+        // First: it does not know that workers are to end.
+        let watchdog = self.watchdog().take();
+        watchdog.into_iter().for_each(Watchdog::stop);
         for worker in &self.workers {
             worker.stop();
         }
@@ -198,9 +241,12 @@ impl Adapter {
     }
 }
 
-/// Resident memory of this process without that of guests, bytes, if the system tells.
-fn resident_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+/// Resident memory of this process without that of guests, bytes, if the system tells in `status`.
+fn resident_bytes(status: &File) -> Option<u64> {
+    let mut bytes = vec![0; 4096];
+    let length = status.read_at(&mut bytes, 0).ok()?;
+    bytes.truncate(length);
+    let status = String::from_utf8_lossy(&bytes);
     let mut lines = status.lines();
     let anonymous = lines.find_map(|line| line.strip_prefix("RssAnon:"))?;
     let kib: u64 = anonymous.trim().strip_suffix(" kB")?.parse().ok()?;

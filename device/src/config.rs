@@ -15,11 +15,16 @@ use crate::adapter::AdapterSettings;
 use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
 use crate::limits::{memory_of_each, Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::rnic::RnicSettings;
+use crate::sandbox::{self, Identity, Mode};
 use crate::socket::Access;
 use crate::verbs::gid_policy::{self, GidPolicy, Gids, MAX_VLAN};
 
 /// Worker threads where nothing else is asked for, at most.
 const MAX_DEFAULT_WORKERS: usize = 4;
+/// File descriptors of the process that are enough without VMs, and more for each VM: two for each
+/// of 64 virtqueues, one for each of 509 memory regions, and what a session takes.
+const DESCRIPTORS: u64 = 256;
+const DESCRIPTORS_EACH: u64 = 1024;
 /// Longest time for which a worker may poll before it sleeps.
 const MAX_POLL: Duration = Duration::from_secs(10);
 
@@ -216,6 +221,19 @@ pub struct ServeArgs {
     /// Group of all sockets, a name or a number [default: the group of the process].
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
+    /// Become this user when the sockets are there, a name or a number [default: if started as
+    /// root, vhost-device-rdma if there is such a user, else 65534].
+    #[arg(long, value_name = "USER")]
+    pub user: Option<String>,
+    /// Give up what is not needed: privileges, files, system calls. log: system calls that should
+    /// not be needed are logged by the kernel, and carried out [default: on].
+    #[arg(
+        long,
+        value_enum,
+        value_name = "on|log|off",
+        hide_possible_values = true
+    )]
+    pub sandbox: Option<Mode>,
 }
 
 /// One VM to serve.
@@ -405,6 +423,8 @@ struct File {
     socket_owner: Option<String>,
     #[serde(alias = "socket_group")]
     socket_group: Option<String>,
+    user: Option<String>,
+    sandbox: Option<Mode>,
     limits: Limits,
     device: Vec<DeviceConfig>,
 }
@@ -420,6 +440,8 @@ pub struct Config {
     pub status_socket: Option<PathBuf>,
     /// Who may connect to the sockets.
     pub access: Access,
+    /// What the process gives up.
+    pub sandbox: sandbox::Settings,
 }
 
 impl Config {
@@ -479,10 +501,20 @@ impl Config {
         for (_, device) in &devices {
             adapter.reserve_gids_of(device);
         }
+        let status_socket = args.status_socket.or(file.status_socket);
+        let sockets = devices.iter().map(|(path, _)| path).chain(&status_socket);
+        let run_as = args.user.or(file.user);
+        let sandbox = sandbox::Settings {
+            mode: args.sandbox.or(file.sandbox).unwrap_or_default(),
+            user: run_as.map(identity).transpose()?,
+            directories: sockets.map(|path| directory(path)).collect(),
+            descriptors: DESCRIPTORS + DESCRIPTORS_EACH * devices.len() as u64,
+        };
         Ok(Self {
             adapter,
             devices,
-            status_socket: args.status_socket.or(file.status_socket),
+            status_socket,
+            sandbox,
             access: Access {
                 mode: args
                     .socket_mode
@@ -580,6 +612,17 @@ fn user(name: String) -> Result<u32, Error> {
     let found = || User::from_name(&name).ok().flatten();
     let id = name.parse().ok().or_else(|| Some(found()?.uid.as_raw()));
     id.ok_or(Error::Nobody { kind: "user", name })
+}
+
+fn identity(name: String) -> Result<Identity, Error> {
+    Identity::named(&name).ok_or(Error::Nobody { kind: "user", name })
+}
+
+/// Where a socket is.
+fn directory(socket: &Path) -> PathBuf {
+    let parent = socket.parent();
+    let parent = parent.filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new(".")).to_owned()
 }
 
 fn group(name: String) -> Result<u32, Error> {
@@ -828,6 +871,26 @@ mod tests {
     }
 
     #[test]
+    fn the_sandbox_is_on_unless_it_is_told_otherwise() {
+        let of = |cli: &[&str], file: &str| config(cli, file).unwrap().sandbox;
+        let device = "[[device]]\nsocket = '/run/x/a'\n";
+        let usual = of(
+            &["--socket-path", "b", "--status-socket", "/run/y/s"],
+            device,
+        );
+        assert_eq!(usual.mode, Mode::On);
+        assert_eq!(usual.user, None);
+        let directories = usual.directories.iter().map(|path| path.to_str().unwrap());
+        assert_eq!(directories.collect::<Vec<_>>(), ["/run/x", ".", "/run/y"]);
+        assert!(usual.descriptors >= 2 * DESCRIPTORS_EACH);
+        let told = format!("sandbox = 'log'\nuser = '17'\n{device}");
+        let logs = of(&[], &told);
+        assert_eq!((logs.mode, logs.user), (Mode::Log, Identity::named("17")));
+        let off = of(&["--sandbox", "off", "--user", "18"], &told);
+        assert_eq!((off.mode, off.user), (Mode::Off, Identity::named("18")));
+    }
+
+    #[test]
     fn nonsense_is_refused() {
         assert!(config(&[], "").is_err());
         assert!(config(&["--socket-path", "a", "--socket-path", "a"], "").is_err());
@@ -837,6 +900,8 @@ mod tests {
         assert!(config(&["--socket-path", "a,completion-queues=0"], "").is_err());
         assert!(config(&["--socket-path", "a", "--poll-us", "99999999999"], "").is_err());
         assert!(config(&["--socket-path", "a"], "wrokers = 1").is_err());
+        assert!(config(&["--socket-path", "a", "--sandbox", "perhaps"], "").is_err());
+        assert!(config(&["--socket-path", "a", "--user", "no such user"], "").is_err());
         assert!(config(
             &["--socket-path", "a"],
             "[[device]]\nsocket = 'b'\nmac = 'x'"

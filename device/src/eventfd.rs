@@ -81,6 +81,19 @@ thread_local! {
     static OWN: RefCell<Option<Signaller>> = const { RefCell::new(None) };
 }
 
+/// Gives all threads that have nothing of their own what they need to signal eventfds, while the
+/// process may still open files.
+///
+/// # Errors
+/// If the system has no Linux AIO, or no more room for it (`/proc/sys/fs/aio-max-nr`).
+pub fn set_up() -> io::Result<()> {
+    let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+    if shared.is_none() {
+        *shared = Some(Signaller::new()?);
+    }
+    Ok(())
+}
+
 /// Gives this thread what it needs to signal eventfds without waiting for other threads.
 ///
 /// # Errors
@@ -97,10 +110,8 @@ fn with<R>(f: impl FnOnce(&mut Signaller) -> io::Result<R>) -> io::Result<R> {
         if let Some(own) = own {
             return f(own);
         }
+        set_up()?;
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-        if shared.is_none() {
-            *shared = Some(Signaller::new()?);
-        }
         shared
             .as_mut()
             .map_or_else(|| Err(io::ErrorKind::Other.into()), f)

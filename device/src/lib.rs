@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`limits`], [`footprint`] | how much a VM may have, and what it has |
 //! | [`error`], [`epoll_fd`], [`eventfd`], [`socket`] | errors; file descriptors; sockets |
+//! | [`sandbox`] | what the process and its threads give up |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
 //! | [`engine`] | what work requests mean: send queues, responders, completions |
@@ -40,6 +41,7 @@ pub mod limits;
 pub mod memory;
 pub mod rnic;
 mod rnic_status;
+pub mod sandbox;
 pub mod socket;
 pub mod status;
 pub mod verbs;

@@ -4,17 +4,20 @@
 
 use std::error::Error;
 use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Parser;
 use log::info;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use nix::sys::signal::{SigSet, Signal};
 use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
-use vhost_device_rdma::error::sentence;
+use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
-use vhost_device_rdma::socket::Access;
+use vhost_device_rdma::rnic::RnicSettings;
+use vhost_device_rdma::sandbox::{Kind, Mode, Sandbox};
+use vhost_device_rdma::socket::{self, BoundSocket};
 use vhost_device_rdma::status::{self, StatusServer};
 use vhost_device_rdma::vhost_user::Server;
 
@@ -47,49 +50,80 @@ fn print_status(path: &std::path::Path, pretty: bool) -> Result<(), Box<dyn Erro
 }
 
 fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
-    let config = Config::new(args)?;
-    // Before any socket exists, so that none is left behind.
-    let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let adapter = Adapter::new(&config.adapter)?;
-    let mut servers = Vec::new();
-    let mut status_server = None;
-    let result = start(
-        &adapter,
-        config.devices,
-        &config.access,
-        config.status_socket.as_deref(),
-        &mut servers,
-        &mut status_server,
-    );
-    if result.is_ok() {
-        if let Some(signal) = signals.forever().next() {
-            let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-            info!("ending on {name}");
-        }
+    let mut config = Config::new(args)?;
+    // Before any socket exists, so that none is left behind, and before any thread does: only this
+    // one takes them.
+    let signals = [Signal::SIGINT, Signal::SIGTERM];
+    let signals: SigSet = signals.into_iter().collect();
+    signals.thread_block()?;
+    let sockets = Sockets::bind(&config)?;
+    let sandbox = Sandbox::enter(&config.sandbox)?;
+    if config.sandbox.mode != Mode::Off {
+        // A confined thread could not read what a backtrace takes.
+        log_panics();
     }
-    servers.into_iter().for_each(Server::stop);
-    status_server.into_iter().for_each(StatusServer::stop);
+    config.adapter.sandbox = sandbox.clone();
+    let adapter = Adapter::new(&config.adapter)?;
+    let mut running = Running::default();
+    let result = running.start(sockets, config.devices, &adapter, &sandbox);
+    let result = result.and_then(|()| Ok(sandbox.confine(Kind::Control)?));
+    let result = result.and_then(|()| Ok(signals.wait()?));
+    if let Ok(signal) = result {
+        info!("ending on {signal}");
+    }
+    running.stop();
     adapter.shutdown();
-    result
+    result.map(drop)
 }
 
-fn start(
-    adapter: &std::sync::Arc<Adapter>,
-    devices: Vec<(std::path::PathBuf, vhost_device_rdma::rnic::RnicSettings)>,
-    access: &Access,
-    status_socket: Option<&std::path::Path>,
-    servers: &mut Vec<Server>,
-    status_server: &mut Option<StatusServer>,
-) -> Result<(), Box<dyn Error>> {
-    let all = devices
-        .iter()
-        .map(|(_, settings)| settings.clone())
-        .collect();
-    for (path, settings) in devices {
-        servers.push(Server::start(&path, access, adapter.clone(), settings)?);
+/// The sockets of the process, bound.
+struct Sockets {
+    devices: Vec<BoundSocket>,
+    status: Option<BoundSocket>,
+}
+
+impl Sockets {
+    fn bind(config: &Config) -> Result<Self, socket::Error> {
+        let bind = |path: &Path| BoundSocket::bind(path, &config.access);
+        let devices = config.devices.iter();
+        let devices = devices
+            .map(|(path, _)| bind(path))
+            .collect::<Result<_, _>>()?;
+        // The last one: whoever waits for it finds the others.
+        let status = config.status_socket.as_deref().map(bind).transpose()?;
+        Ok(Self { devices, status })
     }
-    if let Some(path) = status_socket {
-        *status_server = Some(StatusServer::start(path, access, adapter.clone(), all)?);
+}
+
+/// What serves the sockets.
+#[derive(Default)]
+struct Running {
+    servers: Vec<Server>,
+    status: Option<StatusServer>,
+}
+
+impl Running {
+    fn start(
+        &mut self,
+        sockets: Sockets,
+        devices: Vec<(PathBuf, RnicSettings)>,
+        adapter: &Arc<Adapter>,
+        sandbox: &Sandbox,
+    ) -> Result<(), Box<dyn Error>> {
+        let devices: Vec<_> = devices.into_iter().map(|(_, settings)| settings).collect();
+        for (socket, settings) in sockets.devices.into_iter().zip(devices.clone()) {
+            let server = Server::start(socket, adapter.clone(), settings, sandbox)?;
+            self.servers.push(server);
+        }
+        if let Some(socket) = sockets.status {
+            let server = StatusServer::start(socket, adapter.clone(), devices, sandbox)?;
+            self.status = Some(server);
+        }
+        Ok(())
     }
-    Ok(())
+
+    fn stop(self) {
+        self.servers.into_iter().for_each(Server::stop);
+        self.status.into_iter().for_each(StatusServer::stop);
+    }
 }

@@ -39,13 +39,69 @@ pub enum Error {
     },
 }
 
-/// Binds a unix socket at `path`, to which only those may connect whom `access` names. A socket
-/// file that nobody listens on any longer is replaced.
-///
-/// # Errors
-/// If another process listens there, something that is not a socket is there, or the system
-/// refuses.
-pub fn bind(path: &Path, access: &Access) -> Result<UnixListener, Error> {
+/// A socket that is bound. Its file is removed when this is dropped, if the process may do that.
+#[derive(Debug)]
+pub struct BoundSocket {
+    path: PathBuf,
+    listener: UnixListener,
+}
+
+impl BoundSocket {
+    /// Binds a Unix socket at `path`, to which only those may connect whom `access` names. A socket
+    /// file that nobody listens on any longer is replaced.
+    ///
+    /// # Errors
+    /// If another process listens there, something that is not a socket is there, or the system
+    /// refuses.
+    pub fn bind(path: &Path, access: &Access) -> Result<Self, Error> {
+        let listener = bind(path, access)?;
+        Ok(Self {
+            path: path.to_owned(),
+            listener,
+        })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What accepts connections: a file descriptor of its own.
+    ///
+    /// # Errors
+    /// If the system has no file descriptors left.
+    pub fn listener(&self) -> Result<UnixListener, Error> {
+        self.listener
+            .try_clone()
+            .map_err(|source| self.error(source))
+    }
+
+    /// What the system said when this socket was to be served.
+    #[must_use]
+    pub fn error(&self, source: io::Error) -> Error {
+        Error::Listen {
+            path: self.path.clone(),
+            source,
+        }
+    }
+}
+
+impl Drop for BoundSocket {
+    fn drop(&mut self) {
+        let path = self.path.display();
+        match std::fs::remove_file(&self.path) {
+            Ok(()) => {}
+            // The directory is not that of the user that the process has become.
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                log::info!("{path} stays until the next start, which replaces it: {e}");
+            }
+            Err(e) => log::warn!("cannot remove {path}: {e}"),
+        }
+    }
+}
+
+fn bind(path: &Path, access: &Access) -> Result<UnixListener, Error> {
     let listen = |source| Error::Listen {
         path: path.to_owned(),
         source,
@@ -96,9 +152,10 @@ mod tests {
         let directory = TempDir::new().unwrap();
         let path = directory.as_path().join("socket");
         let metadata = |access| {
-            let listener = bind(&path, &access).unwrap();
+            let socket = BoundSocket::bind(&path, &access).unwrap();
             let metadata = std::fs::metadata(&path).unwrap();
-            drop(listener);
+            drop(socket);
+            assert!(!path.exists());
             (metadata.mode() & 0o7777, metadata.uid(), metadata.gid())
         };
         let own = metadata(Access::default());

@@ -8,18 +8,20 @@ use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use log::{debug, error, info, warn};
+use log::{debug, error, info};
 use serde_json::{json, Value};
+use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use crate::adapter::Adapter;
 use crate::config::Mac;
+use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::rnic::RnicSettings;
-use crate::socket::{self, Access};
+use crate::sandbox::{Kind, Sandbox};
+use crate::socket::{self, BoundSocket};
 
 /// How long a client may take to read.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -29,6 +31,10 @@ const REQUEST_TIME: Duration = Duration::from_millis(500);
 const MAX_REQUEST: usize = 8192;
 /// How long a client waits for an answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Epoll data: the process ends.
+const EXIT: u64 = 0;
+/// Epoll data: a client connects.
+const SOCKET: u64 = 1;
 
 /// Why the status of a running process cannot be told.
 #[derive(Debug, thiserror::Error)]
@@ -119,35 +125,39 @@ fn ask(path: &Path, request: &str) -> Result<Value, Error> {
 
 /// A status socket that is served.
 pub struct StatusServer {
-    path: PathBuf,
-    exit: Arc<AtomicBool>,
+    _socket: BoundSocket,
+    exit: EventFd,
     thread: JoinHandle<()>,
 }
 
 impl StatusServer {
-    /// Gives the status of `adapter` to everyone who may connect to the socket `path`, and takes
-    /// the links of `devices` down and up for them.
+    /// Gives the status of `adapter` to everyone who may connect to `socket`, and takes the links
+    /// of `devices` down and up for them. Its thread is confined by `sandbox`.
     ///
     /// # Errors
-    /// If the socket cannot be bound, or the system has no threads left.
+    /// If the system has no threads or file descriptors left.
     pub fn start(
-        path: &Path,
-        access: &Access,
+        socket: BoundSocket,
         adapter: Arc<Adapter>,
         devices: Vec<RnicSettings>,
+        sandbox: &Sandbox,
     ) -> Result<Self, socket::Error> {
-        let listener = socket::bind(path, access)?;
-        let exit = Arc::new(AtomicBool::new(false));
-        let told = exit.clone();
-        let thread = std::thread::Builder::new()
-            .name("status".into())
-            .spawn(move || serve(&listener, &adapter, &devices, &told))
-            .map_err(|source| socket::Error::Listen {
-                path: path.to_owned(),
-                source,
-            })?;
+        let failed = |source| socket.error(source);
+        let server = Serving {
+            listener: socket.listener()?,
+            epoll: EpollFd::new().map_err(failed)?,
+            adapter,
+            devices,
+        };
+        let exit = EventFd::new(EFD_NONBLOCK).map_err(failed)?;
+        server.epoll.add(&exit, EXIT).map_err(failed)?;
+        let listener = &server.listener;
+        server.epoll.add(listener, SOCKET).map_err(failed)?;
+        let thread = sandbox
+            .spawn(Kind::Control, "status".into(), move || server.run())
+            .map_err(failed)?;
         Ok(Self {
-            path: path.to_owned(),
+            _socket: socket,
             exit,
             thread,
         })
@@ -155,36 +165,68 @@ impl StatusServer {
 
     /// Stops listening and removes the socket.
     pub fn stop(self) {
-        self.exit.store(true, Ordering::Release);
-        // A connection wakes the thread, which then sees that it is to end.
-        if UnixStream::connect(&self.path).is_ok() && self.thread.join().is_err() {
-            error!("the status thread panicked");
+        if let Err(e) = self.exit.write(1) {
+            error!("cannot stop the status thread: {e}");
+            return;
         }
-        if let Err(e) = std::fs::remove_file(&self.path) {
-            warn!("cannot remove {}: {e}", self.path.display());
+        if self.thread.join().is_err() {
+            error!("the status thread panicked");
         }
     }
 }
 
-fn serve(listener: &UnixListener, adapter: &Adapter, devices: &[RnicSettings], exit: &AtomicBool) {
-    for stream in listener.incoming() {
-        if exit.load(Ordering::Acquire) {
-            return;
-        }
-        let told = stream.and_then(|mut stream| {
-            stream.set_write_timeout(Some(TIMEOUT))?;
-            let request = read_request(&mut stream)?;
-            // In one piece: it is formatted in very many.
-            let answer = format!("{}\n", answer(adapter, devices, &request));
-            stream.write_all(answer.as_bytes())?;
-            stream.shutdown(Shutdown::Both)
-        });
-        if let Err(e) = told {
-            debug!("the status was not read: {e}");
-            if e.raw_os_error() == Some(libc::EMFILE) {
-                std::thread::sleep(Duration::from_millis(200));
+/// What the thread works with.
+struct Serving {
+    listener: UnixListener,
+    epoll: EpollFd,
+    adapter: Arc<Adapter>,
+    devices: Vec<RnicSettings>,
+}
+
+impl Serving {
+    fn run(&self) {
+        loop {
+            let result = self.wait().and_then(|more| {
+                if more {
+                    self.answer()?;
+                }
+                Ok(more)
+            });
+            match result {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(e) => {
+                    debug!("the status was not read: {e}");
+                    if e.raw_os_error() == Some(libc::EMFILE) {
+                        std::thread::sleep(Duration::from_millis(200));
+                    }
+                }
             }
         }
+    }
+
+    /// Waits for a client; false: the process ends.
+    fn wait(&self) -> io::Result<bool> {
+        loop {
+            let mut space = [NO_EVENT; 2];
+            let events = self.epoll.wait(-1, &mut space)?;
+            if events.iter().any(|event| event.data == EXIT) {
+                return Ok(false);
+            }
+            if !events.is_empty() {
+                return Ok(true);
+            }
+        }
+    }
+
+    fn answer(&self) -> io::Result<()> {
+        let (mut stream, _) = self.listener.accept()?;
+        stream.set_write_timeout(Some(TIMEOUT))?;
+        let request = read_request(&mut stream)?;
+        // In one piece: it is formatted in very many.
+        let answer = answer(&self.adapter, &self.devices, &request);
+        stream.write_all(format!("{answer}\n").as_bytes())?;
+        stream.shutdown(Shutdown::Both)
     }
 }
 

@@ -13,7 +13,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
 use vhost_device_rdma::rnic::RnicSettings;
-use vhost_device_rdma::socket::Access;
+use vhost_device_rdma::sandbox::Sandbox;
+use vhost_device_rdma::socket::{Access, BoundSocket};
 use vhost_device_rdma::vhost_user::Server;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::spec::command::{mw_type, PageList};
@@ -76,8 +77,9 @@ impl Bed {
                 mac: [0x52, 0x54, 0, 0, 0, i],
                 ..RnicSettings::default()
             };
-            servers
-                .push(Server::start(&path, &Access::default(), adapter.clone(), settings).unwrap());
+            let socket = BoundSocket::bind(&path, &Access::default()).unwrap();
+            let sandbox = Sandbox::default();
+            servers.push(Server::start(socket, adapter.clone(), settings, &sandbox).unwrap());
             let options = VmOptions {
                 features: 1 << feature::FAST_REG
                     | 1 << feature::PHYSICAL_MR

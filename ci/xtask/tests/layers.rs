@@ -15,6 +15,7 @@ const DEVICE: &[&[&str]] = &[
         "eventfd",
         "socket",
     ],
+    &["sandbox"],
     &["memory"],
     &["verbs"],
     &["engine"],

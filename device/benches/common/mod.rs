@@ -9,7 +9,8 @@ use std::time::Duration;
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
 use vhost_device_rdma::engine::LONE_BUDGET;
 use vhost_device_rdma::rnic::RnicSettings;
-use vhost_device_rdma::socket::Access;
+use vhost_device_rdma::sandbox::Sandbox;
+use vhost_device_rdma::socket::{Access, BoundSocket};
 use vhost_device_rdma::vhost_user::Server;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::core::buffer::QpCaps;
@@ -82,9 +83,10 @@ impl Bed {
                 mac: [0x52, 0x54, 0, 0, 0, i],
                 ..RnicSettings::default()
             };
+            let socket = BoundSocket::bind(&path, &Access::default()).expect("a socket");
             servers.push(
-                Server::start(&path, &Access::default(), adapter.clone(), settings)
-                    .expect("a socket"),
+                Server::start(socket, adapter.clone(), settings, &Sandbox::default())
+                    .expect("a server"),
             );
             path
         });

@@ -197,8 +197,9 @@ pub(super) fn allocate_region(rnic: &Arc<Rnic>, body: &AllocMr) -> Result<Vec<u8
     let mut tables = rnic.tables_mut();
     let tables = &mut *tables;
     let pd = tables.pds.get_mut(body.pd).ok_or(Error::NotFound)?;
-    let region = FastMr::new(body.pd, body.max_pages, form);
-    let index = tables.keys.add_fast_region(region)?;
+    let index = tables
+        .keys
+        .add_fast_region(|index| FastMr::new(index, body.pd, body.max_pages, form))?;
     pd.users += 1;
     Ok(keys_response(index << 8 | u32::from(body.key)))
 }

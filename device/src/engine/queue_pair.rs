@@ -24,6 +24,7 @@ use crate::footprint::Share;
 use crate::limits::{GID_TABLE_LEN, MAX_RD_ATOMIC};
 use crate::memory::{lines, prefetch_from, GuestMemory, Hint, Pages};
 use crate::verbs::cq::Cq;
+use crate::verbs::numbers::Numbered;
 use crate::verbs::srq::{Srq, Waiter};
 use crate::verbs::{state, Error};
 
@@ -174,6 +175,13 @@ pub(crate) struct QpParts {
     pub srq: Option<Arc<Srq>>,
     pub send_queue: SendQueue,
     pub responder: Responder,
+}
+
+impl Numbered for Arc<Qp> {
+    #[inline(always)]
+    fn number(&self) -> u32 {
+        self.number
+    }
 }
 
 impl Qp {

@@ -21,6 +21,8 @@ use crate::memory::{Form, GuestMemory};
 /// that is sure to happen takes it for writing: `change` is held from before that is looked at.
 #[derive(Debug)]
 pub struct FastMr {
+    /// Index of its keys.
+    pub index: u32,
     /// Protection domain.
     pub pd: u32,
     /// Pages or blocks of a registration, at most.
@@ -38,8 +40,9 @@ pub(super) type Lease<'a> = RwLockReadGuard<'a, Option<Mr>>;
 impl FastMr {
     /// A free region.
     #[must_use]
-    pub fn new(pd: u32, max_pages: u32, form: Form) -> Self {
+    pub fn new(index: u32, pd: u32, max_pages: u32, form: Form) -> Self {
         Self {
+            index,
             pd,
             max_pages,
             form,

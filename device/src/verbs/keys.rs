@@ -12,7 +12,7 @@ use virtio_rdma_spec::verbs::{access, vendor_err};
 use super::fast::{FastMr, Lease};
 use super::mr::{check_range, Mr};
 use super::mw::{Binding, Mw, State};
-use super::numbers::{Numbers, NUMBERS};
+use super::numbers::{Numbered, Numbers, NUMBERS};
 use super::Error;
 use crate::footprint::{boxed, Footprint, Share};
 use crate::limits::Limits;
@@ -223,6 +223,17 @@ pub struct Keys {
 /// What a window takes: itself, and its entry in `Keys::bound`.
 pub(crate) const WINDOW: u64 = boxed::<Mw>() + 4 * size_of::<(u32, u32)>() as u64;
 
+impl Numbered for Key {
+    #[inline(always)]
+    fn number(&self) -> u32 {
+        match self {
+            Self::Region(mr) => mr.key >> 8,
+            Self::Fast(region) => region.index,
+            Self::Window(window) => window.index,
+        }
+    }
+}
+
 impl Key {
     /// What the object takes, bytes.
     fn footprint(&self) -> u64 {
@@ -303,15 +314,15 @@ impl Keys {
         self.add(boxed::<Mr>(), |index| Key::Region(Box::new(make(index))))
     }
 
-    /// Adds a fast region.
+    /// Adds the fast region that `make` makes of its index.
     ///
     /// # Errors
     /// [`Error::NoMemory`] if there are too many regions.
-    pub fn add_fast_region(&mut self, region: FastMr) -> Result<u32, Error> {
+    pub fn add_fast_region(&mut self, make: impl FnOnce(u32) -> FastMr) -> Result<u32, Error> {
         if self.mrs() >= self.max_mrs {
             return Err(Error::NoMemory);
         }
-        self.add(boxed::<FastMr>(), |_| Key::Fast(Box::new(region)))
+        self.add(boxed::<FastMr>(), |index| Key::Fast(Box::new(make(index))))
     }
 
     /// Adds the window that `make` makes of its index.

@@ -35,6 +35,8 @@ pub struct State {
 /// any longer.
 #[derive(Debug)]
 pub struct Mw {
+    /// Index of its keys.
+    pub index: u32,
     /// Protection domain.
     pub pd: u32,
     /// Type 2: bound once, until it is invalidated, and only good for the queue pair that bound it.
@@ -47,6 +49,7 @@ impl Mw {
     #[must_use]
     pub fn new(key: u32, pd: u32, type_2: bool) -> Self {
         Self {
+            index: key >> 8,
             pd,
             type_2,
             state: RwLock::new(State { key, binding: None }),

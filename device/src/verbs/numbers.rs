@@ -61,12 +61,18 @@ impl Order {
     }
 }
 
+/// An object that has a number, which it keeps.
+pub trait Numbered {
+    /// Its number.
+    fn number(&self) -> u32;
+}
+
 /// A table of objects by number.
 #[derive(Debug)]
 pub struct Numbers<T> {
     /// None, or a power of two. Number n is at place n modulo that. At most half of the places are
     /// taken, and a number whose place is taken is left out.
-    places: Vec<Option<(u32, T)>>,
+    places: Vec<Option<T>>,
     /// The numbers that may be given, and their count.
     range: RangeInclusive<u32>,
     count: u32,
@@ -78,7 +84,7 @@ pub struct Numbers<T> {
     share: Share,
 }
 
-impl<T> Numbers<T> {
+impl<T: Numbered> Numbers<T> {
     /// An empty table, for at most `max` objects with numbers of a range within [`NUMBERS`].
     #[must_use]
     pub fn new(range: RangeInclusive<u32>, max: u32) -> Self {
@@ -141,7 +147,7 @@ impl<T> Numbers<T> {
         number as usize & self.places.len().wrapping_sub(1)
     }
 
-    /// Stores the object that `make` makes of its number.
+    /// Stores the object with the number that it is given that `make` makes.
     ///
     /// # Errors
     /// [`Error::NoMemory`] if the table is full or cannot grow, or what `make` fails with.
@@ -166,7 +172,7 @@ impl<T> Numbers<T> {
         };
         let object = make(number).inspect_err(|_| self.tidy())?;
         if let Some(free) = self.places.get_mut(place) {
-            *free = Some((number, object));
+            *free = Some(object);
         }
         self.len += 1;
         Ok(number)
@@ -176,7 +182,7 @@ impl<T> Numbers<T> {
     fn grow(&mut self) -> Result<(), NoMemory> {
         let count = (2 * self.places.len()).max(LEAST);
         let before = self.share.bytes();
-        let bytes = listed::<Option<(u32, T)>>(count);
+        let bytes = listed::<Option<T>>(count);
         self.share.grow(bytes.saturating_sub(before))?;
         let mut places = Vec::new();
         if places.try_reserve_exact(count).is_err() {
@@ -188,7 +194,7 @@ impl<T> Numbers<T> {
             .into_iter()
             .flatten()
         {
-            let place = self.place(taken.0);
+            let place = self.place(taken.number());
             if let Some(free) = self.places.get_mut(place) {
                 *free = Some(taken);
             }
@@ -200,33 +206,28 @@ impl<T> Numbers<T> {
     #[inline(always)]
     #[must_use]
     pub fn get(&self, number: u32) -> Option<&T> {
-        match self.places.get(self.place(number)) {
-            Some(Some((there, object))) if *there == number => Some(object),
-            _ => None,
-        }
+        self.candidate(number)
+            .filter(|object| object.number() == number)
     }
 
     /// The only object that can have a number. It may have another one, as the caller finds out.
     #[inline(always)]
     pub(super) fn candidate(&self, number: u32) -> Option<&T> {
-        let place = self.places.get(self.place(number))?;
-        place.as_ref().map(|(_, object)| object)
+        self.places.get(self.place(number))?.as_ref()
     }
 
     /// The object of a number, to change it.
     pub fn get_mut(&mut self, number: u32) -> Option<&mut T> {
         let place = self.place(number);
-        match self.places.get_mut(place) {
-            Some(Some((there, object))) if *there == number => Some(object),
-            _ => None,
-        }
+        let object = self.places.get_mut(place)?.as_mut()?;
+        (object.number() == number).then_some(object)
     }
 
     /// Takes the object of a number out.
     pub fn remove(&mut self, number: u32) -> Option<T> {
         let place = self.place(number);
         let taken = self.places.get_mut(place)?;
-        let (_, object) = taken.take_if(|(there, _)| *there == number)?;
+        let object = taken.take_if(|object| object.number() == number)?;
         self.len -= 1;
         self.tidy();
         Some(object)
@@ -243,23 +244,21 @@ impl<T> Numbers<T> {
     /// All objects with their numbers.
     pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
         let taken = self.places.iter().flatten();
-        taken.map(|(number, object)| (*number, object))
+        taken.map(|object| (object.number(), object))
     }
 
     /// All objects, to change them.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.places.iter_mut().flatten().map(|(_, object)| object)
+        self.places.iter_mut().flatten()
     }
 
     /// Takes all objects out. Their numbers do not come again for that.
     pub fn clear(&mut self) -> Vec<T> {
         self.len = 0;
         self.share.shrink(0);
-        let places = std::mem::take(&mut self.places);
-        places
+        std::mem::take(&mut self.places)
             .into_iter()
             .flatten()
-            .map(|(_, object)| object)
             .collect()
     }
 }
@@ -269,6 +268,12 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
+
+    impl Numbered for u32 {
+        fn number(&self) -> u32 {
+            *self
+        }
+    }
 
     fn insert(numbers: &mut Numbers<u32>) -> u32 {
         numbers.insert_with(Ok).unwrap()
@@ -320,7 +325,7 @@ mod tests {
 
     #[test]
     fn a_table_takes_memory_for_the_objects_that_there_are() {
-        let account = Footprint::new(listed::<Option<(u32, u32)>>(32));
+        let account = Footprint::new(listed::<Option<u32>>(32));
         let mut numbers = Numbers::new(NUMBERS, 300).within(&account);
         let given: Vec<_> = (0..16).map(|_| insert(&mut numbers)).collect();
         assert_eq!(account.bytes(), account.limit());

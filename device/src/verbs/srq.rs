@@ -11,6 +11,7 @@ use virtio_rdma_spec::verbs::vendor_err;
 
 use super::cq::Cq;
 use super::keys::{CachedRange, Keys};
+use super::numbers::Numbered;
 use super::work_queue::{FastReceive, WorkQueue};
 use super::Error;
 use crate::footprint::{counted, listed, Share};
@@ -154,6 +155,12 @@ pub(crate) struct Taken {
     pub limit_reached: bool,
     /// What is wrong with it (`vendor_err`), if anything.
     pub bad: Option<u8>,
+}
+
+impl Numbered for Arc<Srq> {
+    fn number(&self) -> u32 {
+        self.number
+    }
 }
 
 impl Srq {

@@ -2,12 +2,12 @@
 //! Sockets: one per VM, each served by a thread of its own, one front end after the other.
 use std::io;
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use log::{error, info, warn, Level};
+use log::{error, info, Level};
 use vhost::vhost_user::{Error as VhostUserError, Listener};
 use vhost_user_backend::Error as DaemonError;
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
@@ -19,7 +19,8 @@ use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::error::sentence;
 use crate::heap;
 use crate::rnic::RnicSettings;
-use crate::socket::{self, Access};
+use crate::sandbox::{Kind, Sandbox};
+use crate::socket::{self, BoundSocket};
 use crate::virtio::VirtioDevice;
 use crate::warnings::RateLimited;
 
@@ -28,7 +29,7 @@ const SOCKET: u64 = 1;
 
 /// A socket that is served.
 pub struct Server {
-    path: PathBuf,
+    socket: BoundSocket,
     exit: EventFd,
     stopping: Arc<AtomicBool>,
     connection: Connection,
@@ -36,57 +37,51 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves VMs on the socket `path`, which gets `access`: for each front end that connects, an rnic of `settings` is
-    /// attached.
+    /// Serves VMs on `socket`: for each front end that connects, an rnic of `settings` is attached.
+    /// Its threads are confined by `sandbox`.
     ///
     /// # Errors
-    /// If the socket cannot be bound, or the system has no threads or file descriptors left.
+    /// If the system has no threads or file descriptors left.
     pub fn start(
-        path: &Path,
-        access: &Access,
+        socket: BoundSocket,
         adapter: Arc<Adapter>,
         settings: RnicSettings,
+        sandbox: &Sandbox,
     ) -> Result<Self, socket::Error> {
-        let listener = socket::bind(path, access)?;
-        let started = || -> io::Result<Self> {
-            let exit = EventFd::new(EFD_NONBLOCK)?;
-            let stopping = Arc::new(AtomicBool::new(false));
-            let connection = Connection::default();
-            let server = Listening {
-                path: path.to_owned(),
-                listener: listener.into(),
-                exit: exit.try_clone()?,
-                stopping: stopping.clone(),
-                connection: connection.clone(),
-                adapter,
-                settings,
-                log: Arc::new(RateLimited::new(path.display().to_string())),
-            };
-            let thread = std::thread::Builder::new()
-                .name("vhost-user".into())
-                .spawn(move || server.run())?;
-            Ok(Self {
-                path: path.to_owned(),
-                exit,
-                stopping,
-                connection,
-                thread,
-            })
+        let failed = |source| socket.error(source);
+        let listener = socket.listener()?;
+        let exit = EventFd::new(EFD_NONBLOCK).map_err(failed)?;
+        let stopping = Arc::new(AtomicBool::new(false));
+        let connection = Connection::default();
+        let server = Listening {
+            path: socket.path().to_owned(),
+            listener: listener.into(),
+            exit: exit.try_clone().map_err(failed)?,
+            stopping: stopping.clone(),
+            connection: connection.clone(),
+            adapter,
+            settings,
+            log: Arc::new(RateLimited::new(socket.path().display().to_string())),
         };
-        started().map_err(|source| {
-            let _ = std::fs::remove_file(path);
-            socket::Error::Listen {
-                path: path.to_owned(),
-                source,
-            }
+        let thread = sandbox
+            // Those of a session inherit what confines it.
+            .spawn(Kind::FrontEnd, "vhost-user".into(), move || server.run())
+            .map_err(failed)?;
+        Ok(Self {
+            socket,
+            exit,
+            stopping,
+            connection,
+            thread,
         })
     }
 
     /// Disconnects the front end, stops listening, removes the socket.
     pub fn stop(self) {
+        let path = self.socket.path().display();
         self.stopping.store(true, Ordering::SeqCst);
         if let Err(e) = self.exit.write(1) {
-            error!("cannot stop listening on {}: {e}", self.path.display());
+            error!("cannot stop listening on {path}: {e}");
             return;
         }
         // A session that begins after this sees `stopping`.
@@ -94,10 +89,7 @@ impl Server {
             connection.shutdown();
         }
         if self.thread.join().is_err() {
-            error!("the thread of {} panicked", self.path.display());
-        }
-        if let Err(e) = std::fs::remove_file(&self.path) {
-            warn!("cannot remove {}: {e}", self.path.display());
+            error!("the thread of {path} panicked");
         }
     }
 }

@@ -162,6 +162,10 @@ impl Loop {
         }
     }
 
+    pub(super) fn worker(&self) -> Arc<Worker> {
+        self.worker.clone()
+    }
+
     pub(super) fn run(&mut self) {
         let mut idle_since = None;
         // The time of the last poll iteration, if it found nothing.
@@ -506,7 +510,12 @@ impl Loop {
             Some(at) => self.set_timer(at.saturating_sub(now)),
             None => -1,
         };
-        match self.worker.epoll.wait(timeout, &mut [NO_EVENT; 16]) {
+        self.worker.waits.store(true, Ordering::SeqCst);
+        let mut space = [NO_EVENT; 16];
+        let events = self.worker.epoll.wait(timeout, &mut space);
+        self.worker.waits.store(false, Ordering::SeqCst);
+        self.worker.nap.end();
+        match events {
             Ok(events) => {
                 if events.iter().any(|event| event.data == KICK) {
                     count(&self.worker.stats.kicks);

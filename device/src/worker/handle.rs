@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A worker as other threads see it: what they hand to it, and how they wake it.
 use std::fs::File;
-use std::io;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
-use std::sync::{mpsc, Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,12 +13,15 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::event_loop::Loop;
+use super::supervision::{supervise, OnFailure};
 use super::timers::Held;
+use super::watchdog::{Account, Nap};
 use crate::engine::queue_pair::Qp;
 use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
+use crate::sandbox::{Kind, Sandbox};
 use crate::verbs::cq::Cq;
 
 /// Epoll data of the notifications from guests.
@@ -71,13 +73,28 @@ pub struct Worker {
     /// Changes with `vms`, and when the status must be announced again.
     pub(super) generation: AtomicU64,
     pub(super) stopping: AtomicBool,
+    /// The thread waits in the kernel, as it should.
+    pub(super) waits: AtomicBool,
+    /// The watchdog's, which is woken when this worker wakes up.
+    pub(super) nap: Arc<Nap>,
+    /// What the kernel tells of the thread.
+    pub(super) account: OnceLock<Account>,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) stats: Stats,
 }
 
+/// How a worker's thread is started.
+#[derive(Debug, Clone, Default)]
+pub struct ThreadOptions {
+    /// The CPU that it is pinned to.
+    pub cpu: Option<usize>,
+    /// What confines it.
+    pub sandbox: Sandbox,
+}
+
 impl Worker {
     /// Starts worker `index`, which sleeps after looking for work in vain for `poll_budget`, at
-    /// most.
+    /// most. `failed` is told if its thread ends before it is stopped.
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
@@ -86,27 +103,45 @@ impl Worker {
         reader: Reader,
         registry: Arc<Registry>,
         poll_budget: Duration,
-        cpu: Option<usize>,
+        options: ThreadOptions,
+        failed: OnFailure,
     ) -> std::io::Result<Arc<Self>> {
-        let (worker, mut work) = Self::without_thread(index, reader, registry, poll_budget)?;
-        let (ready, started) = mpsc::channel();
-        let thread = std::thread::Builder::new()
-            .name(format!("worker{index}"))
-            .spawn(move || {
-                if let Some(cpu) = cpu {
-                    pin(index, cpu);
-                }
-                let set_up = eventfd::set_up_thread();
-                let go = set_up.is_ok();
-                // The other end is waited at below.
-                let _ = ready.send(set_up);
-                if go {
-                    work.run();
-                }
-            })?;
-        started.recv().map_err(io::Error::other)??;
-        *worker.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        let (worker, work) = Self::without_thread(index, reader, registry, poll_budget)?;
+        worker.run(work, options, failed, Loop::run)?;
         Ok(worker)
+    }
+
+    /// Starts the worker's thread, which does `body`.
+    pub(super) fn run(
+        &self,
+        mut work: Loop,
+        options: ThreadOptions,
+        failed: OnFailure,
+        body: impl FnOnce(&mut Loop) + Send + 'static,
+    ) -> std::io::Result<()> {
+        let index = self.index;
+        let begin = move || {
+            if let Some(cpu) = options.cpu {
+                pin(index, cpu);
+            }
+            let account = Account::of_this_thread();
+            if let Err(error) = &account {
+                log::warn!("no watchdog for worker {index}: /proc does not tell of it: {error}");
+            }
+            eventfd::set_up_thread()?;
+            Ok(account.ok())
+        };
+        let (kind, name) = (Kind::Worker, format!("worker{index}"));
+        let worker = work.worker();
+        let thread = options
+            .sandbox
+            .spawn_after(kind, name, begin, move |account| {
+                // It is the only one.
+                let _ = account.map(|account| worker.account.set(account));
+                supervise(&worker, &failed, || body(&mut work));
+            })?;
+        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(())
     }
 
     /// A worker that does nothing but what its loop is told to, in the caller's thread: for
@@ -136,6 +171,9 @@ impl Worker {
             vms: Mutex::default(),
             generation: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
+            waits: AtomicBool::new(false),
+            nap: Arc::default(),
+            account: OnceLock::new(),
             thread: Mutex::default(),
             stats: Stats::default(),
         });
@@ -180,6 +218,20 @@ impl Worker {
         if self.asleep.load(Ordering::SeqCst) {
             self.wake_up();
         }
+    }
+
+    /// Wakes a thread that is parked: that of a test.
+    #[cfg(test)]
+    pub(super) fn unpark(&self) {
+        let stopping = &self.stopping;
+        stopping.store(true, Ordering::SeqCst);
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        thread.iter().for_each(|thread| thread.thread().unpark());
+    }
+
+    /// Whether it was told to stop.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::SeqCst)
     }
 
     fn wake_up(&self) {

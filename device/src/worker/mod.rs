@@ -25,6 +25,11 @@
 //! fence, and a load: so either the guest sees SLEEPING and notifies, or the worker sees the bit.
 //! The same holds between scheduling (inbox, then `asleep`) and the worker (`asleep`, then inbox).
 //! The notification itself is an eventfd, which remembers.
+//!
+//! # A worker that fails is seen
+//! One that panics (`supervision`) or makes no progress (`watchdog`) would leave its queue pairs
+//! waiting in a process that looks healthy. So it ends the process: front ends see that their
+//! connections end, guests see a lost device, and whoever started the process starts it again.
 mod busy_poll;
 mod doorbell;
 mod event_loop;
@@ -32,8 +37,12 @@ mod handle;
 mod idle_policy;
 mod run_queue;
 mod scheduler;
+mod supervision;
 mod timers;
+mod watchdog;
 mod watched;
 
 pub use event_loop::Loop;
-pub use handle::Worker;
+pub use handle::{ThreadOptions, Worker};
+pub use supervision::{end_process, Failure, OnFailure, FAILURE_STATUS};
+pub use watchdog::{Patience, Watchdog};

@@ -135,6 +135,14 @@ impl Readers {
         let each = each.collect();
         (all, each)
     }
+
+    /// A number that changes whenever this reader enters or leaves a read section: what a watchdog
+    /// looks at. Zero for a reader that there is not.
+    #[must_use]
+    pub fn round(&self, index: usize) -> u64 {
+        let slot = self.slots.get(index);
+        slot.map_or(0, |slot| slot.round.load(Ordering::Relaxed))
+    }
 }
 
 /// A thread that may look at everything that is shared with its [`Readers`].
@@ -342,6 +350,20 @@ mod tests {
             drop(guard);
         });
         assert_eq!((waits(), *lock(&mutex)), (1, 2));
+    }
+
+    #[test]
+    fn each_read_section_can_be_counted_from_outside() {
+        let (all, mut each) = Readers::new(2);
+        let mut seen = vec![all.round(1)];
+        drop(each[1].enter());
+        seen.push(all.round(1));
+        let section = each[1].enter();
+        seen.push(all.round(1));
+        drop(section);
+        seen.push(all.round(1));
+        assert!(seen.windows(2).all(|pair| pair[0] < pair[1]), "{seen:?}");
+        assert_eq!((all.round(0), all.round(2)), (0, 0));
     }
 
     #[test]

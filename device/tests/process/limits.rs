@@ -209,7 +209,8 @@ fn a_list_of_more_pages_than_a_vm_may_have_is_refused_at_once() {
 // One command under a limit of memory was enough to end the process.
 #[test]
 fn the_process_lives_where_there_is_no_memory() {
-    let config = "[limits]\nfootprint = 1099511627776\n";
+    // (Nobody may limit what a process of another user has.)
+    let config = "sandbox = \"off\"\n[limits]\nfootprint = 1099511627776\n";
     let (mut process, vm) = configured(config, &everything());
     let pd = Pd::new(&vm).unwrap();
     let (list, _tables) = aliased(&vm);

@@ -19,6 +19,7 @@ mod memory;
 mod moderation;
 mod order;
 mod peers;
+mod sandbox;
 mod scale;
 mod srq;
 mod states;

@@ -63,8 +63,9 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
             qps.push((a, b));
         }
     }
-    // Until all that was set going has come to rest.
-    std::thread::sleep(Duration::from_millis(500));
+    // Until all that was set going has come to rest. The watchdog takes two looks at sleeping
+    // workers, a second apart, before it sleeps itself.
+    std::thread::sleep(Duration::from_secs(3));
     let [mut shares, mut wakeups] = [Vec::new(), Vec::new()];
     for _ in 0..settings.repetitions() {
         let (before, start) = (Usage::of(process.id())?, Instant::now());

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use crate::commands::instructions;
+use crate::commands::{deny, instructions};
 use crate::lanes::{self, Choice, Means};
 use crate::report::Outcome;
 use crate::{setup, shell};
@@ -124,6 +124,7 @@ pub fn run() -> Result<bool> {
             "-D warnings",
         ),
     );
+    checks.add("deny", deny::run().map(|()| Count::of(true)));
     checks.add("cargo test", tests("cargo test", TESTS, &[]));
     checks.add(
         "model checks",
