@@ -193,6 +193,13 @@ impl MappedRange {
         )
     }
 
+    /// The host address of what is at `guest_addr`, which is in the region.
+    #[inline]
+    pub(super) fn host_of(&self, guest_addr: u64) -> Host {
+        let offset = guest_addr.wrapping_sub(self.guest);
+        Host(self.host.0.wrapping_add(offset as usize))
+    }
+
     /// The host address of `len` bytes at `guest_addr`, if all are in the region.
     #[inline]
     pub(super) fn host(&self, guest_addr: u64, len: u64) -> Option<Host> {

@@ -9,6 +9,8 @@ use super::pages::{Pages, Resolver};
 use super::{Error, GuestMemory};
 use crate::footprint::{boxed, listed, Footprint, Share};
 
+/// Addresses of pages that are read before they are resolved.
+const AT_ONCE: usize = 64;
 /// Addresses in a table.
 const ADDRESSES: usize = 512;
 /// Blocks in a table of the last level.
@@ -144,7 +146,7 @@ impl ListReader {
         }
         let mut read = 0;
         if let (0, Into::Pages(resolver)) = (list.levels, &mut into) {
-            resolver.push(memory, list.addr)?;
+            resolver.take(memory, &[list.addr])?;
             read = count;
         }
         Ok(Self {
@@ -195,14 +197,14 @@ impl ListReader {
                     }
                     let words = table(memory, tables, *read / ADDRESSES)?;
                     let words = words.get(*read % ADDRESSES..).unwrap_or_default();
-                    let many = left.min(*count - *read);
-                    let mut taken = 0;
-                    for word in words.iter().take(many) {
-                        taken += 1;
-                        if !resolver.push(memory, u64::from_le(word.load(Ordering::Relaxed)))? {
-                            break;
-                        }
+                    // Read once: the guest may change them at any time.
+                    let mut pages = [0; AT_ONCE];
+                    let many = words.len().min(left).min(*count - *read).min(AT_ONCE);
+                    for (page, word) in pages.iter_mut().zip(words).take(many) {
+                        *page = u64::from_le(word.load(Ordering::Relaxed));
                     }
+                    let pages = pages.get(..many).unwrap_or_default();
+                    let taken = resolver.take(memory, pages)?;
                     *read += taken;
                     left -= taken;
                 }

@@ -83,10 +83,34 @@ impl Resolver {
         })
     }
 
+    /// Takes the next pages, as many as it takes at once: if these are not all, there is something to
+    /// [`Self::spread`] before it takes further ones. Returns how many.
+    pub(super) fn take(&mut self, memory: &GuestMemory, pages: &[u64]) -> Result<usize, Error> {
+        let mut taken = 0;
+        while let Some((page, more)) = pages.get(taken..).and_then(|left| left.split_first()) {
+            taken += 1;
+            if !self.push(memory, *page)? {
+                break;
+            }
+            // Most pages of a long list are in the same range.
+            if let Some(range) = self.range.filter(|_| !self.scattered.is_empty()) {
+                let fits = |page: &&u64| {
+                    **page & (self.size - 1) == 0 && range.host(**page, self.size).is_some()
+                };
+                let many = more.iter().take_while(fits).count();
+                let hosts = more.iter().take(many).map(|page| range.host_of(*page));
+                self.scattered.extend(hosts);
+                self.count += many as u64;
+                taken += many;
+            }
+        }
+        Ok(taken)
+    }
+
     /// Takes the next page. Returns whether it takes further ones at once: otherwise there is
     /// something to [`Self::spread`] before.
     #[inline]
-    pub(super) fn push(&mut self, memory: &GuestMemory, page: u64) -> Result<bool, Error> {
+    fn push(&mut self, memory: &GuestMemory, page: u64) -> Result<bool, Error> {
         if page & (self.size - 1) != 0 {
             return Err(Error::PageList);
         }
@@ -198,9 +222,8 @@ impl Pages {
     ) -> Result<Self, Error> {
         let mut resolver = Resolver::new(guest.len(), shift, share)?;
         for page in guest {
-            if !resolver.push(memory, page)? {
-                resolver.spread(usize::MAX)?;
-            }
+            resolver.take(memory, &[page])?;
+            resolver.spread(usize::MAX)?;
         }
         resolver.finish(memory)
     }

@@ -23,9 +23,9 @@ use crate::footprint::{listed, Footprint, NoMemory, Share};
 pub const NUMBERS: RangeInclusive<u32> = 2..=MASK_24 - 1;
 /// Places of a table that has any, at least.
 const LEAST: usize = 16;
-/// Rounds of the permutation. Four make one that is hard to tell from random; more cost nothing
-/// worth speaking of.
-const ROUNDS: u32 = 8;
+/// Rounds of the permutation. Four make one that is hard to tell from random; each takes a tenth of
+/// what the shortest command takes.
+const ROUNDS: u32 = 4;
 
 /// A random order of numbers, and how far they are given.
 #[derive(Debug, Default)]
