@@ -21,6 +21,7 @@ mod idle;
 mod latency;
 mod lookup;
 mod model;
+mod neighbours;
 mod peers;
 mod qps;
 mod rate;
@@ -106,7 +107,7 @@ impl Settings {
 type Experiment = fn(&Settings) -> Result<Vec<Figure>>;
 
 /// All experiments, by the names of their sections.
-pub const EXPERIMENTS: [(&str, Experiment); 10] = [
+pub const EXPERIMENTS: [(&str, Experiment); 11] = [
     ("latency", latency::run),
     ("message rate", rate::run),
     ("active queue pairs", qps::run),
@@ -115,6 +116,7 @@ pub const EXPERIMENTS: [(&str, Experiment); 10] = [
     ("key lookup", lookup::run),
     ("set-up", setup::run),
     ("VMs", vms::run),
+    ("neighbours", neighbours::run),
     ("tuning", tuning::run),
     ("idle", idle::run),
 ];
