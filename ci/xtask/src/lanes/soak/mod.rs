@@ -34,7 +34,7 @@ pub struct Soak {
 
 /// How many guests that are no VMs it has: two with traffic between them, and one that goes to its
 /// limits.
-pub const BARE: u8 = 3;
+const BARE: u8 = 3;
 
 /// By how much of it the device's memory may change from the second third of a phase to the last.
 /// Each is the median of what it has at times when nothing happens. In the first third the
@@ -56,6 +56,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
+        bare: BARE,
         image: Image::Plain,
         runs: || {
             let kernels = Kernel::STABLE.iter();
