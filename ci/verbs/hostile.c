@@ -108,19 +108,19 @@ static void attacked_by(void (*attacker)(struct link *link))
 }
 
 /* A call that has to fail, whatever the reason. */
-#define REFUSED(call)                                                                                               \
-	do {                                                                                                        \
-		if (RESULT(call) == 0)                                                                              \
-			fail("success: %s", #call);                                                                 \
+#define REFUSED(call)									\
+	do {										\
+		if (RESULT(call) == 0)							\
+			fail("success: %s", #call);					\
 	} while (0)
 
 /* The same with one of the attacker's own objects that has a foreign handle meanwhile. */
-#define FORGED(object, foreign_handle, call)                                                                        \
-	do {                                                                                                        \
-		uint32_t own_ = (object)->handle;                                                                   \
-		(object)->handle = (foreign_handle);                                                                \
-		REFUSED(call);                                                                                      \
-		(object)->handle = own_;                                                                            \
+#define FORGED(object, foreign_handle, call)						\
+	do {										\
+		uint32_t own_ = (object)->handle;					\
+		(object)->handle = (foreign_handle);					\
+		REFUSED(call);								\
+		(object)->handle = own_;						\
 	} while (0)
 #define FORGED_MAKE(object, foreign_handle, call) FORGED(object, foreign_handle, (call) ? 0 : -1)
 
@@ -146,8 +146,12 @@ static void use_handles(struct link *link)
 	FORGED_MAKE(pd, all.pd, ibv_alloc_mw(pd, IBV_MW_TYPE_1));
 	FORGED_MAKE(pd, all.pd, ibv_create_ah(pd, &path));
 	FORGED_MAKE(pd, all.pd, ibv_create_srq(pd, &srq_init));
-	init = (struct ibv_qp_init_attr){ .send_cq = p.cq[0], .recv_cq = p.cq[0], .qp_type = IBV_QPT_RC,
-					  .cap = { 4, 4, 1, 1, 0 } };
+	init = (struct ibv_qp_init_attr){
+		.send_cq = p.cq[0],
+		.recv_cq = p.cq[0],
+		.qp_type = IBV_QPT_RC,
+		.cap = { 4, 4, 1, 1, 0 },
+	};
 	FORGED_MAKE(pd, all.pd, ibv_create_qp(pd, &init));
 	FORGED_MAKE(p.cq[0], all.cq, ibv_create_qp(pd, &init));
 	init.srq = srq;
@@ -200,11 +204,11 @@ static void use_memory(struct link *link)
 		struct ibv_sge foreign = { all.addr, 64, all.lkey };
 
 		if (i == 0)
-			POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 1, .from = &p.mr[0], .length = 64,
-			     .addr = all.addr, .rkey = all.rkey);
+			POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 1, .from = &p.mr[0],
+			     .length = 64, .addr = all.addr, .rkey = all.rkey);
 		else
-			POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 1, .list = &foreign, .num_sge = 1,
-			     .to = &p.mr[1]);
+			POST(p.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 1, .list = &foreign,
+			     .num_sge = 1, .to = &p.mr[1]);
 		if (i == 0)
 			expect_error(p.cq[0], 1, REM_ACCESS_ERR);
 		else
@@ -214,8 +218,8 @@ static void use_memory(struct link *link)
 		struct pair q = PAIR(.type = IBV_QPT_RC, .reset = true);
 
 		connect_qp(q.qp[0], &impatient);
-		POST(q.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 2, .from = &q.mr[0], .length = 64, .addr = all.addr,
-		     .rkey = all.rkey);
+		POST(q.qp[0], .opcode = IBV_WR_RDMA_WRITE, .id = 2, .from = &q.mr[0], .length = 64,
+		     .addr = all.addr, .rkey = all.rkey);
 		expect_error(q.cq[0], 2, RETRY_EXC_ERR);
 	}
 	/* Memory that it may not write to is not registered for writing. */
@@ -261,10 +265,16 @@ static size_t mappings(struct mapping *found)
 		unsigned long start, end, offset;
 		char rights[8];
 
-		if (!strstr(line, "uverbs") || sscanf(line, "%lx-%lx %7s %lx", &start, &end, rights, &offset) != 4)
+		if (!strstr(line, "uverbs"))
 			continue;
+		CHECK(sscanf(line, "%lx-%lx %7s %lx", &start, &end, rights, &offset) == 4);
 		CHECK(count < MAPPINGS);
-		found[count++] = (struct mapping){ (uint8_t *)start, end - start, offset, rights[1] == 'w' };
+		found[count++] = (struct mapping){
+			.start = (uint8_t *)start,
+			.length = end - start,
+			.offset = offset,
+			.write = rights[1] == 'w',
+		};
 	}
 	fclose(file);
 	return count;
@@ -278,6 +288,14 @@ static void no_magic(const uint8_t *memory, size_t length)
 		if (word == MAGIC)
 			fail("what another process posted is at %zu of a mapping", at);
 	}
+}
+
+/* Maps a part of the command file; null if that is refused. */
+static void *map(size_t length, int protection, int flags, off_t offset)
+{
+	void *memory = mmap(NULL, length, protection, flags, ctx->cmd_fd, offset);
+
+	return memory == MAP_FAILED ? NULL : memory;
 }
 
 /* Whatever may be mapped, at any offset, is not what the other has. */
@@ -296,9 +314,9 @@ static void use_mappings(struct link *link)
 	for (off_t offset = 0; offset < 2048; offset++) {
 		for (size_t i = 0; i < sizeof(pages_) / sizeof(*pages_); i++) {
 			size_t length = pages_[i] * page;
-			uint8_t *memory = mmap(NULL, length, PROT_READ, MAP_SHARED, ctx->cmd_fd, offset * page);
+			uint8_t *memory = map(length, PROT_READ, MAP_SHARED, offset * page);
 
-			if (memory == MAP_FAILED)
+			if (!memory)
 				continue;
 			could++;
 			no_magic(memory, length);
@@ -310,19 +328,18 @@ static void use_mappings(struct link *link)
 		const struct mapping *m = &own[i];
 
 		/* Larger than it is. */
-		CHECK(mmap(NULL, m->length + page, PROT_READ, MAP_SHARED, ctx->cmd_fd, m->offset) == MAP_FAILED);
-		/* For itself alone, so that it is not told of changes. */
-		CHECK(mmap(NULL, m->length, PROT_READ, MAP_PRIVATE, ctx->cmd_fd, m->offset) == MAP_FAILED ||
-		      !m->write);
+		CHECK(!map(m->length + page, PROT_READ, MAP_SHARED, m->offset));
+		/* As a copy of its own. */
+		CHECK(!map(m->length, PROT_READ | PROT_WRITE, MAP_PRIVATE, m->offset));
 		if (m->write)
 			continue;
 		/* The status page is for reading, now and later. */
-		CHECK(mmap(NULL, m->length, PROT_READ | PROT_WRITE, MAP_SHARED, ctx->cmd_fd, m->offset) == MAP_FAILED);
+		CHECK(!map(m->length, PROT_READ | PROT_WRITE, MAP_SHARED, m->offset));
 		CHECK(mprotect(m->start, m->length, PROT_READ | PROT_WRITE) != 0);
 	}
 	/* Beyond all. */
 	for (int shift = 20; shift < 51; shift++)
-		CHECK(mmap(NULL, page, PROT_READ, MAP_SHARED, ctx->cmd_fd, (off_t)page << shift) == MAP_FAILED);
+		CHECK(!map(page, PROT_READ, MAP_SHARED, (off_t)page << shift));
 	meet(link);
 	_exit(0);
 }
@@ -342,7 +359,8 @@ static void fill_rings(struct link *link)
 
 		for (int j = 0; j < 200; j++) {
 			RECV(p.qp[1], MAGIC, &p.mr[1], 0, 64);
-			POST(p.qp[0], .opcode = IBV_WR_SEND, .id = MAGIC, .from = &p.mr[0], .length = 64);
+			POST(p.qp[0], .opcode = IBV_WR_SEND, .id = MAGIC, .from = &p.mr[0],
+			     .length = 64);
 			expect_ok(p.cq[0], MAGIC, SEND);
 			expect_ok(p.cq[1], MAGIC, RECV);
 		}
@@ -366,7 +384,8 @@ TEST(process_fresh_rings_are_zero)
 		struct pair p[10];
 
 		for (int i = 0; i < 10; i++)
-			p[i] = PAIR(.type = IBV_QPT_RC, .recv_wr = 256, .send_wr = 256, .reset = true);
+			p[i] = PAIR(.type = IBV_QPT_RC, .recv_wr = 256, .send_wr = 256,
+				    .reset = true);
 		count = mappings(found);
 		if (count < 10)
 			fail("%zu mappings for 20 queue pairs", count);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lines of the log that a guest or a front end causes: a few each second at most, for each device, however
-//! often front ends come and go.
+//! Lines of the log that a guest or a front end causes: a few each second at most, for each device,
+//! however often front ends come and go.
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};

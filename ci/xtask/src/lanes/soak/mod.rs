@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `cargo xtask soak`: two VMs and two guests that are no VMs on one device process, random traffic
-//! whose data is verified, a guest that attacks them, and random events among it. After each event everything comes back; at
-//! the end nothing is lost, corrupt or left over, and the device has as much memory as before.
+//! whose data is verified, a guest that attacks them, and random events among it. After each event
+//! everything comes back; at the end nothing is lost, corrupt or left over, and the device has as
+//! much memory as before.
 //!
 //! The events are drawn from the seed alone, so that the same seed gives the same sequence; how
 //! many of them there are is a matter of time.
@@ -218,8 +219,8 @@ fn phase(fixture: &mut Fixture, events: &[Event], number: u64) -> Result<()> {
         );
     }
     println!(
-        "         {} events, {} runs of applications ({} of them disturbed), {} blocks of bare guests, \
-         {} attacks; {} lost, {} corrupt; memory in KiB: {:?}",
+        "         {} events, {} runs of applications ({} of them disturbed), \
+         {} blocks of bare guests, {} attacks; {} lost, {} corrupt; memory in KiB: {:?}",
         happened.values().sum::<u64>(),
         seen.runs,
         seen.disturbed,
