@@ -364,7 +364,7 @@ fn processes(fixture: &mut Fixture) -> Result<()> {
         "process_foreign_handles",
         "process_foreign_mappings",
         "process_foreign_memory",
-        "process_fresh_rings_are_zero",
+        "process_fresh_doorbells_are_zero",
     ] {
         super::verbs::alone(fixture, test)?;
     }

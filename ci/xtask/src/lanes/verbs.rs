@@ -171,7 +171,7 @@ tests! {
         "process_foreign_handles"
         "process_foreign_mappings"
         "process_foreign_memory"
-        "process_fresh_rings_are_zero"
+        "process_fresh_doorbells_are_zero"
         "limit_pd"
         "limit_cq"
         "limit_qp"
