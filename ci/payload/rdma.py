@@ -172,11 +172,17 @@ class Lines:
         return answer
 
 
+def tell(end):
+    """Says what it has, for those who attack it."""
+    print("end", json.dumps(end.info()), flush=True)
+
+
 def target(port):
     """Serves one other end."""
     end = End()
     listener = socket.create_server(("", int(port)))
     connection, _ = listener.accept()
+    tell(end)
     lines = Lines(connection)
     lines.send(end.info())
     end.connect(lines.receive())
@@ -230,6 +236,7 @@ def sink(end, count, length):
 def reach(host, port):
     """Connects to a target; returns this end, the line to it, and what it said of itself."""
     end = End()
+    tell(end)
     lines = Lines(socket.create_connection((host, int(port)), timeout=60))
     lines.connection.settimeout(None)
     other = lines.receive()

@@ -147,7 +147,7 @@ TEST(mr_unaligned)
 	}
 }
 
-/* Memory that the process may only read can be sent from, and not written to. */
+/* Memory that the process may only read can be sent from, and not written to (G-SEC-002). */
 TEST(mr_of_read_only_memory)
 {
 	struct pair p = PAIR(.type = IBV_QPT_RC);

@@ -340,6 +340,7 @@ TEST(ud_privileged_qkey_of_work_request)
 	EQ(one.wr_id + two.wr_id, 3 + 20);
 }
 
+/* G-UD-001. */
 TEST(ud_privileged_qkey_needs_capability)
 {
 	struct ud a;

@@ -48,6 +48,9 @@ pub struct RnicSettings {
     /// The order of its queue pair numbers, likewise: those of one VM go on where those of the one
     /// before ended.
     pub qp_order: Arc<Order>,
+    /// The lines that its VMs cause in the log, one VM after the other: who connects again has no
+    /// more of them.
+    pub log: Arc<RateLimited>,
     /// Which GIDs the VM may set.
     pub gid_policy: GidPolicy,
     /// What the VM may have of the workers.
@@ -64,6 +67,7 @@ impl Default for RnicSettings {
             limits: Limits::default(),
             link: Arc::default(),
             qp_order: Arc::default(),
+            log: Arc::default(),
             gid_policy: GidPolicy::default(),
             share: ShareSettings::default(),
         }
@@ -118,7 +122,7 @@ impl Rnic {
             link: settings.link.clone(),
             share: settings.share,
             workers: workers.iter().map(schedule).collect(),
-            warnings: Box::new(RateLimited::new(settings.name.clone())),
+            warnings: Box::new(settings.log.of(&settings.name)),
         };
         Arc::new(Self {
             vm: Vm::new(readers, vm),

@@ -25,7 +25,7 @@ use crate::eventfd;
 use crate::limits::Limits;
 use crate::memory::GuestMemory;
 use crate::virtio::{self, Ring, VirtioDevice, FEATURES, MAX_RING_SIZE};
-use crate::warnings::RateLimited;
+use crate::warnings::Named;
 
 /// The feature of which vhost-user itself makes use.
 const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
@@ -59,7 +59,7 @@ struct NoKick {
 /// A device, as the messages of its front end change it.
 pub struct Backend {
     name: String,
-    log: Arc<RateLimited>,
+    log: Arc<Named>,
     queues: u16,
     limits: Limits,
     device: Mutex<VirtioDevice>,
@@ -84,7 +84,7 @@ impl Backend {
     /// The device that `attach` gives, behind a new connection.
     pub fn new(
         name: &str,
-        log: Arc<RateLimited>,
+        log: Arc<Named>,
         limits: Limits,
         connection: Connection,
         attach: impl FnOnce() -> VirtioDevice,

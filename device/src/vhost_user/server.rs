@@ -22,7 +22,7 @@ use crate::rnic::RnicSettings;
 use crate::sandbox::{Kind, Sandbox};
 use crate::socket::{self, BoundSocket};
 use crate::virtio::VirtioDevice;
-use crate::warnings::RateLimited;
+use crate::warnings::Named;
 
 const EXIT: u64 = 0;
 const SOCKET: u64 = 1;
@@ -53,6 +53,7 @@ impl Server {
         let exit = EventFd::new(EFD_NONBLOCK).map_err(failed)?;
         let stopping = Arc::new(AtomicBool::new(false));
         let connection = Connection::default();
+        let log = settings.log.of(&socket.path().display().to_string());
         let server = Listening {
             path: socket.path().to_owned(),
             listener: listener.into(),
@@ -61,7 +62,7 @@ impl Server {
             connection: connection.clone(),
             adapter,
             settings,
-            log: Arc::new(RateLimited::new(socket.path().display().to_string())),
+            log: Arc::new(log),
         };
         let thread = sandbox
             // Those of a session inherit what confines it.
@@ -103,7 +104,7 @@ struct Listening {
     connection: Connection,
     adapter: Arc<Adapter>,
     settings: RnicSettings,
-    log: Arc<RateLimited>,
+    log: Arc<Named>,
 }
 
 /// Why a session ended.

@@ -8,9 +8,12 @@ use vhost::VhostBackend;
 use vhost_device_rdma_bare::core::ArmMode;
 use vhost_device_rdma_bare::spec::verbs::wc_status;
 use vhost_device_rdma_bare::{DeviceProcess, Placement};
+use virtio_rdma_hostile::{Attacker, Random, Victim};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::common::{assert_success, assert_works, vm, Pair, Two, ALL, TIMEOUT};
+use crate::common::{
+    assert_no_event, assert_success, assert_works, process, vm, Pair, Two, ALL, TIMEOUT,
+};
 
 /// Waits until the log of the process has these words.
 #[track_caller]
@@ -160,4 +163,82 @@ fn what_is_no_eventfd_is_refused() {
             }
         }
     }
+}
+
+/// Waits until nothing is left of the VM on a socket.
+#[track_caller]
+fn assert_goes(process: &DeviceProcess, name: &str) {
+    let end = Instant::now() + TIMEOUT;
+    loop {
+        let status = process.status().unwrap();
+        let mut devices = status["devices"].as_array().unwrap().iter();
+        if devices.all(|device| device["name"] != name) {
+            return;
+        }
+        assert!(Instant::now() < end, "{name} is still in {status}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+// The lane `hostile` does the same beside VMs, for longer.
+#[test]
+fn every_attack_is_refused_and_neighbours_do_not_notice() {
+    let mut process = process(3);
+    let [a, b] = [0, 1].map(|socket| vm(process.socket(socket)));
+    let pair = Pair::new(&a, &b);
+    let victims = [(&a, &pair.a), (&b, &pair.b)].map(|(vm, side)| Victim {
+        gids: vec![vm.gid()],
+        qpns: vec![side.qp.number()],
+        regions: vec![(side.mr.rkey, side.mr.iova)],
+    });
+    let secret = crate::common::pattern(3, 4096);
+    for side in [&pair.a, &pair.b] {
+        side.mr.write(64, &secret);
+    }
+    let mut attacker = Attacker {
+        socket: process.socket(2).to_owned(),
+        victims: victims.to_vec(),
+        random: Random::new(11),
+    };
+    let only = std::env::var("ATTACK").unwrap_or_default();
+    for attack in virtio_rdma_hostile::ALL.iter().copied().flatten() {
+        if !attack.name.contains(&only) {
+            continue;
+        }
+        for _ in 0..2 {
+            let start = Instant::now();
+            let result = (attack.round)(&mut attacker);
+            println!("{attack:?}: {:?}", start.elapsed());
+            if let Err(error) = result {
+                panic!("{attack:?}: {error:#}\n{}", process.log());
+            }
+            assert!(process.is_alive(), "{attack:?}");
+            assert_works(&pair);
+        }
+        assert_goes(&process, attacker.socket.to_str().unwrap());
+        for side in [&pair.a, &pair.b] {
+            assert_eq!(side.mr.read(64, 4096), secret, "{attack:?}");
+        }
+        for vm in [&a, &b] {
+            assert_no_event(vm);
+        }
+    }
+}
+
+// Each session had as many lines a second as one that stays: 2 MiB in 5 s.
+#[test]
+fn who_comes_again_writes_no_more_to_the_log() {
+    let process = process(2);
+    let other = vm(process.socket(0));
+    let (start, before) = (Instant::now(), process.log().lines().count());
+    for _ in 0..60 {
+        let hostile = vm(process.socket(1));
+        for _ in 0..10 {
+            hostile.set_gid(1, other.gid()).unwrap_err();
+        }
+    }
+    let lines = process.log().lines().count() - before;
+    // Ten a second, one that says how many there were beside them, and of both a second more.
+    let most = 11 * (start.elapsed().as_secs() as usize + 2);
+    assert!(lines <= most, "{lines} lines, and not {most}");
 }

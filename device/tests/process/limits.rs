@@ -9,16 +9,11 @@ use rustix::fs::{memfd_create, MemfdFlags};
 use rustix::process::{prlimit, Pid, Resource, Rlimit};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::VhostUserMemoryRegionInfo;
-use vhost_device_rdma_bare::core::command::{
-    AllocMr, AllocMw, AttachMcast, Command, CreateContext, CreateCq, CreatePd, CreateQp, CreateSrq,
-    CreateXrcd, DeallocMw, DeregMr, DestroyContext, DestroyCq, DestroyPd, DestroyQp, DestroySrq,
-    DestroyXrcd, DetachMcast, RegMr,
-};
-use vhost_device_rdma_bare::spec::command::{self, mw_type, status, Handle, Multicast, PageList};
-use vhost_device_rdma_bare::spec::verbs::{access, qp_type};
-use vhost_device_rdma_bare::{
-    page_list, Buffer, DeviceProcess, Error, Pd, Placement, ProcessOptions, Vm, VmOptions, PAGE,
-};
+use vhost_device_rdma_bare::core::command::{AllocMw, DeallocMw};
+use vhost_device_rdma_bare::spec::command::{self, mw_type, status, Handle, PageList};
+use vhost_device_rdma_bare::spec::verbs::access;
+use vhost_device_rdma_bare::{page_list, DeviceProcess, Pd, ProcessOptions, Vm, VmOptions, PAGE};
+use virtio_rdma_hostile::objects::{aliased, register, Maker, KINDS};
 
 use crate::common::{
     assert_footprint_falls_to, assert_refused, counts, device_status, everything, footprint,
@@ -48,44 +43,6 @@ fn limit_address_space(process: &DeviceProcess, more: u64) {
     };
     let pid = Pid::from_raw(process.id() as i32);
     prlimit(pid, Resource::As, limit).unwrap();
-}
-
-/// A list of 2^27 pages that takes three tables: the first two name the next table again and again,
-/// and the third one page.
-fn aliased(vm: &Vm) -> (PageList, Buffer) {
-    let tables = vm.buffer(3 * PAGE, Placement::Contiguous).unwrap();
-    let page = tables.page(0);
-    for (table, entry) in [tables.page(1), tables.page(2), page]
-        .into_iter()
-        .enumerate()
-    {
-        for word in 0..512 {
-            tables
-                .view()
-                .write(table * PAGE + 8 * word, &entry.to_le_bytes());
-        }
-    }
-    let list = PageList {
-        addr: page,
-        count: 1 << 27,
-        levels: 3,
-        page_shift: 12,
-        reserved: 0,
-    };
-    (list, tables)
-}
-
-/// Registers what a list of pages describes.
-fn register(vm: &Vm, pd: &Pd, pages: PageList) -> Result<u32, Error> {
-    let body = command::RegMr {
-        pd: pd.handle(),
-        access: access::LOCAL_WRITE,
-        iova: 0,
-        length: u64::from(pages.count) * PAGE as u64,
-        pages,
-        ..command::RegMr::default()
-    };
-    Ok(vm.execute::<RegMr>(&body)?.lkey)
 }
 
 // Regions of memory that is removed keep what they need to be found again. It was 8 bytes for each
@@ -191,7 +148,7 @@ fn a_list_of_more_pages_than_a_vm_may_have_is_refused_at_once() {
     let process = process(1);
     let vm = vm(process.socket(0));
     let pd = Pd::new(&vm).unwrap();
-    let (list, _tables) = aliased(&vm);
+    let (list, _tables) = aliased(&vm).unwrap();
     let before = resident(&process);
     for _ in 0..1000 {
         assert_refused(register(&vm, &pd, list), status::ENOMEM);
@@ -213,7 +170,7 @@ fn the_process_lives_where_there_is_no_memory() {
     let config = "sandbox = \"off\"\n[limits]\nfootprint = 1099511627776\n";
     let (mut process, vm) = configured(config, &everything());
     let pd = Pd::new(&vm).unwrap();
-    let (list, _tables) = aliased(&vm);
+    let (list, _tables) = aliased(&vm).unwrap();
     limit_address_space(&process, 96 << 20);
     assert_refused(register(&vm, &pd, list), status::ENOMEM);
     // Small objects, as many as there is memory for.
@@ -246,202 +203,6 @@ fn the_process_lives_where_there_is_no_memory() {
     assert!(process.is_alive());
 }
 
-/// An object of each kind, by commands alone: all use the same memory.
-struct Maker {
-    vm: Arc<Vm>,
-    buffer: Buffer,
-    pd: u32,
-    context: u32,
-    cq: u32,
-    datagram_qp: u32,
-}
-
-/// What a maker makes, and how it goes.
-type Kind = (
-    &'static str,
-    fn(&Maker, u32) -> Result<u32, Error>,
-    fn(&Vm, u32) -> Result<(), Error>,
-);
-
-fn destroy<C: Command<Body = Handle>>(vm: &Vm, handle: u32) -> Result<(), Error> {
-    let reserved = 0;
-    vm.execute::<C>(&Handle { handle, reserved }).map(drop)
-}
-
-const KINDS: [Kind; 9] = [
-    (
-        "contexts",
-        |maker, _| maker.context(),
-        destroy::<DestroyContext>,
-    ),
-    (
-        "pds",
-        |maker, _| Ok(maker.vm.execute::<CreatePd>(&[])?.handle),
-        destroy::<DestroyPd>,
-    ),
-    (
-        "xrcds",
-        |maker, _| Ok(maker.vm.execute::<CreateXrcd>(&[])?.handle),
-        destroy::<DestroyXrcd>,
-    ),
-    ("cqs", |maker, _| maker.cq(), destroy::<DestroyCq>),
-    (
-        "qps",
-        |maker, _| maker.qp(qp_type::RC),
-        destroy::<DestroyQp>,
-    ),
-    ("srqs", |maker, _| maker.srq(), destroy::<DestroySrq>),
-    ("mrs", |maker, i| maker.mr(i), destroy::<DeregMr>),
-    ("mws", |maker, _| maker.mw(), destroy::<DeallocMw>),
-    (
-        "attachments",
-        |maker, i| maker.attach(i),
-        // They go with the queue pair.
-        |_, _| Ok(()),
-    ),
-];
-
-impl Maker {
-    fn new(vm: &Arc<Vm>) -> Self {
-        let buffer = vm.buffer(64 * PAGE, Placement::Scattered).unwrap();
-        let mut maker = Self {
-            vm: vm.clone(),
-            buffer,
-            pd: vm.execute::<CreatePd>(&[]).unwrap().handle,
-            context: 0,
-            cq: 0,
-            datagram_qp: 0,
-        };
-        maker.context = maker.context().unwrap();
-        maker.cq = maker.cq().unwrap();
-        maker.datagram_qp = maker.qp(qp_type::UD).unwrap();
-        maker
-    }
-
-    /// Of one page.
-    fn page(&self) -> PageList {
-        PageList {
-            addr: self.buffer.page(0),
-            count: 1,
-            page_shift: 12,
-            ..PageList::default()
-        }
-    }
-
-    fn context(&self) -> Result<u32, Error> {
-        let pages = usize::from(self.vm.config().num_doorbell_queues) * 3;
-        let pages: Vec<u64> = (0..pages).map(|page| self.buffer.page(page)).collect();
-        let (doorbell, _tables) = page_list(&self.vm.region(0), &pages)?;
-        let body = command::CreateContext {
-            doorbell,
-            reserved: 0,
-        };
-        Ok(self.vm.execute::<CreateContext>(&body)?.handle)
-    }
-
-    fn cq(&self) -> Result<u32, Error> {
-        let body = command::CreateCq {
-            entries: 16,
-            stride: 32,
-            ring_offset: 128,
-            buffer: self.page(),
-            ..command::CreateCq::default()
-        };
-        Ok(self.vm.execute::<CreateCq>(&body)?.handle)
-    }
-
-    fn qp(&self, qp_type: u8) -> Result<u32, Error> {
-        let body = command::CreateQp {
-            pd: self.pd,
-            context: self.context,
-            send_cq: self.cq,
-            recv_cq: self.cq,
-            qp_type,
-            sq_entries: 4,
-            sq_stride: 128,
-            sq_offset: 128,
-            rq_entries: 4,
-            rq_stride: 32,
-            rq_offset: 1024,
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            buffer: self.page(),
-            ..command::CreateQp::default()
-        };
-        Ok(self.vm.execute::<CreateQp>(&body)?.qpn)
-    }
-
-    fn srq(&self) -> Result<u32, Error> {
-        let body = command::CreateSrq {
-            pd: self.pd,
-            context: self.context,
-            entries: 16,
-            stride: 32,
-            ring_offset: 128,
-            max_sge: 1,
-            buffer: self.page(),
-            ..command::CreateSrq::default()
-        };
-        Ok(self.vm.execute::<CreateSrq>(&body)?.srqn)
-    }
-
-    /// A region of one page, of many, or a fast one.
-    fn mr(&self, i: u32) -> Result<u32, Error> {
-        let pd = self.pd;
-        if i % 3 == 0 {
-            let body = command::AllocMr {
-                pd,
-                max_pages: 1 << 20,
-                ..command::AllocMr::default()
-            };
-            return Ok(self.vm.execute::<AllocMr>(&body)?.lkey);
-        }
-        let (pages, _tables) = match i % 3 {
-            1 => (self.page(), None),
-            _ => self.buffer.page_list()?,
-        };
-        let body = command::RegMr {
-            pd,
-            access: access::LOCAL_WRITE,
-            length: u64::from(pages.count) * PAGE as u64,
-            pages,
-            ..command::RegMr::default()
-        };
-        Ok(self.vm.execute::<RegMr>(&body)?.lkey)
-    }
-
-    fn mw(&self) -> Result<u32, Error> {
-        let body = command::AllocMw {
-            pd: self.pd,
-            mw_type: mw_type::TYPE_2,
-            ..command::AllocMw::default()
-        };
-        Ok(self.vm.execute::<AllocMw>(&body)?.handle)
-    }
-
-    fn attach(&self, i: u32) -> Result<u32, Error> {
-        let [a, b, c, d] = i.to_be_bytes();
-        let body = Multicast {
-            gid: [0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, a, b, c, d],
-            qpn: self.datagram_qp,
-            reserved: 0,
-        };
-        self.vm.execute::<AttachMcast>(&body)?;
-        self.vm.execute::<DetachMcast>(&body)?;
-        self.vm.execute::<AttachMcast>(&body)?;
-        Ok(i)
-    }
-
-    /// Destroys what is in all objects.
-    fn end(self) {
-        let Self { vm, .. } = self;
-        destroy::<DestroyQp>(&vm, self.datagram_qp).unwrap();
-        destroy::<DestroyCq>(&vm, self.cq).unwrap();
-        destroy::<DestroyContext>(&vm, self.context).unwrap();
-        destroy::<DestroyPd>(&vm, self.pd).unwrap();
-    }
-}
-
 // Of objects, only page lists were accounted.
 #[test]
 fn objects_of_all_kinds_are_in_the_account_and_limited() {
@@ -451,7 +212,7 @@ fn objects_of_all_kinds_are_in_the_account_and_limited() {
     let of = |process: &DeviceProcess| footprint(process, vm.path());
     for (name, make, destroy) in KINDS {
         let resident_before = resident(&process);
-        let maker = Maker::new(&vm);
+        let maker = Maker::new(&vm).unwrap();
         let before = of(&process);
         let count = || {
             device_status(&process, vm.path())["counts"][name]
@@ -483,7 +244,7 @@ fn objects_of_all_kinds_are_in_the_account_and_limited() {
         for handle in made {
             destroy(&vm, handle).unwrap();
         }
-        maker.end();
+        maker.end().unwrap();
         assert_footprint_falls_to(&process, vm.path(), 0);
     }
 }

@@ -200,6 +200,7 @@ fn a_completion_of_nothing_outstanding_is_refused() {
     assert_eq!(send(2), Ok(12));
 }
 
+// G-SEC-003.
 #[test]
 fn a_completion_in_another_queue_pairs_name_is_refused() {
     let memory = qp_memory();

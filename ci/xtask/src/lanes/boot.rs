@@ -25,6 +25,7 @@ pub fn lane() -> Lane {
         with_device: false,
         vms: 2,
         memory: 1024,
+        bare: 0,
         image: Image::Plain,
         runs: cases,
     }

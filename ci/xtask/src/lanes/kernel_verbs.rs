@@ -35,6 +35,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 1,
         memory: 1024,
+        bare: 0,
         image: Image::Plain,
         runs: || {
             Kernel::STABLE

@@ -8,6 +8,7 @@
 
 pub mod bench;
 mod boot;
+mod hostile;
 mod kernel_verbs;
 mod perftest;
 mod recovery;
@@ -51,6 +52,8 @@ pub struct Lane {
     pub vms: u8,
     /// Memory of each in MiB.
     pub memory: u32,
+    /// For how many guests that are no VMs the device has sockets, behind those of the VMs.
+    pub bare: u8,
     /// What they boot. Those of storage have a disk each that outlives them.
     pub image: Image,
     /// The kernels it runs on, and the cases it runs there.
@@ -125,6 +128,7 @@ pub fn all() -> Vec<Lane> {
         perftest::lane(),
         ulp::lane(),
         recovery::lane(),
+        hostile::lane(),
         software::lane(),
         bench::lane(),
     ]
@@ -156,6 +160,8 @@ pub struct Fixture<'a> {
     pub quick: bool,
     /// How a soak runs.
     soak: Option<Soak>,
+    /// Traffic that goes on from one case to the next.
+    background: Option<hostile::Background>,
     plan: Plan<'a>,
     figures: Vec<(String, Value)>,
     sub_cases: Vec<CaseReport>,
@@ -251,6 +257,7 @@ impl Fixture<'_> {
 
     /// Starts the device and all VMs anew.
     fn restart(&mut self) -> Result<()> {
+        self.background = None;
         self.bed.stop();
         self.bed = Bed::start(&self.plan)?;
         Ok(())
@@ -401,7 +408,7 @@ fn run_on(
         kernel: images.kernel(kernel)?,
         vms: lane.vms,
         memory: lane.memory,
-        bare: choice.soak.map_or(0, |_| soak::BARE),
+        bare: lane.bare,
         disk: (lane.image == Image::Storage).then_some(STORAGE_DISK),
         logs,
         interactive: false,
@@ -423,6 +430,7 @@ fn run_on(
         kernel,
         quick: choice.quick,
         soak: choice.soak,
+        background: None,
         plan,
         figures: Vec::new(),
         sub_cases: Vec::new(),

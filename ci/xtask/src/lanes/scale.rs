@@ -22,6 +22,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 1,
         memory: 4096,
+        bare: 0,
         image: Image::Plain,
         runs: || {
             let case = Case {

@@ -36,6 +36,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1536,
+        bare: 0,
         image: Image::Software,
         runs,
     }

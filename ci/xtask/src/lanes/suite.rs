@@ -125,6 +125,7 @@ pub fn lane_56() -> Lane {
         with_device: true,
         vms: 1,
         memory: 1024,
+        bare: 0,
         image: Image::Plain,
         runs: || {
             let cases = [
@@ -154,6 +155,7 @@ pub fn lane_65() -> Lane {
         with_device: true,
         vms: 1,
         memory: 1024,
+        bare: 0,
         image: Image::Plain,
         runs: || {
             let cases = [

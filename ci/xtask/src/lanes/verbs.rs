@@ -27,6 +27,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
+        bare: 0,
         image: Image::Plain,
         runs,
     }
@@ -167,6 +168,10 @@ tests! {
         "fork_child_with_own_device"
         "death_in_mid_traffic"
         "unmapped_region_stays_pinned"
+        "process_foreign_handles"
+        "process_foreign_mappings"
+        "process_foreign_memory"
+        "process_fresh_doorbells_are_zero"
         "limit_pd"
         "limit_cq"
         "limit_qp"
@@ -256,7 +261,7 @@ tests! {
 }
 
 /// Runs a test in one VM.
-fn alone(fixture: &mut Fixture, test: &str) -> Result<()> {
+pub fn alone(fixture: &mut Fixture, test: &str) -> Result<()> {
     let before = counts(&fixture.bed)?;
     let output = fixture
         .vm(1)?

@@ -44,6 +44,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
+        bare: 0,
         image: Image::Storage,
         runs,
     }

@@ -13,7 +13,7 @@ use vhost_device_rdma_bare as bare;
 use vhost_device_rdma_bare::core::buffer::QpCaps;
 use vhost_device_rdma_bare::spec::verbs::{access, wc_status};
 
-use super::Random;
+use virtio_rdma_hostile::{Random, Side, SideOptions};
 
 /// How long one operation may take on a busy machine.
 const OPERATION: Duration = Duration::from_secs(60);
@@ -188,29 +188,15 @@ fn run(sockets: &[PathBuf; 2], shared: &Shared, mut random: Random) {
     shared.idle.store(true, Ordering::SeqCst);
 }
 
-/// One guest.
-struct Side {
-    // Dropped in this order: each before what it needs.
-    qp: bare::Qp,
-    mr: bare::Mr,
-    send: Arc<bare::Cq>,
-    recv: Arc<bare::Cq>,
-    vm: Arc<bare::Vm>,
-}
-
-impl Side {
-    fn new(socket: &Path) -> Result<Self> {
-        let options = bare::VmOptions {
-            timeout: Duration::from_secs(10),
-            ..bare::VmOptions::default()
-        };
-        let vm = bare::Vm::connect(socket, options)?;
-        let context = bare::Context::new(&vm)?;
-        let pd = bare::Pd::new(&vm)?;
-        let rights = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ;
-        let mr = pd.register(MEMORY, rights)?;
-        let (send, recv) = (bare::Cq::new(&vm, 64, 0)?, bare::Cq::new(&vm, 64, 0)?);
-        let options = bare::QpOptions {
+/// A guest with one queue pair.
+fn side(socket: &Path) -> Result<(Side, Arc<bare::Vm>)> {
+    let options = bare::VmOptions {
+        timeout: Duration::from_secs(10),
+        ..bare::VmOptions::default()
+    };
+    let vm = bare::Vm::connect(socket, options)?;
+    let options = SideOptions {
+        qp: bare::QpOptions {
             caps: QpCaps {
                 max_send_wr: 16,
                 max_recv_wr: 16,
@@ -220,16 +206,11 @@ impl Side {
             },
             signal_all: true,
             ..bare::QpOptions::default()
-        };
-        let qp = bare::Qp::new(&context, &pd, &send, &recv, &options)?;
-        Ok(Side {
-            qp,
-            mr,
-            send,
-            recv,
-            vm,
-        })
-    }
+        },
+        cqe: 64,
+        memory: MEMORY,
+    };
+    Ok((Side::new(&vm, &options)?, vm))
 }
 
 /// Waits for completions, as long as the device is not gone.
@@ -270,7 +251,7 @@ fn connected(sockets: &[PathBuf; 2], shared: &Shared, random: &mut Random) -> Re
         shared,
         disturbances: shared.disturbances.load(Ordering::SeqCst),
     };
-    let [a, b] = [Side::new(&sockets[0])?, Side::new(&sockets[1])?];
+    let [(a, a_vm), (b, b_vm)] = [side(&sockets[0])?, side(&sockets[1])?];
     for (from, to) in [(&a, &b), (&b, &a)] {
         from.qp.connect(&bare::Connection::to(&to.qp))?;
     }
@@ -278,8 +259,8 @@ fn connected(sockets: &[PathBuf; 2], shared: &Shared, random: &mut Random) -> Re
         if shared.kill.swap(false, Ordering::SeqCst) {
             // With an operation under way, which nobody waits for.
             a.qp.write(9, &[a.mr.sge(0, BLOCK as u32)], b.mr.iova, b.mr.rkey)?;
-            a.vm.kill();
-            b.vm.kill();
+            a_vm.kill();
+            b_vm.kill();
             return Ok(());
         }
         let (from, to) = if random.below(2) == 0 {
@@ -312,17 +293,17 @@ fn round(
     let sge = [from.mr.sge(0, size)];
     if random.below(2) == 0 {
         from.qp.write(1, &sge, to.mr.iova + target, to.mr.rkey)?;
-        wait.done(&from.send, 1)?;
+        wait.done(&from.send_cq, 1)?;
     } else {
         to.qp.post_recv(2, &[to.mr.sge(target, BLOCK as u32)])?;
         from.qp.send(1, &sge)?;
-        wait.done(&from.send, 1)?;
-        wait.done(&to.recv, 2)?;
+        wait.done(&from.send_cq, 1)?;
+        wait.done(&to.recv_cq, 2)?;
     }
     same(&data, &to.mr.read(BLOCK, length), "where it was sent to")?;
     let back = [from.mr.sge(2 * target, size)];
     from.qp.read(3, &back, to.mr.iova + target, to.mr.rkey)?;
-    wait.done(&from.send, 3)?;
+    wait.done(&from.send_cq, 3)?;
     same(&data, &from.mr.read(2 * BLOCK, length), "read back")
 }
 

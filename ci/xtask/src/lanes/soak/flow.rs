@@ -2,15 +2,18 @@
 //! The traffic of a soak: applications in the VMs, one after the other in a few places at a time,
 //! and the bare guests.
 
+use std::net::Ipv6Addr;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
+use serde_json::Value;
+use virtio_rdma_hostile::{Random, Victim};
 
 use super::bare::{limits, Seen as BareSeen, Traffic};
-use super::Random;
+use super::hostile::{Hostile, Seen as HostileSeen};
 use crate::lanes::tools::{Pair, Ready};
 use crate::lanes::Fixture;
-use crate::vm::{wait_for, Job};
+use crate::vm::{mac, wait_for, Job};
 
 /// How many applications run at a time.
 const PLACES: usize = 3;
@@ -20,6 +23,12 @@ const LONG: Duration = Duration::from_secs(240);
 
 /// How long one may take to end that was disturbed and then killed.
 const ENDS: Duration = Duration::from_secs(20);
+
+/// How often the hostile guest learns whom it can attack.
+const NEWS: Duration = Duration::from_secs(5);
+
+/// Of how many queue pairs of each.
+const KNOWN: usize = 4;
 
 /// What an application says of data that is not as it was sent.
 const CORRUPT: [&str; 5] = [
@@ -49,6 +58,7 @@ pub struct Seen {
     pub corrupt: u64,
     pub messages: Vec<String>,
     pub bare: BareSeen,
+    pub hostile: HostileSeen,
 }
 
 impl Seen {
@@ -64,6 +74,9 @@ impl Seen {
         self.bare.lost += other.bare.lost;
         self.bare.corrupt += other.bare.corrupt;
         self.bare.messages.extend(other.bare.messages);
+        self.hostile.rounds += other.hostile.rounds;
+        self.hostile.failed += other.hostile.failed;
+        self.hostile.messages.extend(other.hostile.messages);
     }
 }
 
@@ -72,6 +85,9 @@ pub struct Flows {
     random: Random,
     runs: Vec<Run>,
     bare: Traffic,
+    hostile: Hostile,
+    /// When the hostile guest was told last whom it can attack.
+    told: Option<Instant>,
     seen: Seen,
 }
 
@@ -81,10 +97,13 @@ impl Flows {
         let device = fixture.bed.device.as_ref().context("there is no device")?;
         let sockets = [3, 4].map(|number| device.socket(number).map(ToOwned::to_owned));
         let [a, b] = sockets;
+        let hostile = device.socket(6)?.to_owned();
         let mut flows = Flows {
             random: Random::new(seed),
             runs: Vec::new(),
             bare: Traffic::start([a?, b?], seed),
+            hostile: Hostile::start(hostile, seed),
+            told: None,
             seen: Seen::default(),
         };
         flows.tend(fixture)?;
@@ -94,6 +113,10 @@ impl Flows {
     /// Judges what has ended, and starts something else in its place.
     pub fn tend(&mut self, fixture: &mut Fixture) -> Result<()> {
         self.judge()?;
+        if self.told.is_none_or(|told| told.elapsed() > NEWS) {
+            self.told = Some(Instant::now());
+            self.hostile.set_victims(victims(fixture)?);
+        }
         while self.runs.len() < PLACES {
             let run = start(fixture, &mut self.random)?;
             self.runs.push(run);
@@ -195,11 +218,13 @@ impl Flows {
     pub fn device_goes(&mut self) {
         self.disturb(None);
         self.bare.device_goes();
+        self.hostile.device_is_away(true);
     }
 
     /// The device process is there again.
     pub fn device_is_back(&self) {
         self.bare.device_is_back();
+        self.hostile.device_is_away(false);
     }
 
     /// Waits until the bare guests move data.
@@ -222,8 +247,38 @@ impl Flows {
             std::thread::sleep(Duration::from_millis(50));
         }
         self.seen.bare = self.bare.stop()?;
+        self.seen.hostile = self.hostile.stop()?;
         Ok(self.seen)
     }
+}
+
+/// Whom a hostile guest can attack: all that the device's status says of the others, but only the
+/// GIDs that are reserved. (Another may be claimed by whoever is first after a reset.)
+fn victims(fixture: &Fixture) -> Result<Vec<Victim>> {
+    let device = fixture.bed.device.as_ref().context("there is no device")?;
+    let status = device.status()?;
+    let devices = status["devices"].as_array().context("no devices")?;
+    let others = devices.iter().filter(|device| {
+        let number = |number| device["mac"] == mac(number).as_str();
+        (1..=4).any(number)
+    });
+    let victim = |device: &Value| {
+        let list = |name: &str| device[name].as_array().cloned().unwrap_or_default();
+        let gids = list("gids").into_iter().filter_map(|gid| {
+            let gid: Ipv6Addr = gid["gid"].as_str()?.parse().ok()?;
+            (gid.segments()[0] == 0xfe80).then(|| gid.octets())
+        });
+        let qpns = list("qps").into_iter().filter_map(|qp| {
+            let qpn = qp["qpn"].as_u64()?;
+            u32::try_from(qpn).ok()
+        });
+        Victim {
+            gids: gids.collect(),
+            qpns: qpns.take(KNOWN).collect(),
+            regions: Vec::new(),
+        }
+    };
+    Ok(others.map(victim).collect())
 }
 
 /// Kills what runs of a run; it has to go.

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `cargo xtask soak`: two VMs and two guests that are no VMs on one device process, random traffic
-//! whose data is verified, and random events among it. After each event everything comes back; at
-//! the end nothing is lost, corrupt or left over, and the device has as much memory as before.
+//! whose data is verified, a guest that attacks them, and random events among it. After each event
+//! everything comes back; at the end nothing is lost, corrupt or left over, and the device has as
+//! much memory as before.
 //!
 //! The events are drawn from the seed alone, so that the same seed gives the same sequence; how
 //! many of them there are is a matter of time.
 
 mod bare;
 mod flow;
+mod hostile;
 
 use std::collections::BTreeMap;
 use std::thread::sleep;
@@ -15,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
 use rustix::process::Signal;
+use virtio_rdma_hostile::Random;
 
 use super::recovery::{nothing_stuck, rping, wait_active_in, wait_noticed};
 use super::tools::{counts, resident_memory, settled};
@@ -32,9 +35,9 @@ pub struct Soak {
     pub seed: u64,
 }
 
-/// How many guests that are no VMs it has: two with traffic between them, and one that goes to its
-/// limits.
-pub const BARE: u8 = 3;
+/// How many guests that are no VMs it has: two with traffic between them, one that goes to its
+/// limits, and a hostile one.
+const BARE: u8 = 4;
 
 /// By how much of it the device's memory may change from the second third of a phase to the last.
 /// Each is the median of what it has at times when nothing happens. In the first third the
@@ -56,6 +59,7 @@ pub fn lane() -> Lane {
         with_device: true,
         vms: 2,
         memory: 1024,
+        bare: BARE,
         image: Image::Plain,
         runs: || {
             let kernels = Kernel::STABLE.iter();
@@ -78,42 +82,6 @@ const CASES: &[Case] = &[
         run: everything_stopped,
     },
 ];
-
-/// Numbers drawn from a seed (splitmix64).
-pub struct Random(u64);
-
-impl Random {
-    fn new(seed: u64) -> Self {
-        Random(seed)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `limit`, which is small beside 2^64.
-    fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit.max(1)
-    }
-
-    fn of<T: Copy>(&mut self, choices: &[T], default: T) -> T {
-        let at = usize::try_from(self.below(choices.len() as u64)).unwrap_or(0);
-        choices.get(at).copied().unwrap_or(default)
-    }
-
-    fn bytes(&mut self, length: usize) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(length + 8);
-        while bytes.len() < length {
-            bytes.extend_from_slice(&self.next().to_le_bytes());
-        }
-        bytes.truncate(length);
-        bytes
-    }
-}
 
 /// What happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -183,7 +151,7 @@ impl Draw {
             vm: if random.below(2) == 0 { 1 } else { 2 },
             before: Duration::from_millis(1000 + random.below(6000)),
             away: Duration::from_millis(200 + random.below(4000)),
-            which: random.next(),
+            which: random.any(),
         }
     }
 }
@@ -206,7 +174,7 @@ fn phase(fixture: &mut Fixture, events: &[Event], number: u64) -> Result<()> {
     let mut round: Vec<Draw> = warm.collect();
     let (mut result, mut left) = (Ok(()), Ok(()));
     while !round.is_empty() && result.is_ok() && left.is_ok() {
-        let mut flows = Flows::start(fixture, random.next())?;
+        let mut flows = Flows::start(fixture, random.any())?;
         for draw in round {
             result = event(fixture, &mut flows, draw, &mut happened);
             if result.is_err() || Instant::now() >= end {
@@ -235,6 +203,8 @@ fn phase(fixture: &mut Fixture, events: &[Event], number: u64) -> Result<()> {
         ("lost", seen.lost + seen.bare.lost),
         ("corrupt", seen.corrupt + seen.bare.corrupt),
         ("leaked", u64::from(left.is_err())),
+        ("attacks", seen.hostile.rounds),
+        ("attacks_not_refused", seen.hostile.failed),
         ("memory_second_third_kib", second >> 10),
         ("memory_last_third_kib", last >> 10),
     ] {
@@ -249,12 +219,13 @@ fn phase(fixture: &mut Fixture, events: &[Event], number: u64) -> Result<()> {
         );
     }
     println!(
-        "         {} events, {} runs of applications ({} of them disturbed), {} blocks of bare guests; \
-         {} lost, {} corrupt; memory in KiB: {:?}",
+        "         {} events, {} runs of applications ({} of them disturbed), \
+         {} blocks of bare guests, {} attacks; {} lost, {} corrupt; memory in KiB: {:?}",
         happened.values().sum::<u64>(),
         seen.runs,
         seen.disturbed,
         seen.bare.blocks,
+        seen.hostile.rounds,
         seen.lost + seen.bare.lost,
         seen.corrupt + seen.bare.corrupt,
         memory.iter().map(|bytes| bytes >> 10).collect::<Vec<_>>(),
@@ -265,6 +236,11 @@ fn phase(fixture: &mut Fixture, events: &[Event], number: u64) -> Result<()> {
     ensure!(
         seen.lost + seen.bare.lost + seen.corrupt + seen.bare.corrupt == 0,
         "lost or corrupt: {messages:#?}"
+    );
+    ensure!(
+        seen.hostile.failed == 0,
+        "attacks were not refused: {:#?}",
+        seen.hostile.messages
     );
     let (second, last) = (second as f64, last as f64);
     // A process that was started anew has nothing to be compared with.
