@@ -14,7 +14,9 @@ pub mod memory;
 pub mod model;
 pub mod neighbour;
 pub mod queues;
+pub mod rings;
 pub mod scene;
+pub mod vhost_user;
 
 /// A target.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +44,14 @@ pub const TARGETS: &[Target] = &[
     Target {
         name: "memory",
         run: memory::run,
+    },
+    Target {
+        name: "rings",
+        run: rings::run,
+    },
+    Target {
+        name: "vhost_user",
+        run: vhost_user::run,
     },
 ];
 

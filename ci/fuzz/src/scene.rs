@@ -29,6 +29,7 @@ pub struct Side {
     /// The guest.
     pub guest: Guest,
     number: u8,
+    pd: u32,
     /// Its queue pairs, each with the peer's GID and number.
     pub qps: Vec<(Qp, [u8; 16], u32)>,
     srq: Srq,
@@ -146,6 +147,7 @@ impl Side {
         Self {
             guest,
             number,
+            pd,
             qps,
             srq,
             xrc_srq,
@@ -463,6 +465,30 @@ impl Side {
         Ok(Sge { addr, length, lkey })
     }
 
+    /// Registers what the table in the first page of its region says, and lets it go again.
+    pub fn register_and_deregister(&mut self, u: &mut Unstructured) -> Result<()> {
+        let pages = PageList {
+            addr: self.mr.iova,
+            count: u.int_in_range(2..=512)?,
+            levels: u.int_in_range(1..=2)?,
+            page_shift: 12,
+            reserved: 0,
+        };
+        let body = RegMr {
+            pd: self.pd,
+            access: access::LOCAL_WRITE | REMOTE,
+            length: u64::from(pages.count) * PAGE as u64,
+            pages,
+            ..RegMr::default()
+        };
+        let made = self.guest.ask::<_, RegMrResponse>(opcode::REG_MR, &body);
+        if let Ok(made) = made {
+            let gone = self.guest.handle(opcode::DEREG_MR, made.lkey);
+            assert_eq!(gone, Ok(()));
+        }
+        Ok(())
+    }
+
     /// Takes completions. With `strict`, each is one of a work request that was outstanding.
     ///
     /// # Panics
@@ -551,6 +577,11 @@ impl Scene {
             side.take(strict);
             side.check_canaries();
         }
+        self.go(host);
+    }
+
+    /// Lets both go.
+    pub fn go(self, host: &mut Host) {
         for side in self.sides {
             host.remove(side.guest);
         }

@@ -38,6 +38,10 @@ pub enum Target {
     Model,
     /// Changes of the memory table under traffic
     Memory,
+    /// Rings, doorbells and page tables that another thread scribbles over
+    Rings,
+    /// Messages of a front end, with file descriptors of all kinds
+    VhostUser,
 }
 
 impl Target {
