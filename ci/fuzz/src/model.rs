@@ -737,9 +737,21 @@ impl Model {
         Ok(())
     }
 
+    /// A queue pair and a window: in most cases ones of which one has bound the other, if there are
+    /// any.
+    fn binder(&mut self, u: &mut Unstructured) -> Result<(u32, u32)> {
+        let bound: Vec<_> = self
+            .windows()
+            .filter_map(|window| Some((window.bound?.1, window.key & !0xff)))
+            .collect();
+        if !bound.is_empty() && u.ratio(3, 4)? {
+            return Ok(*u.choose(&bound)?);
+        }
+        Ok((self.pick(Kind::Qp, u)?, self.pick(Kind::Mw, u)?))
+    }
+
     fn invalidate(&mut self, host: &mut Host, u: &mut Unstructured) -> Result<()> {
-        let handle = self.pick(Kind::Qp, u)?;
-        let index = self.pick(Kind::Mw, u)?;
+        let (handle, index) = self.binder(u)?;
         let Some(qp) = self.queue_pair(handle).copied() else {
             return Ok(());
         };
@@ -783,11 +795,10 @@ impl Model {
     }
 
     fn write(&mut self, host: &mut Host, u: &mut Unstructured) -> Result<()> {
-        let handle = self.pick(Kind::Qp, u)?;
+        let (handle, index) = self.binder(u)?;
         let lkey = self.pick(Kind::Mr, u)?;
         let by_window = u.arbitrary()?;
         let rkey = if by_window {
-            let index = self.pick(Kind::Mw, u)?;
             match self.detail((Kind::Mw, index)) {
                 Some(Detail::Mw(window)) => window.key,
                 _ => index,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The committed inputs of all targets: none of them may do harm (any longer).
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use virtio_rdma_fuzz::TARGETS;
 
@@ -8,8 +9,16 @@ fn corpora() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus")
 }
 
+/// A thread of the device that panics ends with its session, and nobody else would notice.
+static PANICKED: AtomicBool = AtomicBool::new(false);
+
 #[test]
 fn committed_inputs_do_no_harm() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        PANICKED.store(true, Ordering::SeqCst);
+        usual(panic);
+    }));
     for target in TARGETS {
         let folder = corpora().join(target.name);
         let mut inputs: Vec<_> = folder
@@ -23,6 +32,7 @@ fn committed_inputs_do_no_harm() {
             // The harness shows this if the target panics.
             println!("{}", input.display());
             (target.run)(&std::fs::read(&input).expect("an input"));
+            assert!(!PANICKED.load(Ordering::SeqCst), "a thread panicked");
         }
     }
 }
