@@ -82,6 +82,9 @@ enum Command {
     /// Run random traffic through random events for some minutes; the report is
     /// target/reports/soak.md
     Soak(commands::soak::Options),
+    /// Give the device inputs that nobody should send, guided by what they reach in it; what does
+    /// harm stays in target/fuzz/artifacts/
+    Fuzz(commands::fuzz::Options),
     /// Measure how fast the device is, beside what it competes with; the report is
     /// target/reports/bench.md
     Bench(commands::bench::Options),
@@ -154,6 +157,7 @@ fn dispatch(command: Command) -> Result<bool> {
                 },
             )
         }
+        Command::Fuzz(options) => commands::fuzz::run(&options),
         Command::Soak(options) => commands::soak::run(&options),
         Command::Bench(options) => commands::bench::run(&options),
         Command::Instructions { update, only } => {

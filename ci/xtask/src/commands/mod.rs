@@ -5,6 +5,7 @@ pub mod bench;
 pub mod build_root;
 pub mod demo;
 pub mod deny;
+pub mod fuzz;
 pub mod instructions;
 pub mod lane;
 pub mod soak;
