@@ -31,7 +31,7 @@ const MOST_POLLED: usize = 32;
 /// Bytes that polls of the run queue may cost before the doorbells are scanned again.
 const MOST_COST: u64 = 12 * BUDGET.bytes;
 /// Parked queue pairs of a VM whose time has come that are woken in a poll iteration.
-const WOKEN: usize = 2;
+const WOKEN: usize = 1;
 /// Most doorbells that are busy polled, one for each bit of a word: with more contexts, each poll
 /// iteration scans some of them, and that takes its time.
 const BUSY_POLLED: usize = 64;

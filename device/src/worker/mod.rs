@@ -15,7 +15,7 @@
 //!
 //! # What a VM can cost another
 //! Whatever a VM has of contexts, queue pairs and timers, a poll iteration does a bounded part of it
-//! for each VM: it looks at some 64 doorbells, wakes 2 parked queue pairs, and polls 4 queue pairs
+//! for each VM: it looks at some 64 doorbells, wakes one parked queue pair, and polls 4 queue pairs
 //! that rang if another VM's rang, too. What remains is in the run queue, where the VM that has had
 //! least of the worker's time is next.
 //!
