@@ -100,6 +100,7 @@ impl Rnic {
                 "retries": totals.retries,
                 "errors": totals.errors,
                 "qkey_violations": totals.qkey_violations,
+                "contended_ns": totals.contended_ns,
             },
             "qps": qps,
             "cqs": cqs,

@@ -77,6 +77,7 @@ struct Counters {
     qkey_violations: AtomicU64,
     /// What the VM has had of the worker's time: what its polls cost, by its weight.
     used: AtomicU64,
+    contended_ns: AtomicU64,
 }
 
 /// Adds to a counter that only the calling worker writes.
@@ -106,6 +107,8 @@ pub struct Totals {
     pub errors: u64,
     /// Datagrams with a wrong Q_Key.
     pub qkey_violations: u64,
+    /// How long workers polled its queue pairs while other VMs had work, too, nanoseconds.
+    pub contended_ns: u64,
 }
 
 /// What a VM is made of.
@@ -305,6 +308,13 @@ impl Vm {
             .map_or(0, |counters| counters.used.load(Ordering::Relaxed))
     }
 
+    /// A worker has polled for so long while other VMs had work, too.
+    pub(crate) fn count_contended(&self, worker: u16, nanoseconds: u64) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.contended_ns, nanoseconds);
+        }
+    }
+
     pub(crate) fn count_rnr(&self, worker: u16) {
         if let Some(counters) = self.counters(worker) {
             add(&counters.rnr_naks, 1);
@@ -345,6 +355,7 @@ impl Vm {
                 retries: sum(t.retries, &c.retries),
                 errors: sum(t.errors, &c.errors),
                 qkey_violations: sum(t.qkey_violations, &c.qkey_violations),
+                contended_ns: sum(t.contended_ns, &c.contended_ns),
             }
         })
     }

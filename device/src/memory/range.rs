@@ -181,6 +181,8 @@ pub fn copy_few(to: ContiguousRange<'_>, from: Source<'_>) -> bool {
 }
 
 /// As [`copy_last`], of `len` bytes, which both have: at least one.
+// Out of line: loops over small messages keep their registers.
+#[inline(never)]
 fn copy_any(to: ContiguousRange<'_>, from: Source<'_>, len: usize) {
     // The bytes of the last aligned 8-byte word of the destination that are ours.
     let tail = (((to.ptr as usize).wrapping_add(len - 1) & 7) + 1).min(len);

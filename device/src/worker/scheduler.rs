@@ -18,6 +18,7 @@ use crate::engine::{Budget, BUDGET, LONE_BUDGET};
 use crate::fabric;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::local::LocalCarrier;
+use crate::verbs::cq::clock;
 
 /// Queue pairs of a VM that are polled at once during a scan in which another VM's ring, too.
 const AT_ONCE: usize = 4;
@@ -101,14 +102,25 @@ impl<'a> Scan<'a> {
     }
 }
 
-/// What a poll costs a worker by itself, and a message, in bytes that it could have copied instead.
+/// What a poll costs a worker by itself, and a message, in bytes that it could have copied instead:
+/// an estimate.
 const POLL: u64 = 4096;
 const MESSAGE: u64 = 512;
+/// Bytes that a worker copies in a nanosecond: an estimate, too.
+const BYTES_PER_NS: u64 = 8;
+/// A poll that took so many times what is estimated was interrupted: that is not its VM's affair.
+const INTERRUPTED: u64 = 16;
 
 /// What a poll in which so much was done costs a worker, in bytes that it could have copied.
 #[inline(always)]
 fn cost(done: Budget) -> u64 {
     POLL + MESSAGE * u64::from(done.messages) + done.bytes
+}
+
+/// The same of a poll that took so many nanoseconds.
+fn cost_of_time(nanoseconds: u64, done: Budget) -> u64 {
+    let cost_of_time = nanoseconds.saturating_mul(BYTES_PER_NS);
+    cost_of_time.min(cost(done).saturating_mul(INTERRUPTED))
 }
 
 /// The run queue of queue pairs, by the address of their VM.
@@ -142,6 +154,8 @@ pub(super) struct Scheduler<'a> {
     pub(super) time: u64,
     /// What the polls have cost, in bytes.
     pub(super) cost: u64,
+    /// When the last poll ended, nanoseconds, if what polls cost is measured and not estimated.
+    pub(super) since: Option<u64>,
 }
 
 impl<'a> Scheduler<'a> {
@@ -231,7 +245,16 @@ impl<'a> Scheduler<'a> {
     /// caps.
     #[inline(never)]
     fn charge(&mut self, qp: &Qp, done: Budget) {
-        let weighed = qp.vm.weighed(cost(done));
+        let cost = match &mut self.since {
+            Some(since) => {
+                let now = clock();
+                let elapsed = now.saturating_sub(std::mem::replace(since, now));
+                qp.vm.count_contended(self.worker.index, elapsed);
+                cost_of_time(elapsed, done)
+            }
+            None => cost(done),
+        };
+        let weighed = qp.vm.weighed(cost);
         qp.vm.use_worker(self.worker.index, weighed);
         self.queue.charge(owner(qp), weighed);
         if let Some(caps) = qp.vm.caps() {

@@ -12,11 +12,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Result};
+use anyhow::{ensure, Context as _, Result};
 use vhost_device_rdma_bare::core::buffer::QpCaps;
 use vhost_device_rdma_bare::spec::ring::SendWqe;
 use vhost_device_rdma_bare::spec::verbs::wr_opcode;
-use vhost_device_rdma_bare::{Connection, Context, Cq, Qp, QpOptions, Uses};
+use vhost_device_rdma_bare::{Connection, Context, Cq, DeviceProcess, Qp, QpOptions, Uses};
 
 use super::bed::{self, Pair, Side};
 use super::{cache, figure, quantile, settle, Settings};
@@ -245,6 +245,35 @@ impl<'a> Backlog<'a> {
     }
 }
 
+/// How long the workers have polled for the VM of this number while others had work, too,
+/// nanoseconds.
+fn contended(process: &DeviceProcess, vm: usize) -> Result<f64> {
+    let status = process.status()?;
+    let counter = &status["devices"][vm]["counters"]["contended_ns"];
+    counter.as_f64().context("no contended_ns in the status")
+}
+
+/// What the victim has beside a flood.
+#[derive(Clone, Copy, Default)]
+struct Beside {
+    /// Bytes per second.
+    rate: f64,
+    /// Its part of the time that the worker polled for it or for the flood, while both had work.
+    time: f64,
+}
+
+/// The same, by the VMs that send.
+fn beside(process: &DeviceProcess, victim: &Backlog<'_>, flood: &Backlog<'_>) -> Result<Beside> {
+    let times = || Ok::<_, anyhow::Error>([contended(process, 0)?, contended(process, 2)?]);
+    let before = times()?;
+    let rate = rate_beside(victim, Some(flood), || Ok(()))?;
+    let after = times()?;
+    let [own, others] = [after[0] - before[0], after[1] - before[1]];
+    ensure!(own > 0.0 && others > 0.0, "no time was measured");
+    let time = own / (own + others);
+    Ok(Beside { rate, time })
+}
+
 /// Bytes per second that the victim has beside a flood. `meanwhile` is done again and again.
 fn rate_beside(
     victim: &Backlog<'_>,
@@ -293,14 +322,14 @@ fn floods(settings: &Settings) -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for (name, victim) in &victims {
         let mut alone = Vec::new();
-        let mut beside = [const { Vec::new() }; 2];
+        let mut shared_runs = [const { Vec::new() }; 2];
         let mut commands = Vec::new();
         for _ in 0..settings.repetitions() {
             let (own, shared, commanded) = cache::steady(settings.cores, || {
                 let own = rate_beside(victim, None, || Ok(()))?;
-                let mut shared = [0.0; 2];
-                for ((_, flood), rate) in floods.iter().zip(&mut shared) {
-                    *rate = rate_beside(victim, Some(flood), || Ok(()))?;
+                let mut shared = [Beside::default(); 2];
+                for ((_, flood), shared) in floods.iter().zip(&mut shared) {
+                    *shared = beside(&process, victim, flood)?;
                 }
                 let commanded = rate_beside(victim, None, || {
                     c.vm.query_port()?;
@@ -309,19 +338,27 @@ fn floods(settings: &Settings) -> Result<Vec<Figure>> {
                 Ok((own, shared, commanded))
             })?;
             alone.push(own);
-            for (rate, runs) in shared.into_iter().zip(&mut beside) {
-                runs.push(rate);
+            for (shared, runs) in shared.into_iter().zip(&mut shared_runs) {
+                runs.push(shared);
             }
             commands.push(commanded);
         }
         let gigabytes = |runs: &[f64]| runs.iter().map(|run| run / 1e9).collect::<Vec<_>>();
         let share: Vec<f64> = gigabytes(&alone).iter().map(|run| run / 2.0).collect();
-        for ((what, _), runs) in floods.iter().zip(&beside) {
+        for ((what, _), runs) in floods.iter().zip(&shared_runs) {
+            let (rates, times): (Vec<_>, Vec<_>) =
+                runs.iter().map(|run| (run.rate, 100.0 * run.time)).unzip();
+            let (rates, half) = (gigabytes(&rates), vec![50.0; times.len()]);
+            let time = format!("{name}, its part of the worker's time beside {what}");
             let name = format!("{name}, beside {what}");
             figures.push(
-                figure(SECTION, &name, "GB/s", Better::Higher, &gigabytes(runs))
-                    .beside("half of it alone", &share)
+                figure(SECTION, &time, "%", Better::Higher, &times)
+                    .beside("half of it", &half)
                     .target(Target::Min(0.9)),
+            );
+            figures.push(
+                figure(SECTION, &name, "GB/s", Better::Higher, &rates)
+                    .beside("half of it alone", &share),
             );
         }
         let name = format!("{name}, beside a flood of commands");

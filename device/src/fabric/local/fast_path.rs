@@ -28,7 +28,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::SendQueue;
 use crate::engine::tables::Tables;
 use crate::engine::{settle, Budget};
-use crate::memory::{copy_few, copy_last, copy_scattered, ContiguousRange, Pages, Source, Way};
+use crate::memory::{copy_last, copy_scattered, ContiguousRange, Pages, Source, Way};
 use crate::verbs::cq::{Batch, Cq, Pushed};
 use crate::verbs::keys::CachedRange;
 use crate::verbs::work_queue::{Entries, WorkQueue};
@@ -39,8 +39,9 @@ const ENTRY: usize = SEND_DATA_OFFSET + Sge::SIZE;
 /// After a message longer than this, bytes, the completion queue is unlocked for others.
 const SHORT: u64 = 1024;
 
-/// How many entries ahead of the current one are prefetched.
-const AHEAD: usize = 4;
+/// How many entries ahead of the current one are prefetched, at most: as many as are carried out
+/// while a cache line comes from the driver's core.
+const AHEAD: u32 = 16;
 
 /// Prefetch only after this many entries: closer behind the driver, it would steal cache lines that
 /// the driver is still writing.
@@ -49,6 +50,11 @@ const SURE: u32 = 8;
 /// Completions that are written together, at most: a driver that polls for them takes the cache
 /// line away each time.
 const COMPLETIONS: usize = 8;
+
+/// After two trains that carried nothing, since each message goes to other memory than the one
+/// before, the next one comes after so many messages. (The first of a run may miss what was looked
+/// up.)
+const NO_TRAIN: u32 = 16;
 
 /// Most messages at a time of a sparse sender.
 const SPARSE: u32 = 4;
@@ -309,37 +315,52 @@ impl<'r, 'a> Flow<'r, 'a> {
         } = before;
         let mut completions = Completions::default();
         let mut list = qp.hints.entries() >= SURE;
-        // The next work requests may be a train of small writes.
+        // The next work requests may be a train, of WRITEs or of READs.
         let mut train = false;
+        let mut reads = false;
+        let (mut missed, mut no_train) = (0, 0);
         // What other threads do to the two queue pairs takes effect between two runs.
         let mut ready = qp.state() == qp_state::RTS && target.takes_fast_path();
         let rest = loop {
+            let Some(entry) = queue.read(buffer) else {
+                break Left::Nothing;
+            };
             if std::mem::take(&mut train) {
                 let most = messages.min((bytes / SHORT) as u32);
                 let train = Train {
-                    from: ours,
-                    to: theirs,
+                    ours,
+                    theirs,
                     qp_num: qp.number,
                     signal_all: *signal_all,
+                    entries: qp.hints.entries(),
                     completions: completions.of(cq),
                 };
-                let carried = train.carry_out(queue, buffer, most);
+                let carried = if reads {
+                    train.carry_out::<true>(queue, buffer, most)
+                } else {
+                    train.carry_out::<false>(queue, buffer, most)
+                };
                 messages -= carried.messages;
                 bytes -= carried.bytes;
                 if carried.pushed != Pushed::Quiet {
                     ready &= completions.follow(tables, cq, carried.pushed);
                 }
+                if carried.messages != 0 {
+                    missed = 0;
+                    continue;
+                }
+                missed += 1;
+                no_train = if missed < 2 { 0 } else { NO_TRAIN };
             }
-            let Some(entry) = queue.read(buffer) else {
-                break Left::Nothing;
-            };
             let entry = Entry::new(&entry);
             if messages == 0 || !ready || !entry.may_be_eligible(kinds, bytes) {
                 break Left::Something;
             }
             let (wqe, len) = (&entry.wqe, entry.len());
-            let short_write = len <= SHORT && wqe.opcode == wr_opcode::RDMA_WRITE;
-            if std::mem::take(&mut list) && short_write {
+            let access = matches!(wqe.opcode, wr_opcode::RDMA_WRITE | wr_opcode::RDMA_READ);
+            let short_access = len <= SHORT && access;
+            reads = entry.is_read();
+            if std::mem::take(&mut list) && short_access {
                 // A driver that posts lists asks for completions at their ends. Locking the
                 // completion queue only then would wait for all stores before it, and then again
                 // for the completion.
@@ -378,7 +399,8 @@ impl<'r, 'a> Flow<'r, 'a> {
             if len > SHORT {
                 completions.finish();
             }
-            train = short_write;
+            train = short_access && no_train == 0;
+            no_train = no_train.saturating_sub(1);
         };
         completions.finish();
         *budget = Budget { messages, bytes };
@@ -509,14 +531,23 @@ impl<'r, 'a> Flow<'r, 'a> {
     }
 }
 
-/// A train of small writes: WRITEs of a few words, from and to the memory that the last one was.
+/// A train: WRITEs of a few words, or READs, between the memory that the last one was of.
 struct Train<'a, 'b> {
-    from: &'b CachedRange<'a>,
-    to: &'b CachedRange<'a>,
+    ours: &'b CachedRange<'a>,
+    theirs: &'b CachedRange<'a>,
     qp_num: u32,
     signal_all: bool,
-    /// Where they complete. None: a write that is to be completed ends the train.
+    /// How many there are, if it is as the last time.
+    entries: u32,
+    /// Where they complete. None: one that is to be completed ends the train.
     completions: Option<&'b mut Batch<'a>>,
+}
+
+/// One of a train that is to be completed.
+struct Done {
+    wr_id: u64,
+    len: u32,
+    wqe_index: u16,
 }
 
 /// What was carried out of a train.
@@ -528,33 +559,44 @@ struct Carried {
 }
 
 impl Train<'_, '_> {
-    /// Carries out the writes at the head of the queue, at most `most`.
+    /// Carries out those at the head of the queue, at most `most`.
     #[inline(never)]
-    fn carry_out(mut self, queue: &mut WorkQueue, buffer: &Pages, most: u32) -> Carried {
+    fn carry_out<const READS: bool>(
+        mut self,
+        queue: &mut WorkQueue,
+        buffer: &Pages,
+        most: u32,
+    ) -> Carried {
         let mut entries = queue.entries(buffer);
         let (mut messages, mut bytes) = (0, 0);
         let mut done = ArrayVec::new();
         let mut pushed = Pushed::Quiet;
+        let last = self.entries.min(most);
+        let ahead = (last / 4).min(AHEAD);
         while messages < most && pushed == Pushed::Quiet {
-            if messages >= SURE {
-                entries.prefetch(AHEAD);
+            if messages < last - ahead {
+                entries.prefetch(ahead as usize);
             }
-            let Some((wr_id, len, signaled)) = self.one(&entries) else {
+            let Some((wr_id, len, signaled)) = self.one::<READS>(&entries) else {
                 break;
             };
             entries.take_over(wr_id);
             if signaled {
-                done.push((wr_id, queue.index_after(messages)));
+                done.push(Done {
+                    wr_id,
+                    len,
+                    wqe_index: queue.index_after(messages),
+                });
                 if done.is_full() {
-                    pushed = self.complete(&mut done);
+                    pushed = self.complete::<READS>(&mut done);
                 }
             }
             entries.advance();
             messages += 1;
-            bytes += len;
+            bytes += u64::from(len);
         }
         if !done.is_empty() {
-            pushed = self.complete(&mut done);
+            pushed = self.complete::<READS>(&mut done);
         }
         queue.position = queue.position.wrapping_add(messages);
         Carried {
@@ -564,38 +606,58 @@ impl Train<'_, '_> {
         }
     }
 
-    /// Carries out one write. Returns its id, its length in bytes, and whether it is to be
-    /// completed.
+    /// Carries out one. Returns its id, its length in bytes, and whether it is to be completed.
     #[inline(always)]
-    fn one(&self, entries: &Entries<'_>) -> Option<(u64, u64, bool)> {
+    fn one<const READS: bool>(&self, entries: &Entries<'_>) -> Option<(u64, u32, bool)> {
         const FLAGS: u8 = PHASE | send_flag::FENCE | send_flag::SOLICITED | send_flag::SIGNALED;
         let entry = Entry::new(&entries.read()?);
         let (wqe, sge) = (&entry.wqe, entry.sge());
         let signaled = self.signal_all || wqe.flags & send_flag::SIGNALED != 0;
-        let train = wqe.opcode == wr_opcode::RDMA_WRITE
+        let opcode = if READS {
+            wr_opcode::RDMA_READ
+        } else {
+            wr_opcode::RDMA_WRITE
+        };
+        let train = wqe.opcode == opcode
             && wqe.flags & !FLAGS == 0
             && wqe.count == 1
-            && sge.length != 0
+            && u64::from(sge.length).wrapping_sub(1) < SHORT
             && (!signaled || self.completions.is_some());
         if !train {
             return None;
         }
+        let (our_access, their_access) = if READS {
+            (access::LOCAL_WRITE, access::REMOTE_READ)
+        } else {
+            (0, access::REMOTE_WRITE)
+        };
         let len = u64::from(sge.length);
-        let from = self.from.recall(sge.lkey, 0, sge.addr, len)?;
-        let access = access::REMOTE_WRITE;
-        let to = self.to.recall(wqe.rkey, access, wqe.remote_addr, len)?;
-        copy_few(to, from.into()).then_some((wqe.wr_id, len, signaled))
+        let ours = self.ours.recall(sge.lkey, our_access, sge.addr, len)?;
+        let (key, addr) = (wqe.rkey, wqe.remote_addr);
+        let theirs = self.theirs.recall(key, their_access, addr, len)?;
+        let (to, from) = if READS {
+            (ours, theirs)
+        } else {
+            (theirs, ours)
+        };
+        copy_last(to, from.into());
+        Some((wqe.wr_id, sge.length, signaled))
     }
 
-    /// Writes the completions of these ids and indices, until one leads to an event or an error.
+    /// Writes the completions of these, until one leads to an event or an error.
     #[inline(always)]
-    fn complete(&mut self, done: &mut ArrayVec<(u64, u16), COMPLETIONS>) -> Pushed {
-        for (wr_id, wqe_index) in done.drain(..) {
+    fn complete<const READS: bool>(&mut self, done: &mut ArrayVec<Done, COMPLETIONS>) -> Pushed {
+        for one in done.drain(..) {
             let cqe = Cqe {
-                wr_id,
+                wr_id: one.wr_id,
+                byte_len: if READS { one.len } else { 0 },
                 qp_num: self.qp_num,
-                wqe_index,
-                opcode: wc_opcode::RDMA_WRITE,
+                wqe_index: one.wqe_index,
+                opcode: if READS {
+                    wc_opcode::RDMA_READ
+                } else {
+                    wc_opcode::RDMA_WRITE
+                },
                 ..Cqe::default()
             };
             let pushed = self.completions.as_mut().map(|batch| batch.push(&cqe));
