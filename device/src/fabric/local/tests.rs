@@ -185,6 +185,67 @@ fn reads_and_atomics_bring_what_was_there() {
     assert!(events.contains(&request_error), "{events:?}");
 }
 
+/// In lists, work requests that are alike are carried out as trains. Lengths and addresses that are
+/// no words, and WRITEs among READs, interrupt these.
+#[test]
+fn lists_of_reads_and_writes_bring_what_was_there() {
+    const LIST: u64 = 16;
+    let (mut pair, mut process) = start(|_| {});
+    let there = pair.ends[1].allocate(64 << 10);
+    let here = pair.ends[0].allocate(64 << 10);
+    let key = pair.ends[1].guest.key;
+    for round in 0..4u8 {
+        let length = |i: u64| [64, 64, 8, 64, 24, 256, 64, 1024, 63, 64][(i % 10) as usize];
+        let writes = |i: u64| i % 7 == 3;
+        let bytes = |i: u64| vec![16 * round + i as u8; length(i)];
+        for i in 0..LIST {
+            let (at, to) = (1024 * i, if writes(i) { 0 } else { 1 });
+            let from = if to == 0 { here } else { there };
+            pair.ends[to].guest.write(from + at, &bytes(i));
+            let guest = &pair.ends[0].guest;
+            let opcode = if writes(i) {
+                wr_opcode::RDMA_WRITE
+            } else {
+                wr_opcode::RDMA_READ
+            };
+            let send = Send {
+                opcode,
+                wr_id: i,
+                flags: send_flag::SIGNALED * u8::from(i % 2 == 1 || round == 3),
+                remote_addr: DATA + there + at,
+                rkey: key,
+                sges: vec![guest.sge(here + at, length(i) as u32)],
+                ..Send::default()
+            };
+            pair.post_send(0, &send);
+        }
+        process.run(&mut pair, SECOND);
+        let done: Vec<_> = pair
+            .completions(0)
+            .iter()
+            .map(|cqe| (cqe.wr_id, cqe.status, cqe.opcode, cqe.byte_len))
+            .collect();
+        let signaled = (0..LIST).filter(|i| i % 2 == 1 || round == 3);
+        let expected: Vec<_> = signaled
+            .map(|i| match writes(i) {
+                true => (i, wc_status::SUCCESS, wc_opcode::RDMA_WRITE, 0),
+                false => (
+                    i,
+                    wc_status::SUCCESS,
+                    wc_opcode::RDMA_READ,
+                    length(i) as u32,
+                ),
+            })
+            .collect();
+        assert_eq!(done, expected, "round {round}");
+        for i in 0..LIST {
+            let (to, at) = if writes(i) { (1, there) } else { (0, here) };
+            let brought = pair.ends[to].guest.read(at + 1024 * i, length(i));
+            assert_eq!(brought, bytes(i), "round {round}, {i}");
+        }
+    }
+}
+
 #[test]
 fn a_queue_pair_that_grants_nothing_is_not_accessed() {
     let (mut pair, mut process) = start(|attr| attr.access_flags = access::REMOTE_READ);
