@@ -8,8 +8,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, ensure, Result};
-use rustix::fs::{memfd_create, MemfdFlags};
+use anyhow::{bail, ensure, Context, Result};
+use rustix::fs::{fallocate, memfd_create, openat, FallocateFlags, MemfdFlags, Mode, OFlags};
+use rustix::mount::{
+    fsconfig_create, fsconfig_set_string, fsmount, fsopen, FsMountFlags, FsOpenFlags,
+    MountAttrFlags,
+};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vhost_device_rdma_bare::core::ArmMode;
@@ -25,6 +29,10 @@ pub const ALL: &[Attack] = &[
     Attack {
         name: "memory_taken_away",
         round: memory_taken_away,
+    },
+    Attack {
+        name: "memory_on_a_full_tmpfs",
+        round: memory_on_a_full_tmpfs,
     },
     Attack {
         name: "interrupts_that_block",
@@ -87,6 +95,47 @@ fn memory_taken_away(attacker: &mut Attacker) -> Result<()> {
     region.truncate()?;
     // Whatever came of those.
     let _ = a.qp.write(9, &sges, mr.iova, mr.rkey);
+    ended(&vm)?;
+    vm.kill();
+    Ok(())
+}
+
+/// Finding 1: registered memory has no pages, and gets none, since its file is on a tmpfs that is
+/// full. (To make a tmpfs takes root.)
+fn memory_on_a_full_tmpfs(attacker: &mut Attacker) -> Result<()> {
+    const SIZE: usize = 4 << 20;
+    let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC).context("cannot make a tmpfs")?;
+    fsconfig_set_string(&context, "size", SIZE.to_string())?;
+    fsconfig_create(&context)?;
+    let none = MountAttrFlags::empty();
+    let tmpfs = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, none)?;
+    let create = |name| {
+        let flags = OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC;
+        Ok::<_, anyhow::Error>(File::from(openat(&tmpfs, name, flags, Mode::RUSR)?))
+    };
+    let (memory, mut other) = (create("memory")?, create("other")?);
+    memory.set_len(SIZE as u64)?;
+
+    let vm = attacker.vm()?;
+    let pair = Pair::new(&vm)?;
+    let (a, b) = (&pair.a, &pair.b);
+    let region = vm.region(vm.add_memory_of(memory.try_clone()?, SIZE)?);
+    let size = 1 << 20;
+    let buffer = region.buffer(size, Placement::Scattered)?;
+    let iova = buffer.addr();
+    let mr = b.pd.register_buffer(buffer, iova, 0, size as u64, ACCESS)?;
+    let large = a.pd.register(size, ACCESS)?;
+    let sges = [large.sge(0, size as u32)];
+    a.qp.write(1, &sges, mr.iova, mr.rkey)?;
+    completed("a write", a.sent()?, &[wc_status::SUCCESS])?;
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(&memory, flags, 0, SIZE as u64)?;
+    let page = [1; PAGE];
+    while other.write_all(&page).is_ok() {}
+    match attacker.random.below(2) {
+        0 => a.qp.write(2, &sges, mr.iova, mr.rkey)?,
+        _ => b.qp.write(2, &[mr.sge(0, 8)], a.mr.iova, a.mr.rkey)?,
+    }
     ended(&vm)?;
     vm.kill();
     Ok(())

@@ -101,6 +101,11 @@ impl Region {
         flags.set(MemfdFlags::HUGETLB, huge_pages);
         let file = File::from(memfd_create("bare-vm", flags)?);
         file.set_len(size as u64)?;
+        Self::of(guest_addr, file, size)
+    }
+
+    /// The first `size` bytes of a file.
+    pub(crate) fn of(guest_addr: u64, file: File, size: usize) -> Result<Arc<Self>, Error> {
         let mapping = Arc::new(Mapping::new(&file, 0, size)?);
         Ok(Arc::new(Self {
             guest_addr,

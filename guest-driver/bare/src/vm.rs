@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The VM: what QEMU and the guest's virtio core do, and the control queue.
+use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -486,9 +487,25 @@ impl Vm {
     /// # Errors
     /// If the device refuses.
     pub fn add_memory(&self, size: usize) -> Result<usize, Error> {
+        self.add_region(|guest_addr| Region::new(guest_addr, size, false))
+    }
+
+    /// Plugs in memory whose pages are the first `size` bytes of a file; returns the number of the
+    /// new region.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    pub fn add_memory_of(&self, file: File, size: usize) -> Result<usize, Error> {
+        self.add_region(|guest_addr| Region::of(guest_addr, file, size))
+    }
+
+    fn add_region(
+        &self,
+        make: impl FnOnce(u64) -> Result<Arc<Region>, Error>,
+    ) -> Result<usize, Error> {
         let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
         let number = regions.len();
-        let region = Region::new(FIRST_REGION + REGION_DISTANCE * number as u64, size, false)?;
+        let region = make(FIRST_REGION + REGION_DISTANCE * number as u64)?;
         self.frontend.clone().add_mem_region(&region.info())?;
         regions.push(region);
         Ok(number)

@@ -61,6 +61,7 @@ macro_rules! cases {
 cases! {
     [
         "memory_taken_away"
+        "memory_on_a_full_tmpfs"
         "interrupts_that_block"
         "files_that_are_no_eventfds"
         "random_messages"
