@@ -85,6 +85,8 @@ enum Command {
     /// Give the device inputs that nobody should send, guided by what they reach in it; what does
     /// harm stays in target/fuzz/artifacts/
     Fuzz(commands::fuzz::Options),
+    /// Run the device's tests under a sanitizer
+    Sanitize(commands::sanitize::Options),
     /// Measure how fast the device is, beside what it competes with; the report is
     /// target/reports/bench.md
     Bench(commands::bench::Options),
@@ -158,6 +160,7 @@ fn dispatch(command: Command) -> Result<bool> {
             )
         }
         Command::Fuzz(options) => commands::fuzz::run(&options),
+        Command::Sanitize(options) => commands::sanitize::run(&options),
         Command::Soak(options) => commands::soak::run(&options),
         Command::Bench(options) => commands::bench::run(&options),
         Command::Instructions { update, only } => {

@@ -102,8 +102,8 @@ impl DeviceProcess {
             sockets,
         };
         let deadline = Instant::now() + START_TIMEOUT;
-        // The status socket is the last one to be bound.
-        while !process.directory.join("status").exists() {
+        // The status socket is the last one to be bound. (It is there before it can be connected to.)
+        while process.status().is_err() {
             if !process.is_alive() || Instant::now() > deadline {
                 return Err(Error::Process(process.log()));
             }

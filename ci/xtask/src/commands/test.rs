@@ -15,9 +15,9 @@ use crate::{setup, shell};
 
 /// What was counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Count {
+pub(super) struct Count {
     passed: usize,
-    failed: usize,
+    pub(super) failed: usize,
 }
 
 impl Count {
@@ -162,7 +162,7 @@ fn check(name: &str, words: &[&str], rustdoc_flags: &str) -> Result<Count> {
 }
 
 /// Tests, counted by what the harness says.
-fn tests(name: &str, words: &[&str], environment: &[(&str, &str)]) -> Result<Count> {
+pub(super) fn tests(name: &str, words: &[&str], environment: &[(&str, &str)]) -> Result<Count> {
     shell::say(format_args!("cargo {} ...", words.join(" ")));
     let start = Instant::now();
     let mut child = shell::cargo()
