@@ -105,6 +105,7 @@ impl SendQueue {
             index: self.queue.index(),
             signaled: self.signal_all || flags & send_flag::SIGNALED != 0,
             inline,
+            fence: flags & send_flag::FENCE != 0,
             invalidates_sink: false,
             done: 0,
         };

@@ -2,6 +2,7 @@
 //! Work requests that are no messages, and what others do to keys of their own VM.
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::facts::Kind;
+use virtio_rdma_spec::ring::Sge;
 use virtio_rdma_spec::verbs::{access, vendor_err, wc_status};
 
 use super::operation::Operation;
@@ -46,13 +47,18 @@ impl SendQueue {
     /// The RDMA_READ_WITH_INV in progress has brought its data: the key that it was written by is
     /// of no use any longer.
     pub(crate) fn invalidate_sink(&self, tables: &Tables, qp: &Qp) -> Result<(), KeyError> {
-        match self.sges.first() {
-            Some(sink) => {
-                let key = sink.lkey;
-                tables.keys.check_invalidate_region(key, qp.pd)?;
-                tables.keys.invalidate(key, qp.pd, qp.number)
-            }
-            None => Ok(()),
+        invalidate_sink(&self.sges, tables, qp)
+    }
+}
+
+/// Invalidates the key of what a READ was brought to, which is a list of one entry.
+pub(crate) fn invalidate_sink(sges: &[Sge], tables: &Tables, qp: &Qp) -> Result<(), KeyError> {
+    match sges.first() {
+        Some(sink) => {
+            let key = sink.lkey;
+            tables.keys.check_invalidate_region(key, qp.pd)?;
+            tables.keys.invalidate(key, qp.pd, qp.number)
         }
+        None => Ok(()),
     }
 }

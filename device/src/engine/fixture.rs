@@ -176,6 +176,14 @@ impl Peers for Guest {
     fn forget(&self, _: &Vm, _: Gid) {}
 }
 
+impl Drop for Guest {
+    /// Queue pairs know their VM, which knows them.
+    fn drop(&mut self) {
+        self.vm.tables_mut().clear();
+        while self.run_list.take().is_some() {}
+    }
+}
+
 impl Guest {
     /// A guest with a GID that ends in `number`.
     pub(crate) fn new(readers: &Readers, number: u8) -> Self {
@@ -223,7 +231,8 @@ impl Guest {
             access: access::LOCAL_WRITE
                 | access::REMOTE_WRITE
                 | access::REMOTE_READ
-                | access::REMOTE_ATOMIC,
+                | access::REMOTE_ATOMIC
+                | access::FLUSH_GLOBAL,
             iova: DATA,
             length: PAGES * PAGE_SIZE - DATA,
             offset: 0,

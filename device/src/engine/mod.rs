@@ -11,7 +11,7 @@ mod begin;
 pub(crate) mod binding;
 pub mod cursor;
 pub mod events;
-mod execute;
+pub(crate) mod execute;
 mod finish;
 #[cfg(test)]
 pub(crate) mod fixture;

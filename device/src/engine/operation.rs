@@ -30,6 +30,23 @@ const FLAGS: WcError = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::FLAGS)
 const OPCODE: WcError = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
 const TOO_LONG: WcError = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::TOO_LONG_ENTRY);
 
+/// The access that FLUSH of these types (`flush_type`) needs; `None` if it is of none, or of one that
+/// nobody knows.
+pub(crate) fn flush_access(kind: u8) -> Option<u32> {
+    let known = flush_type::GLOBAL | flush_type::PERSISTENT;
+    if kind == 0 || kind & !known != 0 {
+        return None;
+    }
+    let mut wanted = 0;
+    if kind & flush_type::GLOBAL != 0 {
+        wanted |= access::FLUSH_GLOBAL;
+    }
+    if kind & flush_type::PERSISTENT != 0 {
+        wanted |= access::FLUSH_PERSISTENT;
+    }
+    Some(wanted)
+}
+
 impl Operation {
     /// The operation of the current entry of `queue`, of which `wqe` is a copy.
     pub(super) fn read(queue: &WorkQueue, buffer: &Pages, wqe: &SendWqe) -> Result<Self, WcError> {
@@ -97,16 +114,9 @@ fn read_masks(queue: &WorkQueue, buffer: &Pages, wqe: &SendWqe) -> Result<Masked
 
 fn read_flush(wqe: &SendWqe) -> Result<Operation, WcError> {
     let [kind, level, rest @ ..] = wqe.operand1.to_le_bytes();
-    let known = flush_type::GLOBAL | flush_type::PERSISTENT;
-    if kind == 0 || kind & !known != 0 || rest != [0; 6] {
+    let wanted = flush_access(kind).ok_or(FLAGS)?;
+    if rest != [0; 6] {
         return Err(FLAGS);
-    }
-    let mut wanted = 0;
-    if kind & flush_type::GLOBAL != 0 {
-        wanted |= access::FLUSH_GLOBAL;
-    }
-    if kind & flush_type::PERSISTENT != 0 {
-        wanted |= access::FLUSH_PERSISTENT;
     }
     match level {
         flush_level::RANGE => Ok(Operation::Flush(wanted, Some(wqe.operand0))),

@@ -55,7 +55,7 @@ pub struct Responder {
     pub(super) access: u32,
     communication_established: bool,
     last_wqe_told: bool,
-    pub(super) max_rd_atomic: u8,
+    pub(crate) max_rd_atomic: u8,
     rnr_timer: u8,
     qkey: u32,
     /// The queue pair's buffer.

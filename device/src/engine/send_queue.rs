@@ -46,6 +46,8 @@ pub(crate) struct Active {
     pub index: u16,
     pub signaled: bool,
     pub inline: bool,
+    /// It begins when everything before it that brings data is done.
+    pub fence: bool,
     /// When it is done, the key of its only scatter/gather entry is invalidated.
     pub invalidates_sink: bool,
     /// Bytes moved.

@@ -92,6 +92,12 @@ pub(crate) trait Carrier<'a> {
         budget: Budget,
     ) -> Polled;
 
+    /// Sends what a queue pair that sends no messages yet has to answer to its peer. Returns whether
+    /// there is more.
+    fn answer(&mut self, _: &'a Tables, _: &'a Arc<Qp>, _: u64) -> bool {
+        false
+    }
+
     /// Flushes what this fabric has taken out of the send queue of a queue pair that is in error.
     /// Nothing of it reaches the peer from now on.
     fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>);
@@ -141,7 +147,7 @@ pub(crate) fn poll<'a>(
             if qp.awaited.load(Ordering::SeqCst) {
                 qp.responder().receives_posted(qp);
             }
-            Polled::Idle
+            again(qp.state() == qp_state::RTR && carrier.answer(tables, qp, now))
         }
     }
 }

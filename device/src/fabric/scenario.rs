@@ -298,13 +298,6 @@ pub(super) struct Program {
     pub both: bool,
 }
 
-impl Program {
-    /// A message of it is none that a fabric with packets carries so far.
-    pub(super) fn is_poisoned_by_opcode(&self) -> bool {
-        matches!(self.poison, Some((_, Poison::Opcode)))
-    }
-}
-
 fn messages() -> impl Strategy<Value = Message> {
     let opcodes = prop_oneof![
         Just(wr_opcode::SEND),
@@ -450,7 +443,8 @@ pub(super) fn post(pair: &mut Pair, from: usize, program: &Program) -> Vec<Expec
             Some(Poison::RemoteKey) => send.rkey ^= 0x0100_0000,
             Some(Poison::LocalKey) => send.sges[2].lkey ^= 0x0100_0000,
             Some(Poison::Opcode) => {
-                send.opcode = wr_opcode::RDMA_READ;
+                // None that there is.
+                send.opcode = u8::MAX;
                 send.imm = 0;
             }
             Some(Poison::ShortReceive) | None => {}

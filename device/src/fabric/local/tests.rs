@@ -123,8 +123,6 @@ proptest! {
     /// The same programs as over a network, with the same outcome.
     #[test]
     fn messages_arrive_once_and_in_order(program in programs(), lone: bool) {
-        // What only this fabric carries does not fail here.
-        prop_assume!(!program.is_poisoned_by_opcode());
         let (mut pair, mut process) = start(|attr| attr.path_mtu = program.path_mtu);
         process.budget = if lone { LONE_BUDGET } else { BUDGET };
         verify(&program, &mut pair, &mut process)?;

@@ -2,9 +2,8 @@
 //! A fabric with packets: RoCEv2. A queue pair's messages go out as frames of a [`port`], many of
 //! them under way at a time, and answers come back as frames.
 //!
-//! So far it carries SEND and RDMA WRITE, with immediate data and invalidation, over reliable
-//! connections, and has one port, which simulates a network in virtual time. No process has such
-//! a port yet: what is here runs in tests alone. It shows that engine and [`Fabric`] need to know
+//! So far it carries all messages of reliable connections but atomic operations with masks, and has
+//! one port, which simulates a network in virtual time. No process has such a port yet: what is here runs in tests alone. It shows that engine and [`Fabric`] need to know
 //! nothing of how a message travels.
 //!
 //! [`packet`], [`frame`] and [`icrc`] are bytes and values. The [`sender`] is the requester of a
@@ -31,13 +30,13 @@ use self::frame::{Addresses, Dropped, Frame};
 use self::packet::{Body, Packet, Psn};
 use self::port::Port;
 use self::receiver::Receiver;
-use self::sender::{Peer, Sender};
+use self::sender::{Brought, Peer, Sender};
 use super::{Carrier, Fabric};
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{PathAttributes, Polled, SendQueue};
 use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::Vm;
-use crate::engine::Budget;
+use crate::engine::{Budget, BUDGET};
 use crate::verbs::numbers::NUMBERS;
 
 /// Headers that a packet has beside its payload, bytes: IPv6, UDP, base transport header, the
@@ -226,14 +225,25 @@ impl<P: Port> Wire<P> {
         if !addressed || frame.source != destination {
             return None;
         }
-        let Body::Acknowledge { syndrome, .. } = packet.body else {
+        if matches!(packet.body, Body::Request { .. }) {
             return self.request(tables, qp, packet, now);
-        };
+        }
+        let peer = connection.peer;
         // Before it sends there is nothing to answer.
         let sender = connection.sender.as_mut()?;
         let mut sq = qp.send_queue();
         if sq.may_go_on(tables, qp).is_ok() {
-            sender.answer(&mut sq, tables, qp, packet.psn, syndrome, now);
+            let brought = match packet.body {
+                Body::ReadResponse { payload, .. } => Some(Brought::Bytes(payload)),
+                Body::AtomicAcknowledge { value, .. } => Some(Brought::Word(value)),
+                _ => None,
+            };
+            let psn = packet.psn;
+            if let Some(brought) = brought {
+                sender.bring(&mut sq, tables, qp, peer, psn, brought);
+            } else if let Body::Acknowledge { syndrome, .. } = packet.body {
+                sender.answer(&mut sq, tables, qp, psn, syndrome, now);
+            }
         }
         drop(sq);
         qp.schedule();
@@ -257,21 +267,53 @@ impl<P: Port> Wire<P> {
         let receiver = connection.receiver.as_mut()?;
         let mtu = connection.peer.mtu;
         let mut responder = qp.responder();
-        let reply = receiver.receive(&mut responder, tables, qp, mtu, packet);
+        receiver.receive(&mut responder, tables, qp, mtu, packet);
         drop(responder);
-        let Some((psn, syndrome, msn)) = reply else {
-            return Some(());
-        };
-        let answer = Packet {
-            dest_qp: connection.peer.dest_qp,
-            psn,
-            ack_request: false,
-            solicited: false,
-            body: Body::Acknowledge { syndrome, msn },
-        };
-        frame::write(&mut self.frame, connection.addresses.as_ref()?, &answer);
-        self.port.send(now, &self.frame);
+        if self.send_answers(tables, qp, now) {
+            qp.schedule();
+        }
         Some(())
+    }
+
+    /// Sends what a queue pair has to answer, within a budget. Returns whether there is more.
+    fn send_answers(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64) -> bool {
+        let up = self.is_up();
+        let Self {
+            port,
+            connections,
+            frame,
+            payload,
+            ..
+        } = self;
+        let connection = connections.get_mut(&qp.number);
+        let Some(connection) = connection.filter(|known| known.is_of(qp)) else {
+            return false;
+        };
+        let Connection {
+            addresses,
+            peer,
+            receiver: Some(receiver),
+            ..
+        } = connection
+        else {
+            return false;
+        };
+        let Peer { dest_qp, mtu } = *peer;
+        let mut send = |psn, body: Body<'_>| {
+            // Without a way out the answer is lost, and asked for again.
+            if let Some(addresses) = addresses.as_ref().filter(|_| up) {
+                let packet = Packet {
+                    dest_qp,
+                    psn,
+                    ack_request: false,
+                    solicited: false,
+                    body,
+                };
+                frame::write(frame, addresses, &packet);
+                port.send(now, frame);
+            }
+        };
+        receiver.answer(tables, qp, mtu, BUDGET.bytes, payload, &mut send)
     }
 }
 
@@ -305,6 +347,7 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         budget: Budget,
     ) -> Polled {
         self.connect(tables, qp, sq);
+        let answers = self.send_answers(tables, qp, now);
         let up = self.is_up();
         let Self {
             port,
@@ -331,7 +374,15 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
                 port.send(now, frame);
             }
         };
-        sender.poll(sq, tables, qp, *peer, now, budget, payload, &mut send)
+        let polled = sender.poll(sq, tables, qp, *peer, now, budget, payload, &mut send);
+        if answers {
+            return Polled::Again;
+        }
+        polled
+    }
+
+    fn answer(&mut self, tables: &'a Tables, qp: &'a Arc<Qp>, now: u64) -> bool {
+        self.send_answers(tables, qp, now)
     }
 
     fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>) {

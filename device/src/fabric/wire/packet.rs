@@ -91,8 +91,11 @@ const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8, imm: Imm) 
 
 /// The requests that there are so far.
 #[rustfmt::skip]
-const REQUESTS: [Request; 14] = {
-    use wr_opcode::{RDMA_WRITE, RDMA_WRITE_WITH_IMM, SEND, SEND_WITH_IMM, SEND_WITH_INV};
+const REQUESTS: [Request; 19] = {
+    use wr_opcode::{
+        ATOMIC_CMP_AND_SWP, ATOMIC_FETCH_AND_ADD, ATOMIC_WRITE, FLUSH, RDMA_READ, RDMA_WRITE,
+        RDMA_WRITE_WITH_IMM, SEND, SEND_WITH_IMM, SEND_WITH_INV,
+    };
     [
         request(0x00, Kind::Send, Place::First, SEND, Imm::None),
         request(0x01, Kind::Send, Place::Middle, SEND, Imm::None),
@@ -106,13 +109,23 @@ const REQUESTS: [Request; 14] = {
         request(0x09, Kind::Write, Place::Last, RDMA_WRITE_WITH_IMM, Imm::Data),
         request(0x0a, Kind::Write, Place::Only, RDMA_WRITE, Imm::None),
         request(0x0b, Kind::Write, Place::Only, RDMA_WRITE_WITH_IMM, Imm::Data),
+        request(0x0c, Kind::Read, Place::Only, RDMA_READ, Imm::None),
+        request(0x13, Kind::Atomic, Place::Only, ATOMIC_CMP_AND_SWP, Imm::None),
+        request(0x14, Kind::Atomic, Place::Only, ATOMIC_FETCH_AND_ADD, Imm::None),
         request(0x16, Kind::Send, Place::Last, SEND_WITH_INV, Imm::RemoteKey),
         request(0x17, Kind::Send, Place::Only, SEND_WITH_INV, Imm::RemoteKey),
+        request(0x1c, Kind::Flush, Place::Only, FLUSH, Imm::None),
+        request(0x1d, Kind::AtomicWrite, Place::Only, ATOMIC_WRITE, Imm::None),
     ]
 };
 
-/// ACKNOWLEDGE of reliable connections.
+/// Answers of reliable connections.
+const READ_RESPONSE_FIRST: u8 = 0x0d;
+const READ_RESPONSE_MIDDLE: u8 = 0x0e;
+const READ_RESPONSE_LAST: u8 = 0x0f;
+const READ_RESPONSE_ONLY: u8 = 0x10;
 const ACKNOWLEDGE: u8 = 0x11;
+const ATOMIC_ACKNOWLEDGE: u8 = 0x12;
 
 impl Request {
     fn of(opcode: u8) -> Option<Self> {
@@ -125,12 +138,20 @@ impl Request {
         let of = Opcode::of(wr_opcode)?;
         let imm = if place.ends() { of.imm } else { Imm::None };
         let mut requests = REQUESTS.into_iter();
-        requests.find(|known| (known.place, known.kind, known.imm) == (place, of.kind, imm))
+        requests.find(|known| {
+            let same = (known.place, known.kind, known.imm) == (place, of.kind, imm);
+            // There are two atomic operations. (Those with masks are not of this protocol.)
+            same && (known.kind != Kind::Atomic || known.wr_opcode == wr_opcode)
+        })
     }
 
     /// Whether it has an RDMA extended transport header.
     fn has_reth(self) -> bool {
-        self.kind == Kind::Write && self.place.begins()
+        match self.kind {
+            Kind::Write => self.place.begins(),
+            Kind::Read | Kind::AtomicWrite | Kind::Flush => true,
+            _ => false,
+        }
     }
 
     /// Whether it has four bytes of immediate data, or a key to invalidate.
@@ -146,6 +167,20 @@ pub(super) struct Reth {
     pub rkey: u32,
     pub length: u32,
 }
+
+/// What a request asks for beyond its remote range: its other extension header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Operands {
+    #[default]
+    None,
+    /// Atomic: what to write or to add, and what to compare with.
+    Atomic { swap_or_add: u64, compare: u64 },
+    /// FLUSH: how visible (`flush_type`), and of which range (`flush_level`).
+    Flush { kind: u8, level: u8 },
+}
+
+/// Where the level is in the FLUSH extended transport header, whose lowest bits are the type.
+const FLUSH_LEVEL_SHIFT: u32 = 4;
 
 /// What an acknowledgement says: the ACK extended transport header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -205,8 +240,10 @@ pub(super) enum Body<'a> {
     /// A part of a message.
     Request {
         request: Request,
-        /// The remote range, in the first packet of an RDMA WRITE; otherwise zero.
+        /// The remote range, where `request` has it; otherwise zero. That of an atomic operation has
+        /// no length.
         reth: Reth,
+        operands: Operands,
         /// Immediate data or the key to invalidate, where `request` has it; otherwise zero. As in
         /// work requests: octets of the application, or a number.
         immediate: u32,
@@ -218,6 +255,15 @@ pub(super) enum Body<'a> {
         /// Messages completed by the responder, 24 bits.
         msn: u32,
     },
+    /// A part of what an RDMA READ brings. To FLUSH and ATOMIC WRITE, `Only` and empty.
+    ReadResponse {
+        place: Place,
+        /// Not of those in the middle, where it is zero.
+        msn: u32,
+        payload: &'a [u8],
+    },
+    /// What was there before an atomic operation.
+    AtomicAcknowledge { msn: u32, value: u64 },
 }
 
 /// A packet.
@@ -249,6 +295,69 @@ fn take_u32(bytes: &mut &[u8]) -> Option<u32> {
     take(bytes).map(u32::from_be_bytes)
 }
 
+/// The bytes before the padding.
+fn unpadded(bytes: &[u8], padding: usize) -> Option<&[u8]> {
+    bytes.get(..bytes.len().checked_sub(padding)?)
+}
+
+fn write_aeth(out: &mut Vec<u8>, syndrome: Syndrome, msn: u32) {
+    let aeth = u32::from(syndrome.encode()) << 24 | msn & MASK_24;
+    out.extend_from_slice(&aeth.to_be_bytes());
+}
+
+/// What an ACK extended transport header says, with the MSN.
+fn take_aeth(bytes: &mut &[u8]) -> Option<(Syndrome, u32)> {
+    let aeth = take_u32(bytes)?;
+    Some((Syndrome::decode((aeth >> 24) as u8)?, aeth & MASK_24))
+}
+
+/// The MSN of an answer that is no refusal.
+fn take_msn(bytes: &mut &[u8]) -> Option<u32> {
+    let (syndrome, msn) = take_aeth(bytes)?;
+    (syndrome == Syndrome::Ack).then_some(msn)
+}
+
+fn read_response(place: Place) -> u8 {
+    match place {
+        Place::First => READ_RESPONSE_FIRST,
+        Place::Middle => READ_RESPONSE_MIDDLE,
+        Place::Last => READ_RESPONSE_LAST,
+        Place::Only => READ_RESPONSE_ONLY,
+    }
+}
+
+/// Reads an answer; `None` if the opcode is none of one, and `Some(None)` if it is damaged.
+fn read_answer<'a>(opcode: u8, bytes: &mut &'a [u8], padding: usize) -> Option<Option<Body<'a>>> {
+    let place = match opcode {
+        READ_RESPONSE_FIRST => Place::First,
+        READ_RESPONSE_MIDDLE => Place::Middle,
+        READ_RESPONSE_LAST => Place::Last,
+        READ_RESPONSE_ONLY => Place::Only,
+        ACKNOWLEDGE => {
+            let body = take_aeth(bytes).filter(|_| bytes.is_empty());
+            return Some(body.map(|(syndrome, msn)| Body::Acknowledge { syndrome, msn }));
+        }
+        ATOMIC_ACKNOWLEDGE => {
+            let msn = take_msn(bytes);
+            let value = take(bytes).map(u64::from_be_bytes);
+            let body = msn.zip(value).filter(|_| bytes.is_empty());
+            return Some(body.map(|(msn, value)| Body::AtomicAcknowledge { msn, value }));
+        }
+        _ => return None,
+    };
+    let msn = if place == Place::Middle {
+        Some(0)
+    } else {
+        take_msn(bytes)
+    };
+    let body = msn.zip(unpadded(bytes, padding));
+    Some(body.map(|(msn, payload)| Body::ReadResponse {
+        place,
+        msn,
+        payload,
+    }))
+}
+
 impl<'a> Packet<'a> {
     /// Appends its bytes, from the base transport header to the end of the padding.
     pub(super) fn write(&self, out: &mut Vec<u8>) {
@@ -257,6 +366,8 @@ impl<'a> Packet<'a> {
                 request, payload, ..
             } => (request.opcode, payload),
             Body::Acknowledge { .. } => (ACKNOWLEDGE, &[]),
+            Body::AtomicAcknowledge { .. } => (ATOMIC_ACKNOWLEDGE, &[]),
+            Body::ReadResponse { place, payload, .. } => (read_response(place), payload),
         };
         let padding = payload.len().wrapping_neg() & 3;
         let solicited = if self.solicited { 0x80 } else { 0 };
@@ -270,13 +381,28 @@ impl<'a> Packet<'a> {
             Body::Request {
                 request,
                 reth,
+                operands,
                 immediate,
                 ..
             } => {
+                if let Operands::Flush { kind, level } = operands {
+                    let feth = u32::from(level) << FLUSH_LEVEL_SHIFT | u32::from(kind);
+                    out.extend_from_slice(&feth.to_be_bytes());
+                }
                 if request.has_reth() {
                     out.extend_from_slice(&reth.addr.to_be_bytes());
                     out.extend_from_slice(&reth.rkey.to_be_bytes());
                     out.extend_from_slice(&reth.length.to_be_bytes());
+                }
+                if let Operands::Atomic {
+                    swap_or_add,
+                    compare,
+                } = operands
+                {
+                    out.extend_from_slice(&reth.addr.to_be_bytes());
+                    out.extend_from_slice(&reth.rkey.to_be_bytes());
+                    out.extend_from_slice(&swap_or_add.to_be_bytes());
+                    out.extend_from_slice(&compare.to_be_bytes());
                 }
                 if request.has_immediate() {
                     out.extend_from_slice(&if request.imm == Imm::RemoteKey {
@@ -286,10 +412,16 @@ impl<'a> Packet<'a> {
                     });
                 }
             }
-            Body::Acknowledge { syndrome, msn } => {
-                let aeth = u32::from(syndrome.encode()) << 24 | msn & MASK_24;
-                out.extend_from_slice(&aeth.to_be_bytes());
+            Body::Acknowledge { syndrome, msn } => write_aeth(out, syndrome, msn),
+            Body::AtomicAcknowledge { msn, value } => {
+                write_aeth(out, Syndrome::Ack, msn);
+                out.extend_from_slice(&value.to_be_bytes());
             }
+            Body::ReadResponse {
+                place: Place::Middle,
+                ..
+            } => {}
+            Body::ReadResponse { msn, .. } => write_aeth(out, Syndrome::Ack, msn),
         }
         out.extend_from_slice(payload);
         out.resize(out.len() + padding, 0);
@@ -308,18 +440,28 @@ impl<'a> Packet<'a> {
         if version != 0 || pkey & 0x7fff != PKEY & 0x7fff {
             return None;
         }
-        let body = if opcode == ACKNOWLEDGE {
-            let aeth = take_u32(&mut bytes)?;
-            if !bytes.is_empty() {
-                return None;
-            }
-            Body::Acknowledge {
-                syndrome: Syndrome::decode((aeth >> 24) as u8)?,
-                msn: aeth & MASK_24,
-            }
+        let padding = usize::from(flags >> 4 & 3);
+        let body = if let Some(body) = read_answer(opcode, &mut bytes, padding) {
+            body?
         } else {
             let request = Request::of(opcode)?;
             let mut reth = Reth::default();
+            let mut operands = Operands::None;
+            if request.kind == Kind::Flush {
+                let feth = take_u32(&mut bytes)?;
+                operands = Operands::Flush {
+                    kind: (feth & ((1 << FLUSH_LEVEL_SHIFT) - 1)) as u8,
+                    level: (feth >> FLUSH_LEVEL_SHIFT & 3) as u8,
+                };
+            }
+            if request.kind == Kind::Atomic {
+                reth.addr = take(&mut bytes).map(u64::from_be_bytes)?;
+                reth.rkey = take_u32(&mut bytes)?;
+                operands = Operands::Atomic {
+                    swap_or_add: take(&mut bytes).map(u64::from_be_bytes)?,
+                    compare: take(&mut bytes).map(u64::from_be_bytes)?,
+                };
+            }
             if request.has_reth() {
                 reth.addr = take(&mut bytes).map(u64::from_be_bytes)?;
                 reth.rkey = take_u32(&mut bytes)?;
@@ -334,13 +476,12 @@ impl<'a> Packet<'a> {
                     u32::from_le_bytes(octets)
                 };
             }
-            let padding = usize::from(flags >> 4 & 3);
-            let length = bytes.len().checked_sub(padding)?;
             Body::Request {
                 request,
                 reth,
+                operands,
                 immediate,
-                payload: bytes.get(..length)?,
+                payload: unpadded(bytes, padding)?,
             }
         };
         Some(Self {
@@ -380,7 +521,22 @@ mod tests {
                 solicited,
                 body: Body::Request {
                     request,
-                    reth: if request.has_reth() { reth } else { Reth::default() },
+                    reth: match request.kind {
+                        Kind::Atomic => Reth { length: 0, ..reth },
+                        _ if request.has_reth() => reth,
+                        _ => Reth::default(),
+                    },
+                    operands: match request.kind {
+                        Kind::Atomic => Operands::Atomic {
+                            swap_or_add: !reth.addr,
+                            compare: reth.addr.rotate_left(9),
+                        },
+                        Kind::Flush => Operands::Flush {
+                            kind: (psn & 0xf) as u8,
+                            level: (psn >> 4 & 3) as u8,
+                        },
+                        _ => Operands::None,
+                    },
                     immediate: if request.has_immediate() { immediate } else { 0 },
                     payload: &payload,
                 },
@@ -426,6 +582,39 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn what_is_brought_is_read_as_it_was_written(
+            (psn, msn, value) in (0..=MASK_24, 0..=MASK_24, any::<u64>()),
+            payload in proptest::collection::vec(any::<u8>(), 0..200),
+            place in prop_oneof![
+                Just(Place::First),
+                Just(Place::Middle),
+                Just(Place::Last),
+                Just(Place::Only),
+            ],
+        ) {
+            let msn_there = if place == Place::Middle { 0 } else { msn };
+            let payload = &payload[..];
+            let bodies = [
+                Body::ReadResponse { place, msn: msn_there, payload },
+                Body::AtomicAcknowledge { msn, value },
+            ];
+            for body in bodies {
+                let packet = Packet {
+                    dest_qp: 7,
+                    psn: Psn::new(psn),
+                    ack_request: false,
+                    solicited: false,
+                    body,
+                };
+                let mut bytes = Vec::new();
+                packet.write(&mut bytes);
+                prop_assert_eq!(Packet::read(&bytes), Some(packet));
+            }
+        }
+    }
+
     #[test]
     fn each_work_request_has_a_packet_for_each_place() {
         for opcode in [
@@ -441,7 +630,19 @@ mod tests {
                 assert!(!place.ends() || request.wr_opcode == opcode);
             }
         }
-        assert_eq!(Request::at(wr_opcode::RDMA_READ, Place::Only), None);
+        for opcode in [
+            wr_opcode::RDMA_READ,
+            wr_opcode::ATOMIC_CMP_AND_SWP,
+            wr_opcode::ATOMIC_FETCH_AND_ADD,
+            wr_opcode::ATOMIC_WRITE,
+            wr_opcode::FLUSH,
+        ] {
+            let request = Request::at(opcode, Place::Only).unwrap();
+            assert_eq!(request.wr_opcode, opcode);
+            assert_eq!(Request::at(opcode, Place::First), None);
+        }
+        let masked = wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD;
+        assert_eq!(Request::at(masked, Place::Only), None);
     }
 
     #[test]

@@ -1,23 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The responder of a fabric with packets: it takes them in the order of their sequence numbers,
-//! hands their parts of messages to the engine's responder, and says what to answer.
+//! hands their parts of messages to the engine's responder, and answers.
 //!
 //! Each packet is carried out once. One that comes again is acknowledged again; one that comes too
-//! early is dropped, and its requester told once to go back.
+//! early is dropped, and its requester told once to go back. What was brought is brought again: an
+//! RDMA READ reads anew, what an atomic operation found is kept.
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use virtio_rdma_spec::facts::{Imm, Kind};
-use virtio_rdma_spec::verbs::{qp_state, vendor_err, wc_status};
+use virtio_rdma_spec::verbs::{flush_level, qp_state, vendor_err, wc_status, wr_opcode};
 
-use super::packet::{Body, Nak, Packet, Psn, Reth, Syndrome};
-use crate::engine::cursor::DataSource;
+use super::packet::{Body, Nak, Operands, Packet, Place, Psn, Request, Reth, Syndrome};
+use crate::engine::cursor::{DataSource, Sink};
 use crate::engine::message::{Answer, Message};
+use crate::engine::operation::flush_access;
 use crate::engine::queue_pair::Qp;
 use crate::engine::responder::{Origin, Payload, Responder, Slice};
 use crate::engine::tables::Tables;
+use crate::memory::atomic::AtomicOperation;
 
 /// Packets ahead of the expected one are no more than half of all numbers away.
 const HALF: u32 = 1 << 23;
+/// Longest message, bytes.
+const LONGEST: u32 = 1 << 31;
+/// Answers that may wait until what an RDMA READ brings is sent. Packets that would lead to more
+/// are dropped.
+const MOST_REPLIES: usize = 256;
 
 /// The message that is under way.
 #[derive(Debug, Clone, Copy)]
@@ -28,8 +37,54 @@ struct UnderWay {
     offset: u64,
 }
 
-/// An answer: for which packet, what, and how many messages are complete.
-pub(super) type Reply = (Psn, Syndrome, u32);
+/// What an RDMA READ brings, as far as it was not sent.
+#[derive(Debug, Clone, Copy)]
+struct Reading {
+    reth: Reth,
+    /// The next packet, its number within the answer, and how many there are.
+    psn: Psn,
+    number: u32,
+    packets: u32,
+    msn: u32,
+}
+
+/// An answer that is to be sent.
+#[derive(Debug, Clone, Copy)]
+enum Reply {
+    /// To this packet.
+    Acknowledge(Psn, Syndrome, u32),
+    /// What was there before an atomic operation.
+    Atomic(Psn, u64, u32),
+    /// To FLUSH and ATOMIC WRITE.
+    Done(Psn, u32),
+    Read(Reading),
+}
+
+/// A request that brings something, for when it comes again.
+#[derive(Debug, Clone, Copy)]
+struct Brought {
+    psn: Psn,
+    /// Sequence numbers that it takes.
+    packets: u32,
+    what: What,
+    msn: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum What {
+    Read(Reth),
+    Atomic(u64),
+    Done,
+}
+
+/// How a packet of a request fared.
+enum Fared {
+    /// It is carried out, and takes so many sequence numbers. Perhaps it is to be answered by what it
+    /// brings.
+    Done(u32, Option<What>),
+    /// What the engine's responder said.
+    Not(Answer),
+}
 
 /// The responder's half of a queue pair on a fabric with packets.
 #[derive(Debug)]
@@ -43,6 +98,10 @@ pub(super) struct Receiver {
     told: bool,
     /// What was answered to the packet that ended it all: its requester may ask again.
     fatal: Option<(Psn, Nak)>,
+    /// Answers in the order in which they are sent.
+    replies: VecDeque<Reply>,
+    /// The last requests that brought something, as many as the requester may have under way.
+    brought: VecDeque<Brought>,
 }
 
 impl Receiver {
@@ -53,15 +112,18 @@ impl Receiver {
             under_way: None,
             told: false,
             fatal: None,
+            replies: VecDeque::new(),
+            brought: VecDeque::new(),
         }
     }
 
-    fn reply(&self, psn: Psn, syndrome: Syndrome) -> Reply {
-        (psn, syndrome, self.messages)
+    fn acknowledge(&mut self, psn: Psn, syndrome: Syndrome) {
+        let reply = Reply::Acknowledge(psn, syndrome, self.messages);
+        self.replies.push_back(reply);
     }
 
     /// Takes a request with payload of at most `mtu` bytes for queue pair `qp`, whose engine's
-    /// responder is locked. Returns what to answer, if anything.
+    /// responder is locked. [`Self::answer`] sends what is to be answered.
     pub(super) fn receive(
         &mut self,
         responder: &mut Responder,
@@ -69,45 +131,133 @@ impl Receiver {
         qp: &Arc<Qp>,
         mtu: u64,
         packet: &Packet<'_>,
-    ) -> Option<Reply> {
+    ) {
+        if self.replies.len() >= MOST_REPLIES {
+            // As if it were lost.
+            return;
+        }
         let takes = matches!(qp.state(), qp_state::RTR | qp_state::RTS | qp_state::SQD);
         if !takes {
             // The requester learns the reason, though its first answer may be lost.
-            let (psn, nak) = self.fatal.filter(|(psn, _)| *psn == packet.psn)?;
-            return Some(self.reply(psn, Syndrome::Nak(nak)));
+            if let Some((psn, nak)) = self.fatal.filter(|(psn, _)| *psn == packet.psn) {
+                self.acknowledge(psn, Syndrome::Nak(nak));
+            }
+            return;
         }
         let ahead = packet.psn.since(self.expected);
         if ahead >= HALF {
-            let again = self.reply(self.expected.before(), Syndrome::Ack);
-            return packet.ack_request.then_some(again);
+            return self.again(packet, mtu);
         }
         if ahead != 0 {
-            let first = !std::mem::replace(&mut self.told, true);
-            return first.then(|| self.reply(self.expected, Syndrome::Nak(Nak::Sequence)));
+            if !std::mem::replace(&mut self.told, true) {
+                self.acknowledge(self.expected, Syndrome::Nak(Nak::Sequence));
+            }
+            return;
         }
         match self.carry_out(responder, tables, qp, mtu, packet) {
-            Answer::Progress | Answer::Done => {
-                self.expected = self.expected.after(1);
+            Fared::Done(packets, what) => {
+                self.expected = self.expected.after(packets);
                 self.told = false;
-                let reply = self.reply(packet.psn, Syndrome::Ack);
-                packet.ack_request.then_some(reply)
+                match what {
+                    Some(what) => self.bring(responder, packet.psn, packets, what),
+                    None if packet.ack_request => self.acknowledge(packet.psn, Syndrome::Ack),
+                    None => {}
+                }
             }
-            Answer::NotReady(timer) => {
+            Fared::Not(Answer::NotReady(timer)) => {
                 // What comes after it is dropped until it comes again.
                 self.told = true;
-                Some(self.reply(packet.psn, Syndrome::RnrNak(timer)))
+                self.acknowledge(packet.psn, Syndrome::RnrNak(timer));
             }
-            Answer::Refused(error) => {
-                let nak = match error.status {
-                    wc_status::REM_ACCESS_ERR => Nak::RemoteAccess,
-                    wc_status::REM_INV_REQ_ERR => Nak::InvalidRequest,
-                    _ => Nak::RemoteOperational,
-                };
-                self.fatal = Some((packet.psn, nak));
-                Some(self.reply(packet.psn, Syndrome::Nak(nak)))
-            }
+            Fared::Not(Answer::Refused(error)) => self.refuse(packet.psn, error.status),
             // As if the packet were lost.
-            Answer::Busy | Answer::Stopped | Answer::NoAnswer | Answer::Local(_) => None,
+            Fared::Not(_) => {}
+        }
+    }
+
+    /// Answers that the packet is refused, with which everything ends.
+    fn refuse(&mut self, psn: Psn, status: u8) {
+        let nak = match status {
+            wc_status::REM_ACCESS_ERR => Nak::RemoteAccess,
+            wc_status::REM_INV_REQ_ERR => Nak::InvalidRequest,
+            _ => Nak::RemoteOperational,
+        };
+        self.fatal = Some((psn, nak));
+        self.acknowledge(psn, Syndrome::Nak(nak));
+    }
+
+    /// A request that brings something was carried out.
+    fn bring(&mut self, responder: &Responder, psn: Psn, packets: u32, what: What) {
+        while self.brought.len() >= usize::from(responder.max_rd_atomic.max(1)) {
+            self.brought.pop_front();
+        }
+        let msn = self.messages;
+        let brought = Brought {
+            psn,
+            packets,
+            what,
+            msn,
+        };
+        self.brought.push_back(brought);
+        self.reply_with(&brought);
+    }
+
+    fn reply_with(&mut self, brought: &Brought) {
+        let (psn, msn) = (brought.psn, brought.msn);
+        self.replies.push_back(match brought.what {
+            What::Read(reth) => Reply::Read(Reading {
+                reth,
+                psn,
+                number: 0,
+                packets: brought.packets,
+                msn,
+            }),
+            What::Atomic(value) => Reply::Atomic(psn, value, msn),
+            What::Done => Reply::Done(psn, msn),
+        });
+    }
+
+    /// A packet came again.
+    fn again(&mut self, packet: &Packet<'_>, mtu: u64) {
+        let Body::Request { request, reth, .. } = packet.body else {
+            return;
+        };
+        let of = |psn: Psn| {
+            let holds = |brought: &&Brought| psn.since(brought.psn) < brought.packets;
+            self.brought.iter().find(holds).copied()
+        };
+        if !brings(request.kind) {
+            // An acknowledgement of the last packet would be taken for the answer to a request that
+            // brings something, if it is one of that.
+            let last = self.expected.before();
+            let psn = if of(last).is_some() { packet.psn } else { last };
+            if packet.ack_request {
+                self.acknowledge(psn, Syndrome::Ack);
+            }
+            return;
+        }
+        let Some(brought) = of(packet.psn) else {
+            return;
+        };
+        match brought.what {
+            // All of it, or a part from here on.
+            What::Read(of_all) => {
+                let number = packet.psn.since(brought.psn);
+                let skipped = u64::from(number) * mtu;
+                let part = request.kind == Kind::Read
+                    && reth.rkey == of_all.rkey
+                    && reth.addr == of_all.addr.wrapping_add(skipped)
+                    && u64::from(reth.length) + skipped <= u64::from(of_all.length);
+                if part {
+                    self.reply_with(&Brought {
+                        psn: packet.psn,
+                        packets: packets_of(reth.length, mtu),
+                        what: What::Read(reth),
+                        ..brought
+                    });
+                }
+            }
+            What::Atomic(_) | What::Done => self.reply_with(&brought),
         }
     }
 
@@ -118,16 +268,21 @@ impl Receiver {
         qp: &Arc<Qp>,
         mtu: u64,
         packet: &Packet<'_>,
-    ) -> Answer {
+    ) -> Fared {
         let Body::Request {
             request,
             reth,
+            operands,
             immediate,
             payload,
         } = packet.body
         else {
-            return Answer::NoAnswer;
+            return Fared::Not(Answer::NoAnswer);
         };
+        if brings(request.kind) {
+            return self.carry_out_word(responder, tables, qp, mtu, packet);
+        }
+        debug_assert_eq!(operands, Operands::None);
         let len = payload.len() as u64;
         let under_way = if request.place.begins() {
             let offset = 0;
@@ -140,7 +295,7 @@ impl Receiver {
                 .filter(|message| message.kind == request.kind)
         };
         let Some(under_way) = under_way else {
-            return responder.invalid_request(tables, qp, vendor_err::OPCODE);
+            return Fared::Not(responder.invalid_request(tables, qp, vendor_err::OPCODE));
         };
         let end = under_way.offset + len;
         // Only the last packet of a message may be short, and none is empty but the only one.
@@ -155,51 +310,286 @@ impl Receiver {
             end
         };
         if !full || end > length || (request.place.ends() && end != length) {
-            return responder.invalid_request(tables, qp, vendor_err::MESSAGE_LENGTH);
+            let refused = responder.invalid_request(tables, qp, vendor_err::MESSAGE_LENGTH);
+            return Fared::Not(refused);
         }
         let with_imm = request.kind == Kind::Write && request.imm == Imm::Data;
         let message = Message {
-            opcode: request.wr_opcode,
-            kind: request.kind,
-            imm_is: request.imm,
             solicited: packet.solicited,
             imm: immediate,
-            remote_addr: under_way.reth.addr,
-            rkey: under_way.reth.rkey,
-            srqn: 0,
-            src_qp: responder.remote_qp(),
-            length,
+            ..message(responder, request, under_way.reth, length)
         };
-        let answer = responder.receive(
-            tables,
-            qp,
-            Origin {
-                worker: qp.worker_index,
-                waiter: None,
-            },
-            Slice {
-                message: &message,
-                offset: under_way.offset,
-                len,
-                last: request.place.ends(),
-                claims: request.place.begins() || with_imm,
-                payload: Payload::From(DataSource::Bytes(payload)),
-            },
-        );
-        match answer {
+        let slice = Slice {
+            message: &message,
+            offset: under_way.offset,
+            len,
+            last: request.place.ends(),
+            claims: request.place.begins() || with_imm,
+            payload: Payload::From(DataSource::Bytes(payload)),
+        };
+        match responder.receive(tables, qp, origin(qp), slice) {
             Answer::Progress => {
                 self.under_way = Some(UnderWay {
                     offset: end,
                     ..under_way
                 });
+                Fared::Done(1, None)
             }
             Answer::Done => {
                 self.under_way = None;
                 self.messages = self.messages.wrapping_add(1);
                 qp.vm.count_received(qp.worker_index, 1, end);
+                Fared::Done(1, None)
             }
-            _ => {}
+            other => Fared::Not(other),
         }
-        answer
     }
+
+    /// A request of one packet that is answered by more than an acknowledgement.
+    fn carry_out_word(
+        &mut self,
+        responder: &mut Responder,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        mtu: u64,
+        packet: &Packet<'_>,
+    ) -> Fared {
+        let Body::Request {
+            request,
+            reth,
+            operands,
+            payload,
+            ..
+        } = packet.body
+        else {
+            return Fared::Not(Answer::NoAnswer);
+        };
+        let word = request.kind == Kind::AtomicWrite;
+        let fits = if word { 8 } else { 0 };
+        let reading = |reply: &&Reply| matches!(reply, Reply::Read(_));
+        let reads = self.replies.iter().filter(reading).count();
+        let invalid = if self.under_way.is_some() {
+            Some(vendor_err::OPCODE)
+        } else if payload.len() != fits || (word && reth.length != 8) || reth.length > LONGEST {
+            Some(vendor_err::MESSAGE_LENGTH)
+        } else if request.kind == Kind::Read && reads >= usize::from(responder.max_rd_atomic) {
+            Some(vendor_err::RD_ATOMIC)
+        } else {
+            None
+        };
+        if let Some(reason) = invalid {
+            return Fared::Not(responder.invalid_request(tables, qp, reason));
+        }
+        if request.kind == Kind::Read {
+            // It is read, and its key judged, when it is sent.
+            self.messages = self.messages.wrapping_add(1);
+            let packets = packets_of(reth.length, mtu);
+            return Fared::Done(packets, Some(What::Read(reth)));
+        }
+        let mut old = [0; 8];
+        let payload = match (operands, request.wr_opcode) {
+            (
+                Operands::Atomic {
+                    swap_or_add,
+                    compare,
+                },
+                opcode,
+            ) => {
+                let operation = if opcode == wr_opcode::ATOMIC_CMP_AND_SWP {
+                    AtomicOperation::CompareSwap {
+                        compare,
+                        compare_mask: u64::MAX,
+                        swap: swap_or_add,
+                        swap_mask: u64::MAX,
+                    }
+                } else {
+                    AtomicOperation::FetchAdd {
+                        add: swap_or_add,
+                        boundary: 0,
+                    }
+                };
+                Payload::Atomic(operation, Sink::Bytes(&mut old))
+            }
+            (Operands::Flush { kind, level }, _) => {
+                let range = match level {
+                    flush_level::RANGE => Some(Some(reth.length.into())),
+                    flush_level::MR => Some(None),
+                    _ => None,
+                };
+                let Some((wanted, range)) = flush_access(kind).zip(range) else {
+                    let refused = responder.invalid_request(tables, qp, vendor_err::FLAGS);
+                    return Fared::Not(refused);
+                };
+                Payload::Flush(wanted, range)
+            }
+            (Operands::None, _) => Payload::From(DataSource::Bytes(payload)),
+        };
+        let length = match request.kind {
+            Kind::Flush => reth.length.into(),
+            _ => 8,
+        };
+        let message = message(responder, request, reth, length);
+        let slice = Slice {
+            message: &message,
+            offset: 0,
+            len: length,
+            last: true,
+            claims: true,
+            payload,
+        };
+        match responder.receive(tables, qp, origin(qp), slice) {
+            Answer::Done => {
+                self.messages = self.messages.wrapping_add(1);
+                qp.vm.count_received(qp.worker_index, 1, length);
+                let what = match request.kind {
+                    Kind::Atomic => What::Atomic(u64::from_le_bytes(old)),
+                    _ => What::Done,
+                };
+                Fared::Done(1, Some(what))
+            }
+            other => Fared::Not(other),
+        }
+    }
+
+    /// Gives answers to `send`, each with its packet's number, until `budget` bytes are spent. What
+    /// is brought is read into `payload`. Returns whether there are more.
+    pub(super) fn answer(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        mtu: u64,
+        mut budget: u64,
+        payload: &mut Vec<u8>,
+        send: &mut dyn FnMut(Psn, Body<'_>),
+    ) -> bool {
+        while let Some(reply) = self.replies.front_mut() {
+            if budget == 0 {
+                return true;
+            }
+            let (psn, body, len) = match reply {
+                Reply::Acknowledge(psn, syndrome, msn) => {
+                    let (syndrome, msn) = (*syndrome, *msn);
+                    (*psn, Body::Acknowledge { syndrome, msn }, 0)
+                }
+                Reply::Atomic(psn, value, msn) => {
+                    let (value, msn) = (*value, *msn);
+                    (*psn, Body::AtomicAcknowledge { msn, value }, 0)
+                }
+                Reply::Done(psn, msn) => {
+                    let body = Body::ReadResponse {
+                        place: Place::Only,
+                        msn: *msn,
+                        payload: &[],
+                    };
+                    (*psn, body, 0)
+                }
+                Reply::Read(reading) => {
+                    let takes = matches!(qp.state(), qp_state::RTR | qp_state::RTS | qp_state::SQD);
+                    let now = *reading;
+                    let last = now.number + 1 == now.packets;
+                    let read = takes.then(|| read(tables, qp, &now, mtu, payload));
+                    match read {
+                        Some(Answer::Progress | Answer::Done) => {}
+                        // The VM is stopped, or busy for a moment.
+                        Some(Answer::Stopped | Answer::Busy) => return true,
+                        Some(Answer::Refused(error)) => {
+                            self.replies.clear();
+                            self.refuse(now.psn, error.status);
+                            continue;
+                        }
+                        _ => {
+                            self.replies.pop_front();
+                            continue;
+                        }
+                    }
+                    let place = Place::of(now.number == 0, last);
+                    let msn = if place == Place::Middle { 0 } else { now.msn };
+                    let body = Body::ReadResponse {
+                        place,
+                        msn,
+                        payload,
+                    };
+                    send(now.psn, body);
+                    let len = payload.len() as u64;
+                    budget = budget.saturating_sub(len.max(64));
+                    reading.psn = now.psn.after(1);
+                    reading.number += 1;
+                    if last {
+                        let bytes = u64::from(now.reth.length);
+                        qp.vm.count_received(qp.worker_index, 1, bytes);
+                        self.replies.pop_front();
+                    }
+                    continue;
+                }
+            };
+            send(psn, body);
+            budget = budget.saturating_sub(64 + len);
+            self.replies.pop_front();
+        }
+        false
+    }
+}
+
+/// Whether a request is answered by something of its own.
+pub(super) fn brings(kind: Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush
+    )
+}
+
+/// Packets with so many bytes in all.
+fn packets_of(length: u32, mtu: u64) -> u32 {
+    u32::try_from(u64::from(length).div_ceil(mtu).max(1)).unwrap_or(u32::MAX)
+}
+
+fn origin(qp: &Qp) -> Origin<'_> {
+    Origin {
+        worker: qp.worker_index,
+        waiter: None,
+    }
+}
+
+fn message(responder: &Responder, request: Request, reth: Reth, length: u64) -> Message {
+    Message {
+        opcode: request.wr_opcode,
+        kind: request.kind,
+        imm_is: request.imm,
+        solicited: false,
+        imm: 0,
+        remote_addr: reth.addr,
+        rkey: reth.rkey,
+        srqn: 0,
+        src_qp: responder.remote_qp(),
+        length,
+    }
+}
+
+/// Reads the next packet of what an RDMA READ brings.
+fn read(
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    reading: &Reading,
+    mtu: u64,
+    payload: &mut Vec<u8>,
+) -> Answer {
+    let length = u64::from(reading.reth.length);
+    let offset = u64::from(reading.number) * mtu;
+    let len = length.saturating_sub(offset).min(mtu);
+    payload.resize(usize::try_from(len).unwrap_or_default(), 0);
+    let mut responder = qp.responder();
+    let request = Request::at(wr_opcode::RDMA_READ, Place::Only);
+    let Some(request) = request else {
+        return Answer::NoAnswer;
+    };
+    let message = message(&responder, request, reading.reth, length);
+    let slice = Slice {
+        message: &message,
+        offset,
+        len,
+        last: reading.number + 1 == reading.packets,
+        claims: reading.number == 0,
+        payload: Payload::Into(Sink::Bytes(payload)),
+    };
+    responder.receive(tables, qp, origin(qp), slice)
 }

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The requester of a fabric with packets. Many messages are under way; acknowledgements complete
-//! them in order. What is lost is repeated from there on (go back N).
+//! The requester of a fabric with packets. Many messages are under way; answers complete them in
+//! order. What is lost is repeated from there on (go back N).
+//!
+//! What an RDMA READ brings takes sequence numbers of its own, as many as it has packets. It is asked
+//! for in parts, so that the requester bounds what comes back at once. An answer to what comes after
+//! it, without it, means that it was lost.
 //!
 //! Work requests are begun, judged and ended by the engine, in the order in which they were posted.
 //! What was begun is kept here as a copy until it is done: its entry is never read again, and its
@@ -10,14 +14,20 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::ring::Sge;
-use virtio_rdma_spec::verbs::{qp_state, qp_type, vendor_err, wc_status};
+use virtio_rdma_spec::verbs::{
+    access, flush_level, flush_type, qp_state, qp_type, vendor_err, wc_status,
+};
 
-use super::packet::{Body, Nak, Packet, Place, Psn, Request, Reth, Syndrome};
-use crate::engine::cursor::{fetch, Cursor, DataSource};
+use super::packet::{Body, Nak, Operands, Packet, Place, Psn, Request, Reth, Syndrome};
+use super::receiver::brings;
+use crate::engine::cursor::{check, fetch, transfer, Cursor, DataSource, Fault, Part};
+use crate::engine::execute::invalidate_sink;
+use crate::engine::operation::Operation;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
 use crate::engine::Budget;
+use crate::memory::atomic::AtomicOperation;
 use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
@@ -26,6 +36,8 @@ use crate::verbs::WcError;
 const WINDOW: u32 = 256;
 /// Messages that may be under way.
 const MESSAGES: usize = 256;
+/// Bytes that are asked for by one request of an RDMA READ.
+const READ_PART: u64 = 64 << 10;
 /// An acknowledgement is asked for after so many packets, and at the end of each message.
 const ACK_EVERY: u32 = 16;
 /// How long to wait for an answer where no time-out is set, nanoseconds. Such attempts do not
@@ -46,8 +58,20 @@ struct Outstanding {
     active: Active,
     first: Psn,
     packets: u32,
+    /// Length of its remote range, bytes, if that is not what it moves.
+    range: Option<u32>,
+    operands: Operands,
     sges: Vec<Sge>,
     inline: Vec<u8>,
+}
+
+/// What an answer brings.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Brought<'a> {
+    /// Bytes of an RDMA READ, or none of FLUSH and ATOMIC WRITE.
+    Bytes(&'a [u8]),
+    /// What was there before an atomic operation.
+    Word(u64),
 }
 
 /// What is waited for.
@@ -75,6 +99,10 @@ pub(super) struct Sender {
     outstanding: VecDeque<Outstanding>,
     /// Where `next` is: index in `outstanding`.
     at: usize,
+    /// The ends of requests that are to bring something, and whose answers are waited for.
+    asked: VecDeque<Psn>,
+    /// The work request in progress in the send queue waits for what is to be brought (FENCE).
+    fenced: bool,
     /// Of the past, for their capacity.
     spare: Vec<Outstanding>,
     /// The work request in progress in the send queue fails for this, when all before it is done.
@@ -95,6 +123,8 @@ impl Sender {
             end: first,
             outstanding: VecDeque::new(),
             at: 0,
+            asked: VecDeque::new(),
+            fenced: false,
             spare: Vec::new(),
             refused: None,
             unreadable: None,
@@ -182,6 +212,7 @@ impl Sender {
     fn go_back(&mut self) {
         self.next = self.unacknowledged;
         self.at = 0;
+        self.asked.clear();
         self.unreadable = None;
     }
 
@@ -195,6 +226,17 @@ impl Sender {
         budget: &mut Budget,
     ) -> Result<(), Polled> {
         loop {
+            if self.fenced {
+                let bring = |message: &Outstanding| brings(message.active.message.kind);
+                if self.outstanding.iter().any(bring) {
+                    return Ok(());
+                }
+                self.fenced = false;
+                if let Some(active) = sq.active.filter(|active| !active.message.kind.is_local()) {
+                    self.admit(sq, active, peer);
+                    continue;
+                }
+            }
             if let Some(active) = sq.active {
                 // What is no message, or fails, is carried out when all before it is done.
                 if !self.outstanding.is_empty() {
@@ -239,28 +281,41 @@ impl Sender {
                 self.refused = Some(error);
                 continue;
             }
-            let mut message = self.spare.pop().unwrap_or_else(|| Outstanding {
-                active,
-                first: self.end,
-                packets: 0,
-                sges: Vec::new(),
-                inline: Vec::new(),
-            });
-            let packets = active.message.length.div_ceil(peer.mtu).max(1);
-            message.active = active;
-            message.first = self.end;
-            message.packets = u32::try_from(packets).unwrap_or(u32::MAX);
-            message.sges.clear();
-            message.inline.clear();
-            if active.inline {
-                message.inline.extend_from_slice(&sq.inline);
-            } else {
-                message.sges.extend_from_slice(&sq.sges);
+            if active.fence {
+                sq.active = Some(active);
+                self.fenced = true;
+                continue;
             }
-            self.end = self.end.after(message.packets);
-            self.outstanding.push_back(message);
-            sq.take_begun();
+            self.admit(sq, active, peer);
         }
+    }
+
+    /// The message of the work request in progress is under way from now on.
+    fn admit(&mut self, sq: &mut SendQueue, active: Active, peer: Peer) {
+        let mut message = self.spare.pop().unwrap_or_else(|| Outstanding {
+            active,
+            first: self.end,
+            packets: 0,
+            range: None,
+            operands: Operands::None,
+            sges: Vec::new(),
+            inline: Vec::new(),
+        });
+        let packets = active.message.length.div_ceil(peer.mtu).max(1);
+        message.active = active;
+        message.first = self.end;
+        message.packets = u32::try_from(packets).unwrap_or(u32::MAX);
+        (message.operands, message.range) = operands(active.message.kind, sq.operation);
+        message.sges.clear();
+        message.inline.clear();
+        if active.inline {
+            message.inline.extend_from_slice(&sq.inline);
+        } else {
+            message.sges.extend_from_slice(&sq.sges);
+        }
+        self.end = self.end.after(message.packets);
+        self.outstanding.push_back(message);
+        sq.take_begun();
     }
 
     /// Sends packets, as many as window and budget allow. Returns whether there are more that may
@@ -294,8 +349,44 @@ impl Sender {
                 ..
             } = message.active;
             let offset = u64::from(number) * peer.mtu;
-            let len = what.length.saturating_sub(offset).min(peer.mtu);
-            let place = Place::of(number == 0, number + 1 == message.packets);
+            let reads = what.kind == Kind::Read;
+            let bring = brings(what.kind);
+            // Sequence numbers that this packet takes, and the bytes that it moves or asks for.
+            let count = if reads {
+                let part = u32::try_from(READ_PART / peer.mtu)
+                    .unwrap_or(u32::MAX)
+                    .max(1);
+                let end = (number / part + 1).saturating_mul(part);
+                end.min(message.packets) - number
+            } else {
+                1
+            };
+            let left = what.length.saturating_sub(offset);
+            let moved = left.min(u64::from(count) * peer.mtu);
+            if bring {
+                if self.asked.len() >= usize::from(sq.max_rd_atomic.max(1)) {
+                    return false;
+                }
+                if in_flight != 0 && in_flight.saturating_add(count) > WINDOW {
+                    return false;
+                }
+                // It must not be done if there is no place for what it brings.
+                let local = Accessor::local(qp.pd);
+                let wanted = access::LOCAL_WRITE;
+                if what.kind.brings() {
+                    if let Err(key) = check(tables, &message.sges, local, wanted) {
+                        self.unreadable = Some(WcError::new(wc_status::LOC_PROT_ERR, key.0));
+                        return false;
+                    }
+                }
+            }
+            let has_payload = !what.kind.brings() && what.kind != Kind::Flush;
+            let len = if has_payload { moved } else { 0 };
+            let place = if bring {
+                Place::Only
+            } else {
+                Place::of(number == 0, number + 1 == message.packets)
+            };
             payload.resize(usize::try_from(len).unwrap_or_default(), 0);
             let mut source = if inline {
                 let from = usize::try_from(offset).unwrap_or(usize::MAX);
@@ -313,7 +404,7 @@ impl Sender {
             };
             self.packets = self.packets.wrapping_add(1);
             let window_ends = in_flight + 1 == WINDOW;
-            let begins_write = what.kind == Kind::Write && place.begins();
+            let has_range = bring || (what.kind == Kind::Write && place.begins());
             send(&Packet {
                 dest_qp: peer.dest_qp,
                 psn: self.next,
@@ -321,15 +412,18 @@ impl Sender {
                 solicited: place.ends() && what.solicited,
                 body: Body::Request {
                     request,
-                    reth: if begins_write {
+                    reth: if has_range {
+                        let length = if reads { moved } else { what.length };
+                        let length = u32::try_from(length).unwrap_or(u32::MAX);
                         Reth {
-                            addr: what.remote_addr,
+                            addr: what.remote_addr.wrapping_add(offset),
                             rkey: what.rkey,
-                            length: u32::try_from(what.length).unwrap_or(u32::MAX),
+                            length: message.range.unwrap_or(length),
                         }
                     } else {
                         Reth::default()
                     },
+                    operands: message.operands,
                     immediate: if request.imm == what.imm_is {
                         what.imm
                     } else {
@@ -339,8 +433,12 @@ impl Sender {
                 },
             });
             budget.bytes = budget.bytes.saturating_sub(len.max(64));
-            self.next = self.next.after(1);
-            if place.ends() {
+            let ends = number + count == message.packets;
+            self.next = self.next.after(count);
+            if bring {
+                self.asked.push_back(self.next);
+            }
+            if ends {
                 self.at += 1;
             }
             if self.sent.since(self.unacknowledged) < self.next.since(self.unacknowledged) {
@@ -377,6 +475,11 @@ impl Sender {
         if !known {
             return;
         }
+        let first = self.first_to_bring();
+        if acknowledged > first {
+            // What was to be brought before is lost.
+            return self.lost(sq, tables, qp, first);
+        }
         if acknowledged != 0 {
             self.progress(sq, tables, qp, acknowledged);
         }
@@ -408,11 +511,112 @@ impl Sender {
         }
     }
 
+    /// How many packets after `unacknowledged` the first one is that an acknowledgement does not
+    /// answer.
+    fn first_to_bring(&self) -> u32 {
+        let first = self
+            .outstanding
+            .iter()
+            .find(|message| brings(message.active.message.kind));
+        let Some(message) = first else {
+            return u32::MAX;
+        };
+        let begins = message.first.since(self.unacknowledged);
+        let begun = self.unacknowledged.since(message.first) < message.packets;
+        if begun {
+            0
+        } else {
+            begins
+        }
+    }
+
+    /// So many packets are acknowledged, and what the next one was to bring is lost.
+    fn lost(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>, acknowledged: u32) {
+        if acknowledged != 0 {
+            self.progress(sq, tables, qp, acknowledged);
+        }
+        self.go_back();
+    }
+
+    /// An answer came that brings something, and acknowledges all before it.
+    pub(super) fn bring(
+        &mut self,
+        sq: &mut SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        peer: Peer,
+        psn: Psn,
+        brought: Brought<'_>,
+    ) {
+        let ahead = psn.since(self.unacknowledged);
+        if ahead >= self.sent.since(self.unacknowledged) {
+            return;
+        }
+        let first = self.first_to_bring();
+        if ahead > first {
+            return self.lost(sq, tables, qp, first);
+        }
+        if ahead < first {
+            // Nobody asked.
+            return;
+        }
+        if ahead != 0 {
+            self.progress(sq, tables, qp, ahead);
+        }
+        let Some(message) = self.outstanding.front() else {
+            return;
+        };
+        let what = message.active.message;
+        let number = psn.since(message.first);
+        let offset = u64::from(number) * peer.mtu;
+        let word;
+        let bytes = match (what.kind, brought) {
+            (Kind::Read, Brought::Bytes(bytes)) => bytes,
+            (Kind::Flush | Kind::AtomicWrite, Brought::Bytes([])) => &[],
+            (Kind::Atomic, Brought::Word(value)) => {
+                word = value.to_le_bytes();
+                &word[..]
+            }
+            _ => return self.bad_response(sq, tables, qp),
+        };
+        if what.kind.brings() {
+            let len = what.length.saturating_sub(offset).min(peer.mtu);
+            if bytes.len() as u64 != len {
+                return self.bad_response(sq, tables, qp);
+            }
+            let local = Accessor::local(qp.pd);
+            let access = access::LOCAL_WRITE;
+            let mut to = Cursor::new(tables, &message.sges, local, access, offset);
+            let part = Part {
+                len,
+                last: number + 1 == message.packets,
+                large: false,
+            };
+            let placed = transfer(&mut to, &mut DataSource::Bytes(bytes), part);
+            drop(to);
+            if let Err(Fault::Destination(key) | Fault::Source(key)) = placed {
+                let error = WcError::new(wc_status::LOC_PROT_ERR, key.0);
+                return self.fail_oldest(sq, tables, qp, error);
+            }
+        }
+        self.progress(sq, tables, qp, 1);
+    }
+
+    /// The answer is none to what was asked.
+    fn bad_response(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>) {
+        let error = WcError::new(wc_status::BAD_RESP_ERR, vendor_err::PEER);
+        self.fail_oldest(sq, tables, qp, error);
+    }
+
     /// So many packets more are acknowledged: the messages that they end are done.
     fn progress(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>, packets: u32) {
         let before = self.unacknowledged;
         let behind = self.next.since(before) < packets;
         self.unacknowledged = before.after(packets);
+        let answered = |end: &Psn| end.since(before) <= packets;
+        while self.asked.front().is_some_and(answered) {
+            self.asked.pop_front();
+        }
         sq.reset_retries();
         self.wait = Wait::Nothing;
         while let Some(oldest) = self.outstanding.front() {
@@ -425,6 +629,14 @@ impl Sender {
             };
             self.at = self.at.saturating_sub(1);
             let (worker, bytes) = (qp.worker_index, done.active.message.length);
+            if done.active.invalidates_sink {
+                if let Err(key) = invalidate_sink(&done.sges, tables, qp) {
+                    let error = WcError::new(wc_status::LOC_QP_OP_ERR, key.0);
+                    sq.fail_begun(tables, qp, &done.active, error);
+                    self.spare.push(done);
+                    break;
+                }
+            }
             sq.finish_begun(tables, qp, &done.active);
             qp.vm.count_sent(worker, 1, bytes);
             self.spare.push(done);
@@ -453,9 +665,49 @@ impl Sender {
         self.next = self.end;
         self.sent = self.end;
         self.at = 0;
+        self.asked.clear();
+        self.fenced = false;
         self.refused = None;
         self.unreadable = None;
         self.wait = Wait::Nothing;
+    }
+}
+
+/// What a message asks for beyond its remote range, and the length of that if it is not what the
+/// message moves.
+fn operands(kind: Kind, operation: Operation) -> (Operands, Option<u32>) {
+    match (kind, operation) {
+        (Kind::Atomic, Operation::Atomic(AtomicOperation::CompareSwap { compare, swap, .. })) => {
+            let swap_or_add = swap;
+            let operands = Operands::Atomic {
+                swap_or_add,
+                compare,
+            };
+            (operands, Some(0))
+        }
+        (Kind::Atomic, Operation::Atomic(AtomicOperation::FetchAdd { add, .. })) => {
+            let operands = Operands::Atomic {
+                swap_or_add: add,
+                compare: 0,
+            };
+            (operands, Some(0))
+        }
+        (Kind::Flush, Operation::Flush(wanted, range)) => {
+            let mut kind = 0;
+            if wanted & access::FLUSH_GLOBAL != 0 {
+                kind |= flush_type::GLOBAL;
+            }
+            if wanted & access::FLUSH_PERSISTENT != 0 {
+                kind |= flush_type::PERSISTENT;
+            }
+            let level = match range {
+                Some(_) => flush_level::RANGE,
+                None => flush_level::MR,
+            };
+            let range = u32::try_from(range.unwrap_or(0)).unwrap_or(u32::MAX);
+            (Operands::Flush { kind, level }, Some(range))
+        }
+        _ => (Operands::None, None),
     }
 }
 

@@ -7,11 +7,15 @@ use proptest::prelude::*;
 use vhost_device_rdma_sync::{Reader, Readers};
 use virtio_rdma_spec::command::{AddressVector, QpAttr};
 use virtio_rdma_spec::event::event_type;
-use virtio_rdma_spec::verbs::{qp_attr, qp_state, vendor_err, wc_status, wr_opcode, MASK_24};
+use virtio_rdma_spec::facts::completion_opcode;
+use virtio_rdma_spec::verbs::{
+    access, flush_type, mtu, qp_attr, qp_state, send_flag, vendor_err, wc_status, wr_opcode,
+    MASK_24,
+};
 
 use super::frame::{self, Addresses};
 use super::layer::faults::{FaultSettings, Faults};
-use super::packet::{Body, Nak, Packet, Place, Psn, Request, Reth, Syndrome};
+use super::packet::{Body, Nak, Operands, Packet, Place, Psn, Request, Reth, Syndrome};
 use super::port::sim::{Network, SimPort};
 use super::port::Port;
 use super::{payload_of, Wire};
@@ -119,6 +123,24 @@ proptest! {
         verify(&program, &mut pair, &mut net)?;
     }
 
+    /// RDMA READs, atomic operations, ATOMIC WRITE and FLUSH among SENDs and WRITEs over a network
+    /// with any faults: each is done once, and what it brings is right.
+    #[test]
+    fn what_is_brought_is_right_whatever_the_network_does(
+        requests in proptest::collection::vec(a_request(), 1..40),
+        faults in [fault_settings(), fault_settings()],
+        path_mtu in mtu::MTU_256..=mtu::MTU_4096,
+        max_rd_atomic in 1..5u8,
+    ) {
+        let mut simulation = Simulation::new(faults, |attr| {
+            attr.path_mtu = path_mtu;
+            attr.max_rd_atomic = max_rd_atomic;
+            attr.max_dest_rd_atomic = 4;
+            attr.access_flags |= access::FLUSH_GLOBAL;
+        });
+        carry_out(&mut simulation, &requests)?;
+    }
+
     /// Whatever a stranger or the peer itself sends, with ICRC and addresses right: nothing breaks,
     /// and what was not granted is not written.
     #[test]
@@ -160,6 +182,7 @@ proptest! {
                             rkey: second.guest.key ^ 1,
                             length: u32::from(len),
                         },
+                        operands: Operands::None,
                         immediate: 0,
                         payload: &payload[..usize::from(len)],
                     },
@@ -173,6 +196,185 @@ proptest! {
         simulation.run(simulation.net.clock.now + 2 * TIMEOUT_NANOSECONDS);
         prop_assert_eq!(simulation.pair.ends[1].guest.read(secret, 4096), before);
     }
+}
+
+/// A work request of a program, and whether it has FENCE.
+#[derive(Debug, Clone, Copy)]
+enum Wanted {
+    Read(u32),
+    FetchAdd(u64),
+    CompareSwap(bool),
+    AtomicWrite(u64),
+    Flush,
+    Write(u32),
+    Send(u32),
+}
+
+fn a_request() -> impl Strategy<Value = (Wanted, bool)> {
+    let length = prop_oneof![3 => 0..3000u32, 1 => 60_000..70_000u32];
+    let wanted = prop_oneof![
+        length.prop_map(Wanted::Read),
+        any::<u64>().prop_map(Wanted::FetchAdd),
+        any::<bool>().prop_map(Wanted::CompareSwap),
+        any::<u64>().prop_map(Wanted::AtomicWrite),
+        Just(Wanted::Flush),
+        (0..3000u32).prop_map(Wanted::Write),
+        (0..3000u32).prop_map(Wanted::Send),
+    ];
+    (wanted, proptest::bool::weighted(0.2))
+}
+
+/// Posts requests from the first end to the second, lets them be carried out, and checks what came
+/// of them.
+fn carry_out(
+    simulation: &mut Simulation,
+    requests: &[(Wanted, bool)],
+) -> Result<(), TestCaseError> {
+    const STATIC: u64 = 70_000;
+    let Simulation { pair, net } = simulation;
+    let secret: Vec<u8> = (0..STATIC).map(|i| (i * 7 + i / 251) as u8).collect();
+    let there = pair.ends[1].allocate(STATIC);
+    pair.ends[1].guest.write(there, &secret);
+    let [counter, swapped, word] = [0; 3].map(|_: u32| pair.ends[1].allocate(8));
+    let key = pair.ends[1].guest.key;
+    // What the words are, and what is expected of each request: bytes at an end.
+    let (mut count, mut swap, mut last) = (0u64, 0u64, 0u64);
+    let mut expected = Vec::new();
+    let mut opcodes = Vec::new();
+    for (index, (wanted, fence)) in requests.iter().enumerate() {
+        let wr_id = index as u64;
+        let mut send = Send {
+            wr_id,
+            flags: send_flag::SIGNALED | send_flag::FENCE * u8::from(*fence),
+            rkey: key,
+            ..Send::default()
+        };
+        let mut sink = |pair: &mut Pair, send: &mut Send, bytes: Vec<u8>| {
+            let at = pair.ends[0].allocate(bytes.len() as u64);
+            // In two parts, so that packets go over the end of one.
+            let first = bytes.len() as u32 / 3;
+            let guest = &pair.ends[0].guest;
+            send.sges = if bytes.len() == 8 {
+                vec![guest.sge(at, 8)]
+            } else {
+                let rest = bytes.len() as u32 - first;
+                vec![guest.sge(at, first), guest.sge(at + u64::from(first), rest)]
+            };
+            expected.push((0, at, bytes));
+        };
+        let length = match *wanted {
+            Wanted::Read(length) => {
+                let from = wr_id % 5;
+                let length = length.min((STATIC - from) as u32);
+                send.opcode = wr_opcode::RDMA_READ;
+                send.remote_addr = DATA + there + from;
+                let bytes = secret[from as usize..][..length as usize].to_vec();
+                sink(pair, &mut send, bytes);
+                length
+            }
+            Wanted::FetchAdd(add) => {
+                send.opcode = wr_opcode::ATOMIC_FETCH_AND_ADD;
+                send.remote_addr = DATA + counter;
+                send.operands = [add, 0];
+                sink(pair, &mut send, count.to_le_bytes().to_vec());
+                count = count.wrapping_add(add);
+                8
+            }
+            Wanted::CompareSwap(hits) => {
+                send.opcode = wr_opcode::ATOMIC_CMP_AND_SWP;
+                send.remote_addr = DATA + swapped;
+                let compare = if hits { swap } else { !swap };
+                send.operands = [compare, swap + 1];
+                sink(pair, &mut send, swap.to_le_bytes().to_vec());
+                swap += u64::from(hits);
+                8
+            }
+            Wanted::AtomicWrite(value) => {
+                send.opcode = wr_opcode::ATOMIC_WRITE;
+                send.remote_addr = DATA + word;
+                let at = pair.ends[0].allocate(8);
+                pair.ends[0].guest.write(at, &value.to_le_bytes());
+                send.sges = vec![pair.ends[0].guest.sge(at, 8)];
+                last = value;
+                0
+            }
+            Wanted::Flush => {
+                send.opcode = wr_opcode::FLUSH;
+                send.remote_addr = DATA + there;
+                send.operands = [64, u64::from(flush_type::GLOBAL)];
+                0
+            }
+            Wanted::Write(length) | Wanted::Send(length) => {
+                let bytes: Vec<u8> = (0..length).map(|i| (i * 3) as u8 ^ index as u8).collect();
+                let from = pair.ends[0].allocate(length.into());
+                let to = pair.ends[1].allocate(length.into());
+                pair.ends[0].guest.write(from, &bytes);
+                send.sges = vec![pair.ends[0].guest.sge(from, length)];
+                if matches!(wanted, Wanted::Send(_)) {
+                    send.opcode = wr_opcode::SEND;
+                    pair.post_receive(1, RECEIVES + wr_id, to, length);
+                } else {
+                    send.opcode = wr_opcode::RDMA_WRITE;
+                    send.remote_addr = DATA + to;
+                }
+                expected.push((1, to, bytes));
+                0
+            }
+        };
+        opcodes.push((
+            wr_id,
+            wc_status::SUCCESS,
+            completion_opcode(send.opcode),
+            length,
+        ));
+        pair.post_send(0, &send);
+    }
+    net.run(pair, 100 * SECOND);
+    let done: Vec<_> = pair
+        .completions(0)
+        .iter()
+        .map(|cqe| (cqe.wr_id, cqe.status, cqe.opcode, cqe.byte_len))
+        .collect();
+    prop_assert_eq!(done, opcodes);
+    for (end, at, bytes) in expected {
+        prop_assert_eq!(pair.ends[end].guest.read(at, bytes.len()), bytes);
+    }
+    for (at, value) in [(counter, count), (swapped, swap), (word, last)] {
+        prop_assert_eq!(pair.ends[1].guest.read(at, 8), value.to_le_bytes());
+    }
+    prop_assert!(!pair.ends[0].qp.qp.send_queue().in_progress());
+    Ok(())
+}
+
+#[test]
+fn a_read_without_a_key_is_refused_and_nothing_comes() {
+    let mut simulation = Simulation::new(clean(), |_| {});
+    let Simulation { pair, net } = &mut simulation;
+    let there = pair.ends[1].allocate(5000);
+    let here = pair.ends[0].allocate(5000);
+    pair.ends[1].guest.write(there, &[7; 5000]);
+    let read = Send {
+        opcode: wr_opcode::RDMA_READ,
+        wr_id: 1,
+        flags: send_flag::SIGNALED,
+        remote_addr: DATA + there,
+        rkey: pair.ends[1].guest.key ^ 1,
+        sges: vec![pair.ends[0].guest.sge(here, 5000)],
+        ..Send::default()
+    };
+    let send = pair.a_send(0, 2, 10);
+    pair.post_send(0, &read);
+    pair.post_send(0, &send);
+    net.run(pair, SECOND);
+    let told: Vec<_> = pair
+        .completions(0)
+        .iter()
+        .map(|cqe| (cqe.wr_id, cqe.status))
+        .collect();
+    let refused = wc_status::REM_ACCESS_ERR;
+    assert_eq!(told, [(1, refused), (2, wc_status::WR_FLUSH_ERR)]);
+    assert_eq!(pair.ends[0].guest.read(here, 5000), [0; 5000]);
+    assert_eq!(pair.state(1), qp_state::ERR);
 }
 
 fn any_packet() -> impl Strategy<Value = (u32, bool, Result<(u8, Place, u16), Syndrome>)> {
@@ -449,6 +651,7 @@ fn a_stranger_does_not_reach_a_queue_pair() {
         body: Body::Request {
             request: Request::at(wr_opcode::SEND, Place::Only).unwrap(),
             reth: Reth::default(),
+            operands: Operands::None,
             immediate: 0,
             payload: b"here",
         },
