@@ -245,7 +245,7 @@ fn carry_out(
         let wr_id = index as u64;
         let mut send = Send {
             wr_id,
-            flags: send_flag::SIGNALED | send_flag::FENCE * u8::from(*fence),
+            flags: send_flag::SIGNALED | (send_flag::FENCE * u8::from(*fence)),
             rkey: key,
             ..Send::default()
         };
