@@ -531,7 +531,7 @@ impl<'r, 'a> Flow<'r, 'a> {
     }
 }
 
-/// A train: WRITEs of a few words, or READs, between the memory that the last one was of.
+/// A train: short WRITEs, or READs, between the memory that the last one was of.
 struct Train<'a, 'b> {
     ours: &'b CachedRange<'a>,
     theirs: &'b CachedRange<'a>,
