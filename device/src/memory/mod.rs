@@ -25,8 +25,8 @@ pub use guest::{Error, GuestMemory, RegionInfo};
 pub use list::{Form, ListReader, Resolved};
 pub use pages::Pages;
 pub use range::{
-    copy, copy_few, copy_last, fetch_bytes, lines, prefetch_from, prefetch_write, ContiguousRange,
-    Hint, Source,
+    copy, copy_last, fetch_bytes, lines, prefetch_from, prefetch_write, ContiguousRange, Hint,
+    Source,
 };
 pub use scatter::{copy_scattered, end_streaming, ScatterRange, Way};
 

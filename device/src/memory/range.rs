@@ -168,7 +168,7 @@ pub fn copy_last(to: ContiguousRange<'_>, from: Source<'_>) {
 
 /// As [`copy_last`], if it is a few aligned words. Returns whether.
 #[inline(always)]
-pub fn copy_few(to: ContiguousRange<'_>, from: Source<'_>) -> bool {
+fn copy_few(to: ContiguousRange<'_>, from: Source<'_>) -> bool {
     let len = to.len.min(from.len);
     let words = (to.ptr as usize | from.ptr as usize | len) % 8 == 0;
     let few = words && len.wrapping_sub(1) < SHORT;

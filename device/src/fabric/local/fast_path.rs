@@ -43,8 +43,7 @@ const SHORT: u64 = 1024;
 /// while a cache line comes from the driver's core.
 const AHEAD: u32 = 16;
 
-/// Prefetch only after this many entries: closer behind the driver, it would steal cache lines that
-/// the driver is still writing.
+/// So many entries in the last poll of a queue pair make a list.
 const SURE: u32 = 8;
 
 /// Completions that are written together, at most: a driver that polls for them takes the cache

@@ -272,9 +272,9 @@ impl Receiver {
         let Body::Request {
             request,
             reth,
-            operands,
             immediate,
             payload,
+            ..
         } = packet.body
         else {
             return Fared::Not(Answer::NoAnswer);
@@ -282,7 +282,6 @@ impl Receiver {
         if brings(request.kind) {
             return self.carry_out_word(responder, tables, qp, mtu, packet);
         }
-        debug_assert_eq!(operands, Operands::None);
         let len = payload.len() as u64;
         let under_way = if request.place.begins() {
             let offset = 0;
@@ -466,14 +465,14 @@ impl Receiver {
             if budget == 0 {
                 return true;
             }
-            let (psn, body, len) = match reply {
+            let (psn, body) = match reply {
                 Reply::Acknowledge(psn, syndrome, msn) => {
                     let (syndrome, msn) = (*syndrome, *msn);
-                    (*psn, Body::Acknowledge { syndrome, msn }, 0)
+                    (*psn, Body::Acknowledge { syndrome, msn })
                 }
                 Reply::Atomic(psn, value, msn) => {
                     let (value, msn) = (*value, *msn);
-                    (*psn, Body::AtomicAcknowledge { msn, value }, 0)
+                    (*psn, Body::AtomicAcknowledge { msn, value })
                 }
                 Reply::Done(psn, msn) => {
                     let body = Body::ReadResponse {
@@ -481,7 +480,7 @@ impl Receiver {
                         msn: *msn,
                         payload: &[],
                     };
-                    (*psn, body, 0)
+                    (*psn, body)
                 }
                 Reply::Read(reading) => {
                     let takes = matches!(qp.state(), qp_state::RTR | qp_state::RTS | qp_state::SQD);
@@ -523,7 +522,7 @@ impl Receiver {
                 }
             };
             send(psn, body);
-            budget = budget.saturating_sub(64 + len);
+            budget = budget.saturating_sub(64);
             self.replies.pop_front();
         }
         false
