@@ -25,6 +25,25 @@ use crate::verbs::WcError;
 const CONTROLLED_QKEY: u32 = 1 << 31;
 
 impl SendQueue {
+    /// Whether it has a ring. Where the ring's memory is gone, the queue pair fails.
+    ///
+    /// # Errors
+    /// What its poll led to if not.
+    #[inline(always)]
+    pub(crate) fn check_ring(&self, tables: &Tables, qp: &Arc<Qp>) -> Result<(), Polled> {
+        if self.queue.entries == 0 {
+            return Err(Polled::Idle);
+        }
+        if self.buffer.lost() {
+            if qp.fail() {
+                let reason = vendor_err::MEMORY_GONE;
+                raise(tables, event_type::QP_FATAL, qp.number, reason);
+            }
+            return Err(Polled::Again);
+        }
+        Ok(())
+    }
+
     /// Whether a queue pair may, in its state, go on with a message or begin one. While it drains
     /// it may only go on, and is drained when nothing is in progress.
     ///
@@ -238,6 +257,7 @@ impl SendQueue {
             sgid,
             source,
             dgid: wqe.dgid,
+            dmac: wqe.dmac,
             qpn: wqe.remote_qpn,
             qkey: if own_qkey { self.qkey } else { wqe.remote_qkey },
             flow_label: wqe.flow_label,

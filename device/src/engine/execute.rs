@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Work requests that are no messages, and what others do to keys of their own VM.
+use std::sync::Arc;
+
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::ring::Sge;
@@ -7,16 +9,39 @@ use virtio_rdma_spec::verbs::{access, vendor_err, wc_status};
 
 use super::operation::Operation;
 use super::queue_pair::Qp;
-use super::send_queue::{Active, SendQueue};
+use super::send_queue::{Active, Polled, SendQueue};
 use super::tables::Tables;
 use super::Budget;
 use crate::verbs::keys::KeyError;
 use crate::verbs::WcError;
 
 impl SendQueue {
-    /// Carries out a work request that is no message, as far as the budget goes. Returns whether it
-    /// is done.
+    /// Carries out a work request that is no message, as far as the budget goes, and ends it.
+    ///
+    /// # Errors
+    /// What the poll led to if it failed, or if there is more of it to do.
     pub(crate) fn execute(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        budget: &mut Budget,
+    ) -> Result<(), Polled> {
+        match self.carry_out(tables, qp, active, budget) {
+            Ok(true) => {
+                self.finish(tables, qp, active);
+                Ok(())
+            }
+            Ok(false) => Err(Polled::Again),
+            Err(error) => {
+                self.fail(tables, qp, error);
+                Err(Polled::Again)
+            }
+        }
+    }
+
+    /// Returns whether it is done.
+    fn carry_out(
         &mut self,
         tables: &Tables,
         qp: &Qp,

@@ -16,10 +16,10 @@ use virtio_rdma_spec::command::{AddressVector, QpAttr};
 use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::{
-    recv_stride, send_stride, CqRecord, Cqe, QpRecord, RecvWqe, SendWqe, Sge, PHASE,
-    RECV_DATA_OFFSET, SEND_DATA_OFFSET,
+    recv_stride, send_stride, CqRecord, Cqe, QpRecord, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe,
+    PHASE, RECV_DATA_OFFSET,
 };
-use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, send_flag};
+use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, send_flag};
 use virtio_rdma_spec::PAGE_SIZE;
 
 use super::binding::{Binding, Peers};
@@ -33,15 +33,21 @@ use super::vm::{Link, Network, Schedule, Vm, VmSettings, Warn};
 use crate::footprint::Share;
 use crate::limits::Limits;
 use crate::memory::{fetch_bytes, region, GuestMemory, Pages};
-use crate::verbs::cq::{Cq, CqRing};
+use crate::verbs::cq::{Cq, CqRing, NO_VLAN};
 use crate::verbs::mr::{Backing, Mr};
 use crate::verbs::numbers::NUMBERS;
+use crate::verbs::srq::{Srq, SrqParts, Xrc};
+use crate::verbs::state::attributes;
 use crate::verbs::work_queue::WorkQueue;
 
 /// Entries of each work queue of a fixture's queue pair.
 pub(crate) const ENTRIES: u32 = 256;
 /// Scatter/gather entries of a work request.
 const MAX_SGE: u32 = 3;
+/// The XRC domain of fixtures.
+const XRCD: u32 = 1;
+/// The Q_Key of fixtures.
+pub(crate) const QKEY: u32 = 0x1234;
 /// Inline bytes of a send work request.
 const MAX_INLINE: u32 = 48;
 /// Entries of a completion queue.
@@ -127,8 +133,19 @@ struct RingSide {
 #[derive(Debug)]
 pub(crate) struct TestQp {
     pub qp: Arc<Qp>,
+    /// XRC_TGT: the shared receive queue for which messages to it are.
+    pub srqn: u32,
     send: RingSide,
     receive: RingSide,
+}
+
+/// Where a datagram goes.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Destination {
+    pub gid: Gid,
+    pub mac: [u8; 6],
+    pub qpn: u32,
+    pub qkey: u32,
 }
 
 /// A send work request.
@@ -140,6 +157,10 @@ pub(crate) struct Send {
     pub wr_id: u64,
     pub remote_addr: u64,
     pub rkey: u32,
+    /// XRC.
+    pub srqn: u32,
+    /// Of a datagram.
+    pub to: Destination,
     pub operands: [u64; 2],
     pub sges: Vec<Sge>,
     /// Instead of `sges`, with the flag INLINE.
@@ -222,7 +243,7 @@ impl Guest {
         tables.sink = Some(events.clone());
         tables.gids[0] = Some(gid);
         tables.sources[0].mac = [0x52, 0x54, 0, 0, 0, number];
-        tables.sources[0].vlan = 0xffff;
+        tables.sources[0].vlan = NO_VLAN;
         let pd = tables.pds.insert_with(|_| Ok(Pd::default())).unwrap();
         let pages: Vec<u64> = (DATA / PAGE_SIZE..PAGES).map(|n| n * PAGE_SIZE).collect();
         let index = tables.keys.add_region(|index| Mr {
@@ -288,21 +309,25 @@ impl Guest {
         assert!(self.next_page * PAGE_SIZE <= DATA, "too many queue pairs");
         let pages: Vec<u64> = (first..self.next_page).map(|n| n * PAGE_SIZE).collect();
         let buffer = Arc::new(Pages::resolve(&self.memory, &pages, 12).unwrap());
-        let queue = |offset, stride| WorkQueue {
+        let facts = QpType::of(qp_type).unwrap();
+        let queue = |offset, stride, there| WorkQueue {
             offset,
             stride,
-            entries: ENTRIES,
+            entries: if there { ENTRIES } else { 0 },
             position: 0,
         };
+        let target = qp_type == qp_type::XRC_TGT;
+        let cq = (!target).then(|| self.cq.clone());
         let send_queue = SendQueue::new(
             buffer.clone(),
-            queue(record, sq_stride),
+            queue(record, sq_stride, facts.sends),
             qp_type,
             MAX_SGE as usize,
             MAX_INLINE as usize,
             false,
         );
-        let responder = Responder::new(buffer, queue(rq_offset, rq_stride), None, MAX_SGE as usize);
+        let receive_queue = queue(rq_offset, rq_stride, facts.receives);
+        let responder = Responder::new(buffer, receive_queue, None, MAX_SGE as usize);
         let mut tables = self.vm.tables_mut();
         let mut made = None;
         let number = tables.qps.insert_with(|number| {
@@ -314,12 +339,12 @@ impl Guest {
                 pd: self.pd,
                 context: 0,
                 slot: u32::MAX,
-                facts: QpType::of(qp_type).unwrap(),
+                facts,
                 share: Share::default(),
-                xrcd: 0,
+                xrcd: if target { XRCD } else { 0 },
                 block_multicast_loopback: false,
-                send_cq: Some(self.cq.clone()),
-                recv_cq: Some(self.cq.clone()),
+                send_cq: cq.clone(),
+                recv_cq: cq,
                 srq: None,
                 send_queue,
                 responder,
@@ -328,17 +353,66 @@ impl Guest {
             Ok(qp)
         });
         number.unwrap();
+        if qp_type == qp_type::GSI {
+            tables.gsi = made.as_ref().map(|qp| qp.number);
+        }
         let base = first * PAGE_SIZE;
         let side = |offset, stride| RingSide {
             at: base + offset,
             stride: u64::from(stride),
             position: 0,
         };
+        drop(tables);
+        let (srqn, receive) = if qp_type == qp_type::XRC_TGT {
+            self.shared_receive_queue()
+        } else {
+            (0, side(rq_offset, rq_stride))
+        };
         TestQp {
             qp: made.unwrap(),
+            srqn,
             send: side(record, sq_stride),
-            receive: side(rq_offset, rq_stride),
+            receive,
         }
+    }
+
+    /// A shared receive queue of the XRC domain: its number, and its ring.
+    fn shared_receive_queue(&mut self) -> (u32, RingSide) {
+        let record = SrqRecord::SIZE as u64;
+        let stride = recv_stride(MAX_SGE).unwrap();
+        let first = self.next_page;
+        self.next_page += (record + u64::from(ENTRIES * stride)).div_ceil(PAGE_SIZE);
+        let pages: Vec<u64> = (first..self.next_page).map(|n| n * PAGE_SIZE).collect();
+        let buffer = Pages::resolve(&self.memory, &pages, 12).unwrap();
+        let made = self.vm.tables_mut().srqs.insert_with(|number| {
+            Ok(Arc::new(Srq::new(SrqParts {
+                number,
+                pd: self.pd,
+                context: 0,
+                worker: 0,
+                slot: u32::MAX,
+                xrc: Some(Xrc {
+                    domain: XRCD,
+                    cq: self.cq.clone(),
+                }),
+                max_sge: MAX_SGE as usize,
+                limit: 0,
+                buffer,
+                queue: WorkQueue {
+                    offset: record,
+                    stride,
+                    entries: ENTRIES,
+                    position: 0,
+                },
+                share: Share::default(),
+            })))
+        });
+        let ring = RingSide {
+            at: first * PAGE_SIZE + record,
+            stride: u64::from(stride),
+            position: 0,
+        };
+        (made.unwrap(), ring)
     }
 
     /// Brings a queue pair from RESET to RTS, connected to queue pair `number` of another guest.
@@ -354,6 +428,7 @@ impl Guest {
             path_mtu: mtu::MTU_1024,
             access_flags: access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC,
             dest_qp_num: number,
+            qkey: QKEY,
             max_rd_atomic: 4,
             max_dest_rd_atomic: 4,
             min_rnr_timer: 1,
@@ -369,34 +444,10 @@ impl Guest {
             ..QpAttr::default()
         };
         change(&mut attr);
-        let acknowledged = qp.qp.facts.acknowledged;
-        let only = |mask: u32, bits| if acknowledged { mask | bits } else { mask };
-        let steps = [
-            (
-                qp_state::INIT,
-                qp_attr::PKEY_INDEX | qp_attr::PORT | qp_attr::ACCESS_FLAGS,
-            ),
-            (
-                qp_state::RTR,
-                only(
-                    qp_attr::AV | qp_attr::PATH_MTU | qp_attr::DEST_QPN | qp_attr::RQ_PSN,
-                    qp_attr::MAX_DEST_RD_ATOMIC | qp_attr::MIN_RNR_TIMER,
-                ),
-            ),
-            (
-                qp_state::RTS,
-                only(
-                    qp_attr::SQ_PSN,
-                    qp_attr::TIMEOUT
-                        | qp_attr::RETRY_CNT
-                        | qp_attr::RNR_RETRY
-                        | qp_attr::MAX_QP_RD_ATOMIC,
-                ),
-            ),
-        ];
-        for (state, mask) in steps {
+        for state in [qp_state::INIT, qp_state::RTR, qp_state::RTS] {
             attr.qp_state = state;
-            let mask = mask | qp_attr::STATE;
+            let (required, _) = attributes(qp.qp.qp_type, qp.qp.state(), state).unwrap();
+            let mask = required | qp_attr::STATE;
             qp.qp.modify(peer, mask, &attr).unwrap();
         }
     }
@@ -440,20 +491,37 @@ impl Guest {
         } else {
             send.sges.len()
         };
-        let wqe = SendWqe {
-            opcode: send.opcode,
-            flags: send.flags,
-            count: count as u16,
-            imm: send.imm,
-            wr_id: send.wr_id,
-            remote_addr: send.remote_addr,
-            rkey: send.rkey,
-            srqn: 0,
-            operand0: send.operands[0],
-            operand1: send.operands[1],
+        let mut entry = if qp.qp.facts.datagram {
+            let wqe = UdWqe {
+                opcode: send.opcode,
+                flags: send.flags,
+                count: count as u16,
+                imm: send.imm,
+                wr_id: send.wr_id,
+                dgid: send.to.gid,
+                dmac: send.to.mac,
+                remote_qpn: send.to.qpn,
+                remote_qkey: send.to.qkey,
+                traffic_class: 3,
+                hop_limit: 64,
+                ..UdWqe::default()
+            };
+            wqe.to_bytes().to_vec()
+        } else {
+            let wqe = SendWqe {
+                opcode: send.opcode,
+                flags: send.flags,
+                count: count as u16,
+                imm: send.imm,
+                wr_id: send.wr_id,
+                remote_addr: send.remote_addr,
+                rkey: send.rkey,
+                srqn: send.srqn,
+                operand0: send.operands[0],
+                operand1: send.operands[1],
+            };
+            wqe.to_bytes().to_vec()
         };
-        let mut entry = wqe.to_bytes().to_vec();
-        assert_eq!(entry.len(), SEND_DATA_OFFSET);
         if inline {
             entry.extend_from_slice(&send.inline);
         } else {

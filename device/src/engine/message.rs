@@ -67,6 +67,8 @@ pub struct Datagram {
     pub source: L2Source,
     /// Destination GID.
     pub dgid: [u8; 16],
+    /// MAC address of the destination.
+    pub dmac: [u8; 6],
     /// Destination queue pair.
     pub qpn: u32,
     /// Q_Key.
@@ -166,6 +168,7 @@ mod tests {
             sgid,
             source: L2Source::default(),
             dgid,
+            dmac: [0; 6],
             qpn: 1,
             qkey: 1,
             flow_label: 5,

@@ -259,6 +259,16 @@ impl Qp {
         self.state.load(Ordering::SeqCst)
     }
 
+    /// Whether it takes messages. In SQE only its send queue is in error. (With its responder locked,
+    /// this stays so.)
+    #[inline(always)]
+    pub(crate) fn listens(&self) -> bool {
+        matches!(
+            self.state(),
+            qp_state::RTR | qp_state::RTS | qp_state::SQD | qp_state::SQE
+        )
+    }
+
     /// Goes to the error state, from any state but RESET, and lets the worker flush. Returns
     /// whether this call made the change.
     pub(crate) fn fail(self: &Arc<Self>) -> bool {

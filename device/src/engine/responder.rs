@@ -444,9 +444,8 @@ impl Responder {
         xrc.or(self.srq.as_ref()).map_or(qp.pd, |srq| srq.pd)
     }
 
-    /// Takes a datagram, whole. Where it cannot be received there is no answer: it is dropped, and
-    /// nobody told.
-    pub(crate) fn receive_datagram(
+    /// As [`Qp::take_datagram`].
+    fn receive_datagram(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
@@ -780,6 +779,25 @@ impl Responder {
             raise(tables, event_type::QP_REQ_ERR, qp.number, reason);
         }
         Answer::Refused(WcError::new(wc_status::REM_INV_REQ_ERR, reason))
+    }
+}
+
+impl Qp {
+    /// Takes a datagram, whole. Where it cannot be received there is no answer: it is dropped, and
+    /// nobody told.
+    pub(crate) fn take_datagram(
+        self: &Arc<Self>,
+        tables: &Tables,
+        origin: Origin<'_>,
+        message: &Message,
+        datagram: &Datagram,
+        source: DataSource<'_>,
+    ) -> Answer {
+        let mut responder = self.responder();
+        if !self.facts.datagram || !self.listens() {
+            return Answer::NoAnswer;
+        }
+        responder.receive_datagram(tables, self, origin, message, datagram, source)
     }
 }
 

@@ -11,7 +11,7 @@ use super::events::EventSink;
 use super::queue_pair::Qp;
 use super::vm::Vm;
 use crate::footprint::{grown, listed, Footprint, Share};
-use crate::limits::{Limits, GID_TABLE_LEN};
+use crate::limits::{Limits, GID_TABLE_LEN, GSI_QPN};
 use crate::memory::{GuestMemory, Pages};
 use crate::verbs::cq::{Cq, L2Source};
 pub use crate::verbs::gid_policy::Gid;
@@ -251,6 +251,16 @@ impl Tables {
     /// The multicast groups that queue pairs are attached to.
     pub(crate) fn groups(&self) -> BTreeSet<Gid> {
         self.multicast.keys().map(|(_, gid)| *gid).collect()
+    }
+
+    /// The queue pair that a datagram for number `qpn` goes to, if there is one.
+    #[inline]
+    pub(crate) fn datagram_qp(&self, qpn: u32) -> Option<&Arc<Qp>> {
+        let number = match qpn {
+            GSI_QPN => self.gsi?,
+            number => number,
+        };
+        self.qps.get(number)
     }
 
     /// Destroys all objects.

@@ -7,7 +7,7 @@
 //! - **Down**: `Fabric` answers for a port; `Carrier` carries the messages of queue pairs, for
 //!   a worker that polls them by `poll`.
 //! - **Up**, to the engine: a message came, or a part of one (`Responder::receive` and
-//!   `receive_datagram`; the answer is a value, for the fabric to bring back); how a message fared,
+//!   `Qp::take_datagram`; the answer is a value, for the fabric to bring back); how a message fared,
 //!   at once (`SendQueue::finish`, `fail`) or later (`take_begun`, then `complete_done` or
 //!   `fail_begun`).
 //! - **Override**: a fabric may carry out work requests its own way, as long as they mean the same.
@@ -19,6 +19,8 @@
 //! Two fabrics show that the line is in the right place. [`local`] has both queue pairs in this
 //! process: it calls the responder and has its answer at once. `wire` has packets, many of them
 //! under way, and learns of their fate later.
+#[cfg(test)]
+mod differential;
 pub mod local;
 pub mod registry;
 #[cfg(test)]

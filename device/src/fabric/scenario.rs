@@ -7,9 +7,11 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use vhost_device_rdma_sync::Readers;
 use virtio_rdma_spec::command::QpAttr;
+use virtio_rdma_spec::facts::{completion_opcode, QpType};
 use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{
-    mtu, qp_attr, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wc_status, wr_opcode, MASK_24,
+    access, flush_type, mtu, qp_attr, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wc_status,
+    wr_opcode, MASK_24,
 };
 
 use crate::engine::fixture::{Guest, Send, TestQp, DATA, ENTRIES};
@@ -43,6 +45,8 @@ struct Receive {
 /// Two VMs, each with a queue pair that is connected to the other's.
 pub(super) struct Pair {
     pub ends: [End; 2],
+    /// Completions that were polled.
+    seen: [Vec<Cqe>; 2],
     later: BTreeMap<(u64, u64), Receive>,
 }
 
@@ -52,16 +56,34 @@ impl Pair {
         Self::of(qp_type::RC, readers, change)
     }
 
-    /// Of queue pairs of another type.
+    /// For [`requests`], of which the requester may have `max_rd_atomic` under way that bring
+    /// something.
+    pub(super) fn for_requests(
+        qp_type: u8,
+        readers: &Readers,
+        path_mtu: u8,
+        max_rd_atomic: u8,
+    ) -> Self {
+        Self::of(qp_type, readers, |attr| {
+            attr.path_mtu = path_mtu;
+            attr.max_rd_atomic = max_rd_atomic;
+            attr.max_dest_rd_atomic = 4;
+            attr.access_flags |= access::FLUSH_GLOBAL;
+        })
+    }
+
+    /// Of queue pairs of another type, the first end's, and its peer's at the second.
     pub(super) fn of(qp_type: u8, readers: &Readers, change: impl Fn(&mut QpAttr)) -> Self {
-        let ends = [1, 2].map(|number| End::new(Guest::new(readers, number), qp_type));
-        Self::between(ends, change)
+        let peer = QpType::of(qp_type).unwrap().peer;
+        let end = |number, qp_type| End::new(Guest::new(readers, number), qp_type);
+        Self::between([end(1, qp_type), end(2, peer)], change)
     }
 
     /// Between these ends, whose queue pairs are in RESET.
     pub(super) fn between(ends: [End; 2], change: impl Fn(&mut QpAttr)) -> Self {
         let pair = Self {
             ends,
+            seen: Default::default(),
             later: BTreeMap::new(),
         };
         pair.connect(change);
@@ -136,8 +158,17 @@ impl Pair {
         }
     }
 
+    /// Completions since the last call.
     pub(super) fn completions(&mut self, end: usize) -> Vec<Cqe> {
-        self.ends[end].guest.poll_all()
+        let cqes = self.ends[end].guest.poll_all();
+        self.seen[end].extend(&cqes);
+        cqes
+    }
+
+    /// All completions.
+    pub(super) fn seen(&mut self, end: usize) -> Vec<Cqe> {
+        self.completions(end);
+        std::mem::take(&mut self.seen[end])
     }
 
     pub(super) fn state(&self, end: usize) -> u8 {
@@ -326,6 +357,7 @@ fn messages() -> impl Strategy<Value = Message> {
     })
 }
 
+/// Programs for RC queue pairs.
 pub(super) fn programs() -> impl Strategy<Value = Program> {
     let poison = prop_oneof![
         Just(Poison::RemoteKey),
@@ -377,7 +409,8 @@ pub(super) struct Expected {
     signaled: bool,
 }
 
-fn content(number: usize, from: usize, len: u32) -> Vec<u8> {
+/// The bytes of a message.
+pub(super) fn content(number: usize, from: usize, len: u32) -> Vec<u8> {
     let byte = |i: u32| (i as usize * 7 + number * 31 + from * 101 + 1) as u8 | 1;
     (0..len).map(byte).collect()
 }
@@ -421,6 +454,7 @@ pub(super) fn post(pair: &mut Pair, from: usize, program: &Program) -> Vec<Expec
             wr_id: number as u64,
             remote_addr: DATA + place,
             rkey: peer_key,
+            srqn: pair.ends[to].qp.srqn,
             ..Send::default()
         };
         if message.solicited {
@@ -551,7 +585,8 @@ fn check(
     Ok(())
 }
 
-fn is_send(cqe: &Cqe) -> bool {
+/// Whether a completion is that of a send.
+pub(super) fn is_send(cqe: &Cqe) -> bool {
     cqe.wr_id < RECEIVES
 }
 
@@ -580,5 +615,156 @@ pub(super) fn verify(
     }
     let timers = world.clock().timers;
     prop_assert_eq!(timers, [None, None], "something is still waited for");
+    Ok(())
+}
+
+/// A work request that may bring something.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Wanted {
+    Read(u32),
+    FetchAdd(u64),
+    CompareSwap(bool),
+    AtomicWrite(u64),
+    Flush,
+    Write(u32),
+    Send(u32),
+}
+
+/// Work requests, and whether they have FENCE.
+pub(super) fn requests() -> impl Strategy<Value = Vec<(Wanted, bool)>> {
+    let length = prop_oneof![3 => 0..3000u32, 1 => 60_000..70_000u32];
+    let wanted = prop_oneof![
+        length.prop_map(Wanted::Read),
+        any::<u64>().prop_map(Wanted::FetchAdd),
+        any::<bool>().prop_map(Wanted::CompareSwap),
+        any::<u64>().prop_map(Wanted::AtomicWrite),
+        Just(Wanted::Flush),
+        (0..3000u32).prop_map(Wanted::Write),
+        (0..3000u32).prop_map(Wanted::Send),
+    ];
+    let fenced = (wanted, proptest::bool::weighted(0.2));
+    proptest::collection::vec(fenced, 1..40)
+}
+
+/// Posts requests from the first end to the second, lets them be carried out, and checks what came
+/// of them.
+pub(super) fn carry_out(
+    requests: &[(Wanted, bool)],
+    pair: &mut Pair,
+    world: &mut impl World,
+) -> Result<(), TestCaseError> {
+    const STATIC: u64 = 70_000;
+    let secret: Vec<u8> = (0..STATIC).map(|i| (i * 7 + i / 251) as u8).collect();
+    let there = pair.ends[1].allocate(STATIC);
+    pair.ends[1].guest.write(there, &secret);
+    let [counter, swapped, word] = [0; 3].map(|_: u32| pair.ends[1].allocate(8));
+    let key = pair.ends[1].guest.key;
+    // What the words are, and what is expected of each request: bytes at an end.
+    let (mut count, mut swap, mut last) = (0u64, 0u64, 0u64);
+    let mut expected = Vec::new();
+    let mut opcodes = Vec::new();
+    for (index, (wanted, fence)) in requests.iter().enumerate() {
+        let wr_id = index as u64;
+        let mut send = Send {
+            wr_id,
+            flags: send_flag::SIGNALED | (send_flag::FENCE * u8::from(*fence)),
+            rkey: key,
+            srqn: pair.ends[1].qp.srqn,
+            ..Send::default()
+        };
+        let mut sink = |pair: &mut Pair, send: &mut Send, bytes: Vec<u8>| {
+            let at = pair.ends[0].allocate(bytes.len() as u64);
+            // In two parts, so that packets go over the end of one.
+            let first = bytes.len() as u32 / 3;
+            let guest = &pair.ends[0].guest;
+            send.sges = if bytes.len() == 8 {
+                vec![guest.sge(at, 8)]
+            } else {
+                let rest = bytes.len() as u32 - first;
+                vec![guest.sge(at, first), guest.sge(at + u64::from(first), rest)]
+            };
+            expected.push((0, at, bytes));
+        };
+        let length = match *wanted {
+            Wanted::Read(length) => {
+                let from = wr_id % 5;
+                let length = length.min((STATIC - from) as u32);
+                send.opcode = wr_opcode::RDMA_READ;
+                send.remote_addr = DATA + there + from;
+                let bytes = secret[from as usize..][..length as usize].to_vec();
+                sink(pair, &mut send, bytes);
+                length
+            }
+            Wanted::FetchAdd(add) => {
+                send.opcode = wr_opcode::ATOMIC_FETCH_AND_ADD;
+                send.remote_addr = DATA + counter;
+                send.operands = [add, 0];
+                sink(pair, &mut send, count.to_le_bytes().to_vec());
+                count = count.wrapping_add(add);
+                8
+            }
+            Wanted::CompareSwap(hits) => {
+                send.opcode = wr_opcode::ATOMIC_CMP_AND_SWP;
+                send.remote_addr = DATA + swapped;
+                let compare = if hits { swap } else { !swap };
+                send.operands = [compare, swap + 1];
+                sink(pair, &mut send, swap.to_le_bytes().to_vec());
+                swap += u64::from(hits);
+                8
+            }
+            Wanted::AtomicWrite(value) => {
+                send.opcode = wr_opcode::ATOMIC_WRITE;
+                send.remote_addr = DATA + word;
+                let at = pair.ends[0].allocate(8);
+                pair.ends[0].guest.write(at, &value.to_le_bytes());
+                send.sges = vec![pair.ends[0].guest.sge(at, 8)];
+                last = value;
+                0
+            }
+            Wanted::Flush => {
+                send.opcode = wr_opcode::FLUSH;
+                send.remote_addr = DATA + there;
+                send.operands = [64, u64::from(flush_type::GLOBAL)];
+                0
+            }
+            Wanted::Write(length) | Wanted::Send(length) => {
+                let bytes: Vec<u8> = (0..length).map(|i| (i * 3) as u8 ^ index as u8).collect();
+                let from = pair.ends[0].allocate(length.into());
+                let to = pair.ends[1].allocate(length.into());
+                pair.ends[0].guest.write(from, &bytes);
+                send.sges = vec![pair.ends[0].guest.sge(from, length)];
+                if matches!(wanted, Wanted::Send(_)) {
+                    send.opcode = wr_opcode::SEND;
+                    pair.post_receive(1, RECEIVES + wr_id, to, length);
+                } else {
+                    send.opcode = wr_opcode::RDMA_WRITE;
+                    send.remote_addr = DATA + to;
+                }
+                expected.push((1, to, bytes));
+                0
+            }
+        };
+        opcodes.push((
+            wr_id,
+            wc_status::SUCCESS,
+            completion_opcode(send.opcode),
+            length,
+        ));
+        pair.post_send(0, &send);
+    }
+    world.run(pair, 100 * SECOND);
+    let done: Vec<_> = pair
+        .completions(0)
+        .iter()
+        .map(|cqe| (cqe.wr_id, cqe.status, cqe.opcode, cqe.byte_len))
+        .collect();
+    prop_assert_eq!(done, opcodes);
+    for (end, at, bytes) in expected {
+        prop_assert_eq!(pair.ends[end].guest.read(at, bytes.len()), bytes);
+    }
+    for (at, value) in [(counter, count), (swapped, swap), (word, last)] {
+        prop_assert_eq!(pair.ends[1].guest.read(at, 8), value.to_le_bytes());
+    }
+    prop_assert!(!pair.ends[0].qp.qp.send_queue().in_progress());
     Ok(())
 }

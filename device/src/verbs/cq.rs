@@ -32,9 +32,12 @@ pub const MAX_MODERATION_PERIOD: u16 = u16::MAX;
 pub struct L2Source {
     /// MAC address.
     pub mac: [u8; 6],
-    /// VLAN id, or 0xffff.
+    /// VLAN id, or [`NO_VLAN`].
     pub vlan: u16,
 }
+
+/// What stands for a VLAN id where there is none.
+pub const NO_VLAN: u16 = 0xffff;
 
 /// A ring of completions in its buffer. It was checked to lie within it.
 #[derive(Debug)]

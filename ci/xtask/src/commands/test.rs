@@ -8,9 +8,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use crate::commands::{deny, instructions};
+use crate::commands::{deny, instructions, soak};
 use crate::lanes::{self, Choice, Means};
-use crate::report::Outcome;
+use crate::report::{Outcome, Report};
 use crate::{setup, shell};
 
 /// What was counted.
@@ -24,6 +24,13 @@ impl Count {
     fn add(&mut self, other: Count) {
         self.passed += other.passed;
         self.failed += other.failed;
+    }
+
+    fn of_report(report: &Report) -> Self {
+        Count {
+            passed: report.count(Outcome::Passed),
+            failed: report.count(Outcome::Failed),
+        }
     }
 
     fn of(good: bool) -> Self {
@@ -90,6 +97,18 @@ const MODELS_ENVIRONMENT: [(&str, &str); 2] = [
     ("CARGO_TARGET_DIR", "target/models"),
 ];
 
+/// Programs of verbs over networks that are simulated: so many of each kind.
+const SIMULATIONS: &[&str] = &[
+    "test",
+    "--release",
+    "--no-fail-fast",
+    "-p",
+    "vhost-device-rdma",
+    "--lib",
+    "simulated",
+];
+const SIMULATIONS_ENVIRONMENT: [(&str, &str); 1] = [("PROPTEST_CASES", "2000")];
+
 /// Runs all checks, however many fail.
 pub fn run() -> Result<bool> {
     let start = Instant::now();
@@ -131,12 +150,18 @@ pub fn run() -> Result<bool> {
         tests("model checks", MODELS, &MODELS_ENVIRONMENT),
     );
     checks.add(
+        "simulations",
+        tests("simulations", SIMULATIONS, &SIMULATIONS_ENVIRONMENT),
+    );
+    checks.add(
         "instructions",
         instructions::run(false, None).map(Count::of),
     );
     for (name, only) in LANES {
         checks.add(&format!("lane {name}"), lane(name, only));
     }
+    let short = soak::short().map(|report| Count::of_report(&report));
+    checks.add("soak", short);
     shell::say(format_args!("all took {}", shell::human(start.elapsed())));
     if !checks.failed.is_empty() {
         println!("failed: {}", checks.failed.join(", "));
@@ -225,11 +250,7 @@ fn lane(name: &str, only: Option<&str>) -> Result<Count> {
         quick: true,
         ..Choice::default()
     };
-    let report = lanes::run(&lane, &means, &choice)?;
-    Ok(Count {
-        passed: report.count(Outcome::Passed),
-        failed: report.count(Outcome::Failed),
-    })
+    Ok(Count::of_report(&lanes::run(&lane, &means, &choice)?))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ pub(crate) mod lookup_cache;
 mod peer;
 mod requester;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;

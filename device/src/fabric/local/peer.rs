@@ -3,8 +3,6 @@
 //! copied once, from guest memory to guest memory.
 use std::sync::{Arc, MutexGuard};
 
-use virtio_rdma_spec::verbs::qp_state;
-
 use crate::engine::binding::Binding;
 use crate::engine::cursor::DataSource;
 use crate::engine::message::{Answer, Datagram, Message};
@@ -13,7 +11,6 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::responder::{Origin, Responder, Slice};
 use crate::engine::tables::Tables;
 use crate::engine::vm::Vm;
-use crate::limits::GSI_QPN;
 use crate::memory::{ContiguousRange, ScatterRange};
 use crate::verbs::cq::Cq;
 use crate::verbs::keys::CachedRange;
@@ -45,7 +42,7 @@ impl<'a> Target<'a> {
     /// Whether it takes messages of the fast path.
     #[inline(always)]
     pub(crate) fn takes_fast_path(&self) -> bool {
-        listens(self.qp) && self.responder.established(self.qp)
+        self.qp.listens() && self.responder.established(self.qp)
     }
 
     /// The `len` bytes at `addr` that the sender may access by `key` as `access` says, if they are
@@ -148,7 +145,7 @@ impl<'a> Peer<'a> {
         };
         let responder = qp.responder();
         if qp.qp_type != sender.facts.peer
-            || !listens(qp)
+            || !qp.listens()
             || !binding.admits(qp)
             || !responder.connected_to(sender, &own.gids)
         {
@@ -195,14 +192,10 @@ impl<'a> Peer<'a> {
             Self::Busy => return Answer::Busy,
             Self::Stopped | Self::Nobody => return Answer::Done,
         };
-        let number = match datagram.qpn {
-            GSI_QPN => tables.gsi,
-            number => Some(number),
-        };
-        let Some(qp) = number.and_then(|number| tables.qps.get(number)) else {
+        let Some(qp) = tables.datagram_qp(datagram.qpn) else {
             return Answer::Done;
         };
-        match give(tables, qp, sender, message, datagram, source) {
+        match qp.take_datagram(tables, Origin::of(sender), message, datagram, source) {
             Answer::Done => vm.count_received(sender.worker_index, 1, message.length),
             Answer::Local(error) => return Answer::Local(error),
             _ => {}
@@ -216,31 +209,6 @@ impl<'a> Peer<'a> {
             vm.count_received(worker, 1, bytes);
         }
     }
-}
-
-/// Whether a queue pair takes messages. In SQE only its send queue is in error. (With its responder
-/// locked, this stays so.)
-fn listens(qp: &Qp) -> bool {
-    matches!(
-        qp.state(),
-        qp_state::RTR | qp_state::RTS | qp_state::SQD | qp_state::SQE
-    )
-}
-
-/// Hands a datagram to a queue pair; no answer means that it was dropped.
-fn give(
-    tables: &Tables,
-    qp: &Arc<Qp>,
-    sender: &Arc<Qp>,
-    message: &Message,
-    datagram: &Datagram,
-    source: DataSource<'_>,
-) -> Answer {
-    let mut responder = qp.responder();
-    if !qp.facts.datagram || !listens(qp) {
-        return Answer::NoAnswer;
-    }
-    responder.receive_datagram(tables, qp, Origin::of(sender), message, datagram, source)
 }
 
 /// Hands a datagram to the next queue pair of a multicast group. [`Answer::Progress`]: there are
@@ -266,7 +234,7 @@ pub(super) fn deliver_next(
         let attached = tables.multicast.contains_key(&(*qpn, datagram.dgid));
         let qp = tables.qps.get(*qpn);
         if let Some(qp) = qp.filter(|_| tables.running && attached) {
-            match give(tables, qp, sender, message, datagram, source) {
+            match qp.take_datagram(tables, Origin::of(sender), message, datagram, source) {
                 Answer::Done => vm.count_received(sender.worker_index, 1, message.length),
                 Answer::Local(error) => return Answer::Local(error),
                 _ => {}

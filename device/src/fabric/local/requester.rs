@@ -4,7 +4,6 @@
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::verbs::{access, qp_type, vendor_err, wc_status};
 
@@ -14,7 +13,6 @@ use super::lookup_cache::LookupCache;
 use super::peer::{deliver_next, Peer};
 use super::LocalCarrier;
 use crate::engine::cursor::{check, Cursor, Sink};
-use crate::engine::events::raise;
 use crate::engine::message::Answer;
 use crate::engine::operation::Operation;
 use crate::engine::path::Fanout;
@@ -80,19 +78,8 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         sq.gathering = false;
         sq.resumed = true;
     }
-    if sq.queue.entries == 0 {
-        return Polled::Idle;
-    }
-    if sq.buffer.lost() {
-        if qp.fail() {
-            raise(
-                tables,
-                event_type::QP_FATAL,
-                qp.number,
-                vendor_err::MEMORY_GONE,
-            );
-        }
-        return Polled::Again;
+    if let Err(polled) = sq.check_ring(tables, qp) {
+        return polled;
     }
     if qp.facts.datagram {
         return datagrams(sq, cache, tables, qp, done);
@@ -165,15 +152,7 @@ fn slow_path(
         qp.wake.store(false, Ordering::Relaxed);
     }
     if active.message.kind.is_local() {
-        match sq.execute(tables, qp, &active, budget) {
-            Ok(true) => sq.finish(tables, qp, &active),
-            Ok(false) => return Err(Polled::Again),
-            Err(error) => {
-                sq.fail(tables, qp, error);
-                return Err(Polled::Again);
-            }
-        }
-        return Ok(());
+        return sq.execute(tables, qp, &active, budget);
     }
     let len = (active.message.length - active.done).min(budget.bytes);
     let mut answer = exchange(sq, tables, qp, &active, len, peer);

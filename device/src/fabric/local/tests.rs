@@ -62,7 +62,7 @@ impl BusyPoll for Never {
 }
 
 /// The process that two ends are in, and its time.
-struct Process {
+pub(in super::super) struct Process {
     reader: Reader,
     registry: Registry,
     budget: Budget,
@@ -70,7 +70,7 @@ struct Process {
 }
 
 impl Process {
-    fn new(reader: Reader, pair: &Pair) -> Self {
+    pub(in super::super) fn new(reader: Reader, pair: &Pair) -> Self {
         let registry = Registry::default();
         for end in &pair.ends {
             assert!(registry.claim(end.guest.gid, &end.guest.vm));

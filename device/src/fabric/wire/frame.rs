@@ -4,6 +4,7 @@
 //! A VLAN's tag is no part of the frame's bytes: Linux keeps it beside them.
 use super::icrc::icrc;
 use super::packet::Packet;
+use super::verdict::Reason;
 
 /// UDP port of RoCEv2.
 const PORT: u16 = 4791;
@@ -18,39 +19,29 @@ const TYPE_IPV4: u16 = 0x0800;
 const TYPE_IPV6: u16 = 0x86dd;
 /// Number of UDP as IP's next protocol.
 const PROTOCOL_UDP: u8 = 17;
+/// The bits of a flow label.
+const FLOW_LABEL: u32 = 0xf_ffff;
 /// An IPv4 address as a GID.
 const MAPPED: [u8; 12] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff];
 
-/// What a frame's header needs beyond its packet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a frame's headers say beyond its packet.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Addresses {
     pub source_mac: [u8; 6],
     pub destination_mac: [u8; 6],
     pub source: [u8; 16],
     pub destination: [u8; 16],
     pub traffic_class: u8,
+    /// Of IPv6.
     pub flow_label: u32,
-    /// Zero: 64.
+    /// To be sent, zero stands for 64.
     pub hop_limit: u8,
-}
-
-/// Why a frame is dropped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Dropped {
-    /// It is none of RoCEv2.
-    Other,
-    /// It is shorter than its headers say, or a header is not as it must be.
-    Malformed,
-    /// It is damaged.
-    Icrc,
 }
 
 /// A frame that came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Frame<'a> {
-    pub destination_mac: [u8; 6],
-    pub source: [u8; 16],
-    pub destination: [u8; 16],
+    pub addresses: Addresses,
     pub packet: Packet<'a>,
 }
 
@@ -116,7 +107,7 @@ pub(super) fn write(out: &mut Vec<u8>, addresses: &Addresses, packet: &Packet<'_
         head[..IPV4].copy_from_slice(&fields);
     } else {
         let class = u32::from(addresses.traffic_class) << 20;
-        let first = 6 << 28 | class | addresses.flow_label & 0xf_ffff;
+        let first = 6 << 28 | class | addresses.flow_label & FLOW_LABEL;
         head[..4].copy_from_slice(&first.to_be_bytes());
         head[4..6].copy_from_slice(&udp_len.to_be_bytes());
         head[6] = PROTOCOL_UDP;
@@ -154,91 +145,101 @@ fn gid_at(bytes: &[u8], at: usize) -> Option<[u8; 16]> {
 ///
 /// # Errors
 /// Why it is to be dropped.
-pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Dropped> {
-    let destination_mac = *bytes.first_chunk::<6>().ok_or(Dropped::Malformed)?;
-    let ethertype = u16_at(bytes, 12).ok_or(Dropped::Malformed)?;
-    let ip = bytes.get(ETHERNET..).ok_or(Dropped::Malformed)?;
-    let (header, length, source, destination) = match ethertype {
+pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Reason> {
+    let (destination_mac, rest) = bytes.split_first_chunk().ok_or(Reason::Malformed)?;
+    let source_mac = rest.first_chunk().ok_or(Reason::Malformed)?;
+    let ethertype = u16_at(bytes, 12).ok_or(Reason::Malformed)?;
+    let ip = bytes.get(ETHERNET..).ok_or(Reason::Malformed)?;
+    let (header, length, addresses) = match ethertype {
         TYPE_IPV4 => ipv4_header(ip)?,
         TYPE_IPV6 => ipv6_header(ip)?,
-        _ => return Err(Dropped::Other),
+        _ => return Err(Reason::Other),
     };
     // Ethernet may have padded it.
-    let datagram = ip.get(..length).ok_or(Dropped::Malformed)?;
+    let datagram = ip.get(..length).ok_or(Reason::Malformed)?;
     if u16_at(datagram, header + 2) != Some(PORT) {
-        return Err(Dropped::Other);
+        return Err(Reason::Other);
     }
-    let udp_len = u16_at(datagram, header + 4).ok_or(Dropped::Malformed)?;
+    let udp_len = u16_at(datagram, header + 4).ok_or(Reason::Malformed)?;
     if usize::from(udp_len) != length - header {
-        return Err(Dropped::Malformed);
+        return Err(Reason::Malformed);
     }
     let (covered, crc) = datagram
         .split_last_chunk::<ICRC>()
-        .ok_or(Dropped::Malformed)?;
+        .ok_or(Reason::Malformed)?;
     if icrc(covered) != Some(*crc) {
-        return Err(Dropped::Icrc);
+        return Err(Reason::Icrc);
     }
     let packet = covered
         .get(header + UDP..)
         .and_then(Packet::read)
-        .ok_or(Dropped::Malformed)?;
+        .ok_or(Reason::Malformed)?;
     Ok(Frame {
-        destination_mac,
-        source,
-        destination,
+        addresses: Addresses {
+            source_mac: *source_mac,
+            destination_mac: *destination_mac,
+            ..addresses
+        },
         packet,
     })
 }
 
-/// Length of the header, length of the packet with it, source, destination.
-type IpHeader = (usize, usize, [u8; 16], [u8; 16]);
+/// Length of the header, length of the packet with it, and what it says of addresses.
+type IpHeader = (usize, usize, Addresses);
 
-fn ipv4_header(ip: &[u8]) -> Result<IpHeader, Dropped> {
-    let fields = ip.first_chunk::<IPV4>().ok_or(Dropped::Malformed)?;
+fn ipv4_header(ip: &[u8]) -> Result<IpHeader, Reason> {
+    let fields = ip.first_chunk::<IPV4>().ok_or(Reason::Malformed)?;
     // No options: nobody sends them, and the ICRC knows none.
     if fields[0] != 0x45 || checksum(fields) != 0 {
-        return Err(Dropped::Malformed);
+        return Err(Reason::Malformed);
     }
     // More fragments, or an offset.
     let fragment = u16::from_be_bytes([fields[6], fields[7]]) & 0x3fff;
     if fragment != 0 || fields[9] != PROTOCOL_UDP {
-        return Err(Dropped::Other);
+        return Err(Reason::Other);
     }
     let length = usize::from(u16::from_be_bytes([fields[2], fields[3]]));
-    let source = mapped(&fields[12..16]).ok_or(Dropped::Malformed)?;
-    let destination = mapped(&fields[16..]).ok_or(Dropped::Malformed)?;
-    checked(IPV4, length, source, destination)
+    let addresses = Addresses {
+        source: mapped(&fields[12..16]).ok_or(Reason::Malformed)?,
+        destination: mapped(&fields[16..]).ok_or(Reason::Malformed)?,
+        traffic_class: fields[1],
+        hop_limit: fields[8],
+        ..Addresses::default()
+    };
+    checked(IPV4, length, addresses)
 }
 
-fn ipv6_header(ip: &[u8]) -> Result<IpHeader, Dropped> {
-    let fields = ip.first_chunk::<IPV6>().ok_or(Dropped::Malformed)?;
+fn ipv6_header(ip: &[u8]) -> Result<IpHeader, Reason> {
+    let fields = ip.first_chunk::<IPV6>().ok_or(Reason::Malformed)?;
     if fields[0] >> 4 != 6 {
-        return Err(Dropped::Malformed);
+        return Err(Reason::Malformed);
     }
     if fields[6] != PROTOCOL_UDP {
-        return Err(Dropped::Other);
+        return Err(Reason::Other);
     }
     let length = IPV6 + usize::from(u16::from_be_bytes([fields[4], fields[5]]));
-    let source = gid_at(fields, 8).ok_or(Dropped::Malformed)?;
-    let destination = gid_at(fields, 24).ok_or(Dropped::Malformed)?;
-    checked(IPV6, length, source, destination)
+    let first = u32::from_be_bytes([fields[0], fields[1], fields[2], fields[3]]);
+    let addresses = Addresses {
+        source: gid_at(fields, 8).ok_or(Reason::Malformed)?,
+        destination: gid_at(fields, 24).ok_or(Reason::Malformed)?,
+        traffic_class: (first >> 20) as u8,
+        flow_label: first & FLOW_LABEL,
+        hop_limit: fields[7],
+        ..Addresses::default()
+    };
+    checked(IPV6, length, addresses)
 }
 
-fn checked(
-    header: usize,
-    length: usize,
-    source: [u8; 16],
-    destination: [u8; 16],
-) -> Result<IpHeader, Dropped> {
+fn checked(header: usize, length: usize, addresses: Addresses) -> Result<IpHeader, Reason> {
     if length < header + UDP + ICRC {
-        return Err(Dropped::Malformed);
+        return Err(Reason::Malformed);
     }
-    Ok((header, length, source, destination))
+    Ok((header, length, addresses))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::packet::{Body, Psn, Syndrome};
+    use super::super::packet::{Body, Psn, Service, Syndrome};
     use super::*;
     use proptest::prelude::*;
 
@@ -254,13 +255,14 @@ mod tests {
             source: gid(1),
             destination: gid(2),
             traffic_class: 2,
-            flow_label: 0x12345,
-            hop_limit: 0,
+            flow_label: if ipv6 { 0x12345 } else { 0 },
+            hop_limit: 9,
         }
     }
 
     fn acknowledge() -> Packet<'static> {
         Packet {
+            service: Service::Rc,
             dest_qp: 17,
             psn: Psn::new(5),
             ack_request: false,
@@ -282,9 +284,7 @@ mod tests {
                 ETHERNET + if ipv6 { 40 } else { 20 } + 8 + 16 + 4
             );
             let expected = Frame {
-                destination_mac: addresses.destination_mac,
-                source: addresses.source,
-                destination: addresses.destination,
+                addresses,
                 packet: acknowledge(),
             };
             assert_eq!(read(&frame), Ok(expected));
@@ -304,8 +304,8 @@ mod tests {
             frame[at / 8] ^= 1 << (at % 8);
             if let Ok(read) = read(&frame) {
                 prop_assert_eq!(read.packet, acknowledge());
-                prop_assert_eq!(read.source, addresses.source);
-                prop_assert_eq!(read.destination, addresses.destination);
+                prop_assert_eq!(read.addresses.source, addresses.source);
+                prop_assert_eq!(read.addresses.destination, addresses.destination);
             }
         }
 

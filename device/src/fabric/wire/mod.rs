@@ -2,22 +2,27 @@
 //! A fabric with packets: RoCEv2. A queue pair's messages go out as frames of a [`port`], many of
 //! them under way at a time, and answers come back as frames.
 //!
-//! So far it carries all messages of reliable connections but atomic operations with masks, and has
-//! one port, which simulates a network in virtual time. No process has such a port yet: what is here runs in tests alone. It shows that engine and [`Fabric`] need to know
-//! nothing of how a message travels.
+//! So far it has one port, which simulates a network in virtual time. No process has such a port
+//! yet: what is here runs in tests alone. It carries all messages but those that RoCEv2 does not
+//! have: atomic operations with masks, and SEND_WITH_INV of UC.
 //!
 //! [`packet`], [`frame`] and [`icrc`] are bytes and values. The [`sender`] is the requester of a
-//! queue pair, the [`receiver`] its responder; both stand on the engine's send queue and responder,
-//! which decide what everything means. [`layer`]s are put around ports.
+//! queue pair whose packets are acknowledged, what is in [`unacknowledged`] that of the others; the
+//! [`receiver`] is the responder of a connected queue pair. They stand on the engine's send queue and
+//! responder, which decide what everything means. [`layer`]s are put around ports.
+mod capture;
 mod frame;
 mod icrc;
 mod layer;
 mod packet;
+mod pcapng;
 mod port;
 mod receiver;
 mod sender;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
+mod unacknowledged;
+mod verdict;
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -26,17 +31,25 @@ use std::sync::{Arc, Weak};
 
 use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
-use self::frame::{Addresses, Dropped, Frame};
-use self::packet::{Body, Packet, Psn};
-use self::port::Port;
+use self::capture::Capture;
+use self::frame::{Addresses, Frame};
+use self::packet::{Body, Packet, Psn, RequestPacket, Service};
+use self::pcapng::Direction;
+use self::port::{Fate, Port};
 use self::receiver::Receiver;
-use self::sender::{Brought, Peer, Sender};
+use self::sender::{Brought, Out, Peer, Sender};
+use self::unacknowledged::{datagrams, Stream};
+use self::verdict::{DropCounts, Reason, Verdict};
 use super::{Carrier, Fabric};
+use crate::engine::cursor::DataSource;
+use crate::engine::message::{Answer, Datagram, Message};
 use crate::engine::queue_pair::Qp;
+use crate::engine::responder::Origin;
 use crate::engine::send_queue::{PathAttributes, Polled, SendQueue};
 use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::Vm;
 use crate::engine::{Budget, BUDGET};
+use crate::verbs::cq::{L2Source, NO_VLAN};
 use crate::verbs::numbers::NUMBERS;
 
 /// Headers that a packet has beside its payload, bytes: IPv6, UDP, base transport header, the
@@ -46,19 +59,6 @@ const HEADERS: usize = 80;
 /// The payload of a packet, bytes, for an `mtu`.
 fn payload_of(mtu: u8) -> u64 {
     128 << mtu.clamp(mtu::MTU_256, mtu::MTU_4096)
-}
-
-/// Frames that were dropped, by the reason.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct DropCounts {
-    /// None of RoCEv2.
-    other: u64,
-    malformed: u64,
-    icrc: u64,
-    /// For nobody here, or not from the peer that its queue pair is connected to.
-    stranger: u64,
-    /// The port is down, or the VM stopped.
-    down: u64,
 }
 
 /// What the fabric keeps of a queue pair, from its first packet on.
@@ -72,8 +72,15 @@ struct Connection {
     addresses: Option<Addresses>,
     peer: Peer,
     /// Made when it sends first, and when it receives first: both PSNs are known by then.
-    sender: Option<Sender>,
+    requester: Option<Requester>,
     receiver: Option<Receiver>,
+}
+
+/// The requester's half of a connected queue pair.
+#[derive(Debug)]
+enum Requester {
+    Acknowledged(Sender),
+    Unacknowledged(Stream),
 }
 
 impl Connection {
@@ -101,35 +108,125 @@ fn addresses(
     })
 }
 
+/// Hands a datagram to its queue pair, or to those of its multicast group; `None` if there is none.
+fn deliver_datagram(
+    fabric: &impl Fabric,
+    tables: &Tables,
+    frame: &Frame<'_>,
+    packet: &RequestPacket<'_>,
+) -> Option<Verdict> {
+    let from = &frame.addresses;
+    let datagram = Datagram {
+        sgid: from.source,
+        source: L2Source {
+            mac: from.source_mac,
+            vlan: NO_VLAN,
+        },
+        dgid: from.destination,
+        dmac: from.destination_mac,
+        qpn: frame.packet.dest_qp,
+        qkey: packet.deth.qkey,
+        flow_label: from.flow_label,
+        traffic_class: from.traffic_class,
+        hop_limit: from.hop_limit,
+        sl: 0,
+    };
+    let message = Message {
+        opcode: packet.request.wr_opcode,
+        kind: packet.request.kind,
+        imm_is: packet.request.imm,
+        solicited: frame.packet.solicited,
+        imm: packet.immediate,
+        remote_addr: 0,
+        rkey: 0,
+        srqn: 0,
+        src_qp: packet.deth.src_qp,
+        length: packet.payload.len() as u64,
+    };
+    let give = |qp: &Arc<Qp>| {
+        let origin = Origin {
+            worker: qp.worker_index,
+            waiter: None,
+        };
+        let source = DataSource::Bytes(packet.payload);
+        let answer = qp.take_datagram(tables, origin, &message, &datagram, source);
+        if answer != Answer::Done {
+            return Verdict::Dropped(Reason::Unreceivable);
+        }
+        qp.vm.count_received(qp.worker_index, 1, message.length);
+        Verdict::Taken
+    };
+    if datagram.multicast() {
+        let members = tables.multicast.keys();
+        let members = members.filter(|(_, group)| *group == datagram.dgid);
+        let members = members.filter_map(|(number, _)| tables.qps.get(*number));
+        return members.map(give).last();
+    }
+    let own = |index: usize| {
+        let mac = fabric.l2_address(tables, index).map(|source| source.mac);
+        tables.gids.get(index) == Some(&Some(datagram.dgid)) && mac == Some(datagram.dmac)
+    };
+    if !(0..tables.gids.len()).any(own) {
+        return None;
+    }
+    tables.datagram_qp(datagram.qpn).map(give)
+}
+
+/// The way out: a port, and the frame that is written.
+#[derive(Debug)]
+struct Egress<P> {
+    port: P,
+    up: AtomicBool,
+    frame: Vec<u8>,
+    /// The last frames, both ways, if somebody wants to see them.
+    capture: Option<Capture>,
+}
+
+impl<P: Port> Egress<P> {
+    fn is_up(&self) -> bool {
+        self.up.load(Ordering::SeqCst)
+    }
+
+    /// Sends a packet at time `now`, if there is a way out. Otherwise it is lost, as packets may be.
+    fn send(&mut self, now: u64, addresses: Option<&Addresses>, packet: &Packet<'_>) {
+        let Some(addresses) = addresses.filter(|_| self.is_up()) else {
+            return;
+        };
+        frame::write(&mut self.frame, addresses, packet);
+        let fate = self.port.send(now, &self.frame);
+        if let Some(capture) = &mut self.capture {
+            let comment = (fate != Fate::Sent).then(|| fate.to_string());
+            capture.add(now, Direction::Out, &self.frame, comment);
+        }
+    }
+}
+
 /// The fabric, as one worker has it for one VM: a port, and what it keeps of the queue pairs.
 #[derive(Debug)]
 struct Wire<P> {
-    port: P,
-    up: AtomicBool,
+    out: Egress<P>,
     connections: HashMap<u32, Connection>,
     dropped: DropCounts,
     /// The frame that is read.
     received: Vec<u8>,
-    /// The frame that is written, and the payload of the packet in it.
-    frame: Vec<u8>,
+    /// The payload of the packet that is written.
     payload: Vec<u8>,
 }
 
 impl<P: Port> Wire<P> {
     fn new(port: P) -> Self {
         Self {
-            port,
-            up: AtomicBool::new(true),
+            out: Egress {
+                port,
+                up: AtomicBool::new(true),
+                frame: Vec::new(),
+                capture: None,
+            },
             connections: HashMap::new(),
             dropped: DropCounts::default(),
             received: Vec::new(),
-            frame: Vec::new(),
             payload: Vec::new(),
         }
-    }
-
-    fn is_up(&self) -> bool {
-        self.up.load(Ordering::SeqCst)
     }
 
     /// Makes sure that a connection is kept of a queue pair, of this life of it, and with the path
@@ -142,6 +239,9 @@ impl<P: Port> Wire<P> {
             return;
         }
         let known = known.is_some();
+        let Some(service) = Service::of(qp.qp_type) else {
+            return;
+        };
         let addresses = addresses(self, tables, &sq.path_attributes, sq.dest_gid);
         if !known {
             self.forget_destroyed(tables);
@@ -151,10 +251,11 @@ impl<P: Port> Wire<P> {
                 path,
                 addresses,
                 peer: Peer {
+                    service,
                     dest_qp: sq.dest_qp,
                     mtu: payload_of(sq.path_attributes.path_mtu),
                 },
-                sender: None,
+                requester: None,
                 receiver: None,
             };
             self.connections.insert(qp.number, made);
@@ -178,7 +279,7 @@ impl<P: Port> Wire<P> {
     fn receive(&mut self, tables: &Tables, now: u64, most: usize) -> usize {
         let mut bytes = std::mem::take(&mut self.received);
         let mut taken = 0;
-        while taken < most && self.port.receive(now, &mut bytes) {
+        while taken < most && self.out.port.receive(now, &mut bytes) {
             self.take(tables, now, &bytes);
             taken += 1;
         }
@@ -187,27 +288,32 @@ impl<P: Port> Wire<P> {
     }
 
     fn take(&mut self, tables: &Tables, now: u64, bytes: &[u8]) {
-        let frame = match frame::read(bytes) {
-            Ok(frame) => frame,
-            Err(Dropped::Other) => return self.dropped.other += 1,
-            Err(Dropped::Malformed) => return self.dropped.malformed += 1,
-            Err(Dropped::Icrc) => return self.dropped.icrc += 1,
+        let verdict = match frame::read(bytes) {
+            Err(reason) => Verdict::Dropped(reason),
+            Ok(_) if !self.out.is_up() || !tables.running => Verdict::Dropped(Reason::Down),
+            Ok(frame) => {
+                let verdict = self.deliver(tables, now, &frame);
+                verdict.unwrap_or(Verdict::Dropped(Reason::Stranger))
+            }
         };
-        if !self.is_up() || !tables.running {
-            return self.dropped.down += 1;
+        if let Verdict::Dropped(reason) = verdict {
+            self.dropped.count(reason);
         }
-        if self.deliver(tables, now, &frame).is_none() {
-            self.dropped.stranger += 1;
+        if let Some(capture) = &mut self.out.capture {
+            capture.add(now, Direction::In, bytes, Some(verdict.to_string()));
         }
     }
 
     /// Hands a packet to its queue pair; `None` if it is for none of ours, or not from its peer.
-    fn deliver(&mut self, tables: &Tables, now: u64, frame: &Frame<'_>) -> Option<()> {
+    fn deliver(&mut self, tables: &Tables, now: u64, frame: &Frame<'_>) -> Option<Verdict> {
         let packet = &frame.packet;
+        if let (Service::Ud, Body::Request(request)) = (packet.service, &packet.body) {
+            return deliver_datagram(self, tables, frame, request);
+        }
         let qp = tables.qps.get(packet.dest_qp)?;
         // It has an address when it is ready to receive.
         let begun = !matches!(qp.state(), qp_state::RESET | qp_state::INIT);
-        if qp.qp_type != qp_type::RC || !begun {
+        if Service::of(qp.qp_type) != Some(packet.service) || !begun {
             return None;
         }
         let known = self.connections.get(&qp.number);
@@ -221,33 +327,41 @@ impl<P: Port> Wire<P> {
             destination,
             ..
         } = connection.addresses?;
-        let addressed = frame.destination_mac == source_mac && frame.destination == source;
-        if !addressed || frame.source != destination {
+        let from = &frame.addresses;
+        let addressed = from.destination_mac == source_mac && from.destination == source;
+        if !addressed || from.source != destination {
             return None;
         }
-        if matches!(packet.body, Body::Request { .. }) {
-            return self.request(tables, qp, packet, now);
+        if let Body::Request(request) = &packet.body {
+            return self.request(tables, qp, packet, request, now);
         }
         let peer = connection.peer;
         // Before it sends there is nothing to answer.
-        let sender = connection.sender.as_mut()?;
+        let Some(Requester::Acknowledged(sender)) = &mut connection.requester else {
+            return None;
+        };
         let mut sq = qp.send_queue();
-        if sq.may_go_on(tables, qp).is_ok() {
-            let brought = match packet.body {
-                Body::ReadResponse { payload, .. } => Some(Brought::Bytes(payload)),
-                Body::AtomicAcknowledge { value, .. } => Some(Brought::Word(value)),
-                _ => None,
-            };
-            let psn = packet.psn;
-            if let Some(brought) = brought {
-                sender.bring(&mut sq, tables, qp, peer, psn, brought);
-            } else if let Body::Acknowledge { syndrome, .. } = packet.body {
-                sender.answer(&mut sq, tables, qp, psn, syndrome, now);
+        let psn = packet.psn;
+        let verdict = if sq.may_go_on(tables, qp).is_err() {
+            Verdict::Dropped(Reason::State)
+        } else {
+            match packet.body {
+                Body::ReadResponse { payload, .. } => {
+                    let bytes = Brought::Bytes(payload);
+                    sender.bring(&mut sq, tables, qp, peer, psn, bytes)
+                }
+                Body::AtomicAcknowledge { value, .. } => {
+                    sender.bring(&mut sq, tables, qp, peer, psn, Brought::Word(value))
+                }
+                Body::Acknowledge { syndrome, .. } => {
+                    sender.answer(&mut sq, tables, qp, psn, syndrome, now)
+                }
+                Body::Request(_) => return None,
             }
-        }
+        };
         drop(sq);
         qp.schedule();
-        Some(())
+        Some(verdict)
     }
 
     /// Carries out a request, and answers it.
@@ -256,8 +370,12 @@ impl<P: Port> Wire<P> {
         tables: &Tables,
         qp: &Arc<Qp>,
         packet: &Packet<'_>,
+        request: &RequestPacket<'_>,
         now: u64,
-    ) -> Option<()> {
+    ) -> Option<Verdict> {
+        if qp.qp_type == qp_type::XRC_INI {
+            return None;
+        }
         let connection = self.connections.get_mut(&qp.number)?;
         if connection.receiver.is_none() {
             // It is known since the queue pair is ready to receive.
@@ -267,21 +385,42 @@ impl<P: Port> Wire<P> {
         let receiver = connection.receiver.as_mut()?;
         let mtu = connection.peer.mtu;
         let mut responder = qp.responder();
-        receiver.receive(&mut responder, tables, qp, mtu, packet);
+        let verdict = receiver.receive(&mut responder, tables, qp, mtu, packet, request);
         drop(responder);
         if self.send_answers(tables, qp, now) {
             qp.schedule();
         }
-        Some(())
+        Some(verdict)
+    }
+
+    fn send_datagrams(
+        &mut self,
+        sq: &mut SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        now: u64,
+        budget: Budget,
+    ) -> Polled {
+        let mtu = payload_of(self.active_mtu());
+        let Self { out, payload, .. } = self;
+        let mut send = |addresses: &Addresses, packet: &Packet<'_>| {
+            out.send(now, Some(addresses), packet);
+        };
+        datagrams(sq, tables, qp, mtu, budget, payload, &mut send)
+    }
+
+    /// The largest path MTU that fits the port.
+    fn active_mtu(&self) -> u8 {
+        let fits = |mtu: &u8| payload_of(*mtu) as usize + HEADERS <= self.out.port.mtu();
+        let largest = (mtu::MTU_256..=mtu::MTU_4096).rfind(fits);
+        largest.unwrap_or(mtu::MTU_256)
     }
 
     /// Sends what a queue pair has to answer, within a budget. Returns whether there is more.
     fn send_answers(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64) -> bool {
-        let up = self.is_up();
         let Self {
-            port,
+            out,
             connections,
-            frame,
             payload,
             ..
         } = self;
@@ -298,20 +437,21 @@ impl<P: Port> Wire<P> {
         else {
             return false;
         };
-        let Peer { dest_qp, mtu } = *peer;
+        let Peer {
+            service,
+            dest_qp,
+            mtu,
+        } = *peer;
         let mut send = |psn, body: Body<'_>| {
-            // Without a way out the answer is lost, and asked for again.
-            if let Some(addresses) = addresses.as_ref().filter(|_| up) {
-                let packet = Packet {
-                    dest_qp,
-                    psn,
-                    ack_request: false,
-                    solicited: false,
-                    body,
-                };
-                frame::write(frame, addresses, &packet);
-                port.send(now, frame);
-            }
+            let packet = Packet {
+                service,
+                dest_qp,
+                psn,
+                ack_request: false,
+                solicited: false,
+                body,
+            };
+            out.send(now, addresses.as_ref(), &packet);
         };
         receiver.answer(tables, qp, mtu, BUDGET.bytes, payload, &mut send)
     }
@@ -319,17 +459,15 @@ impl<P: Port> Wire<P> {
 
 impl<P: Port> Fabric for Wire<P> {
     fn port(&self, vm: &Vm) -> super::Port {
-        let fits = |mtu: &u8| payload_of(*mtu) as usize + HEADERS <= self.port.mtu();
-        let largest = (mtu::MTU_256..=mtu::MTU_4096).rfind(fits);
         super::Port {
-            up: self.is_up() && vm.port_is_up(),
+            up: self.out.is_up() && vm.port_is_up(),
             max_mtu: mtu::MTU_4096,
-            active_mtu: largest.unwrap_or(mtu::MTU_256),
+            active_mtu: self.active_mtu(),
         }
     }
 
     fn set_link(&self, _: &Vm, up: bool) {
-        self.up.store(up, Ordering::SeqCst);
+        self.out.up.store(up, Ordering::SeqCst);
     }
 
     fn qp_numbers(&self) -> RangeInclusive<u32> {
@@ -346,13 +484,14 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         now: u64,
         budget: Budget,
     ) -> Polled {
+        if qp.facts.datagram {
+            return self.send_datagrams(sq, tables, qp, now, budget);
+        }
         self.connect(tables, qp, sq);
         let answers = self.send_answers(tables, qp, now);
-        let up = self.is_up();
         let Self {
-            port,
+            out,
             connections,
-            frame,
             payload,
             ..
         } = self;
@@ -362,19 +501,30 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         let Connection {
             addresses,
             peer,
-            sender,
+            requester,
             ..
         } = connection;
         let first = Psn::new(sq.path_attributes.sq_psn);
-        let sender = sender.get_or_insert_with(|| Sender::new(first));
-        let mut send = |packet: &Packet<'_>| {
-            // Without a way out the packet is lost, and is repeated.
-            if let Some(addresses) = addresses.as_ref().filter(|_| up) {
-                frame::write(frame, addresses, packet);
-                port.send(now, frame);
+        let requester = requester.get_or_insert_with(|| {
+            if qp.facts.acknowledged {
+                Requester::Acknowledged(Sender::new(first))
+            } else {
+                Requester::Unacknowledged(Stream::new(first))
+            }
+        });
+        let mut send = |packet: &Packet<'_>| out.send(now, addresses.as_ref(), packet);
+        let mut packets = Out {
+            payload,
+            send: &mut send,
+        };
+        let polled = match requester {
+            Requester::Acknowledged(sender) => {
+                sender.poll(sq, tables, qp, *peer, now, budget, packets)
+            }
+            Requester::Unacknowledged(stream) => {
+                stream.poll(sq, tables, qp, *peer, budget, &mut packets)
             }
         };
-        let polled = sender.poll(sq, tables, qp, *peer, now, budget, payload, &mut send);
         if answers {
             return Polled::Again;
         }
@@ -388,7 +538,8 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
     fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>) {
         let connection = self.connections.get_mut(&qp.number);
         let connection = connection.filter(|known| known.is_of(qp));
-        if let Some(sender) = connection.and_then(|known| known.sender.as_mut()) {
+        let requester = connection.and_then(|known| known.requester.as_mut());
+        if let Some(Requester::Acknowledged(sender)) = requester {
             sender.flush(sq, tables, qp);
         }
     }

@@ -2,7 +2,7 @@
 //! Packets of the transport, as bytes and as values (InfiniBand architecture specification, volume
 //! 1, chapter 9): base transport header, extension headers, payload, padding.
 use virtio_rdma_spec::facts::{Imm, Kind, Opcode};
-use virtio_rdma_spec::verbs::{wr_opcode, MASK_24};
+use virtio_rdma_spec::verbs::{qp_type, wr_opcode, MASK_24};
 
 /// A packet sequence number: 24 bits, which wrap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -63,10 +63,61 @@ impl Place {
     }
 }
 
+/// The transport service: between which queue pairs a packet is. The upper three bits of its opcode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Service {
+    Rc,
+    Uc,
+    Ud,
+    Xrc,
+}
+
+/// The lower bits of an opcode, which say what a packet is.
+const OPCODE_BITS: u8 = 0x1f;
+
+impl Service {
+    const ALL: [Self; 4] = [Self::Rc, Self::Uc, Self::Ud, Self::Xrc];
+
+    /// That of queue pairs of a type.
+    pub(super) fn of(qp_type: u8) -> Option<Self> {
+        match qp_type {
+            qp_type::RC => Some(Self::Rc),
+            qp_type::UC => Some(Self::Uc),
+            qp_type::UD | qp_type::GSI => Some(Self::Ud),
+            qp_type::XRC_INI | qp_type::XRC_TGT => Some(Self::Xrc),
+            _ => None,
+        }
+    }
+
+    fn bits(self) -> u8 {
+        match self {
+            Self::Rc => 0x00,
+            Self::Uc => 0x20,
+            Self::Ud => 0x60,
+            Self::Xrc => 0xa0,
+        }
+    }
+
+    /// The type of the queue pairs that send its requests.
+    fn requester(self) -> u8 {
+        match self {
+            Self::Rc => qp_type::RC,
+            Self::Uc => qp_type::UC,
+            Self::Ud => qp_type::UD,
+            Self::Xrc => qp_type::XRC_INI,
+        }
+    }
+
+    /// Whether its requests are answered.
+    fn answers(self) -> bool {
+        matches!(self, Self::Rc | Self::Xrc)
+    }
+}
+
 /// What the packets of requests have in common that have the same opcode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
-    /// The opcode on the wire, for reliable connections.
+    /// The lower bits of the opcode on the wire.
     opcode: u8,
     /// What its message does.
     pub kind: Kind,
@@ -89,7 +140,7 @@ const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8, imm: Imm) 
     }
 }
 
-/// The requests that there are so far.
+/// The requests that there are. Which of them a service has, the table of work requests says.
 #[rustfmt::skip]
 const REQUESTS: [Request; 19] = {
     use wr_opcode::{
@@ -119,7 +170,7 @@ const REQUESTS: [Request; 19] = {
     ]
 };
 
-/// Answers of reliable connections.
+/// Answers.
 const READ_RESPONSE_FIRST: u8 = 0x0d;
 const READ_RESPONSE_MIDDLE: u8 = 0x0e;
 const READ_RESPONSE_LAST: u8 = 0x0f;
@@ -128,30 +179,50 @@ const ACKNOWLEDGE: u8 = 0x11;
 const ATOMIC_ACKNOWLEDGE: u8 = 0x12;
 
 impl Request {
-    fn of(opcode: u8) -> Option<Self> {
-        REQUESTS.into_iter().find(|known| known.opcode == opcode)
+    /// That of a service with these lower bits of the opcode.
+    fn of(service: Service, opcode: u8) -> Option<Self> {
+        let mut requests = REQUESTS.into_iter();
+        requests.find(|known| known.opcode == opcode && known.is_of(service))
     }
 
     /// That of the packet at `place` of a work request's message; `None` if such a message does not
-    /// go over a fabric with packets (yet).
-    pub(super) fn at(wr_opcode: u8, place: Place) -> Option<Self> {
+    /// go over a fabric with packets.
+    pub(super) fn at(service: Service, wr_opcode: u8, place: Place) -> Option<Self> {
         let of = Opcode::of(wr_opcode)?;
         let imm = if place.ends() { of.imm } else { Imm::None };
         let mut requests = REQUESTS.into_iter();
         requests.find(|known| {
             let same = (known.place, known.kind, known.imm) == (place, of.kind, imm);
             // There are two atomic operations. (Those with masks are not of this protocol.)
-            same && (known.kind != Kind::Atomic || known.wr_opcode == wr_opcode)
+            let atomic = known.kind == Kind::Atomic;
+            same && (!atomic || known.wr_opcode == wr_opcode) && known.is_of(service)
         })
     }
 
-    /// Whether it has an RDMA extended transport header.
-    fn has_reth(self) -> bool {
+    /// Whether a service has it.
+    fn is_of(self, service: Service) -> bool {
+        let of = Opcode::of(self.wr_opcode);
+        // A datagram is one packet, and UC has no packet with a key to invalidate.
+        let there = match service {
+            Service::Rc | Service::Xrc => true,
+            Service::Uc => self.imm != Imm::RemoteKey,
+            Service::Ud => self.place == Place::Only,
+        };
+        there && of.is_some_and(|of| of.is_for(service.requester()))
+    }
+
+    /// Whether it has the address and the key of a remote range.
+    pub(super) fn has_range(self) -> bool {
         match self.kind {
             Kind::Write => self.place.begins(),
-            Kind::Read | Kind::AtomicWrite | Kind::Flush => true,
+            Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush => true,
             _ => false,
         }
+    }
+
+    /// Whether it has the length of that range, in the RDMA extended transport header.
+    fn has_length(self) -> bool {
+        self.has_range() && self.kind != Kind::Atomic
     }
 
     /// Whether it has four bytes of immediate data, or a key to invalidate.
@@ -234,21 +305,137 @@ impl Syndrome {
     }
 }
 
+/// Whose a datagram is: the datagram extended transport header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Deth {
+    pub qkey: u32,
+    pub src_qp: u32,
+}
+
+/// A packet of a request. What its `request` or service does not have is zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RequestPacket<'a> {
+    pub request: Request,
+    /// UD.
+    pub deth: Deth,
+    /// XRC: the shared receive queue that it goes to, the XRC extended transport header.
+    pub srqn: u32,
+    /// The remote range. That of an atomic operation has no length.
+    pub reth: Reth,
+    pub operands: Operands,
+    /// Immediate data or the key to invalidate. As in work requests: octets of the application, or
+    /// a number.
+    pub immediate: u32,
+    pub payload: &'a [u8],
+}
+
+impl<'a> RequestPacket<'a> {
+    /// With a payload, and nothing else.
+    pub(super) fn new(request: Request, payload: &'a [u8]) -> Self {
+        Self {
+            request,
+            deth: Deth::default(),
+            srqn: 0,
+            reth: Reth::default(),
+            operands: Operands::None,
+            immediate: 0,
+            payload,
+        }
+    }
+
+    /// Appends its extension headers.
+    fn write_headers(&self, service: Service, out: &mut Vec<u8>) {
+        let Self { reth, request, .. } = self;
+        match service {
+            Service::Ud => {
+                out.extend_from_slice(&self.deth.qkey.to_be_bytes());
+                out.extend_from_slice(&(self.deth.src_qp & MASK_24).to_be_bytes());
+            }
+            Service::Xrc => out.extend_from_slice(&(self.srqn & MASK_24).to_be_bytes()),
+            Service::Rc | Service::Uc => {}
+        }
+        if let Operands::Flush { kind, level } = self.operands {
+            let feth = u32::from(level) << FLUSH_LEVEL_SHIFT | u32::from(kind);
+            out.extend_from_slice(&feth.to_be_bytes());
+        }
+        if request.has_range() {
+            out.extend_from_slice(&reth.addr.to_be_bytes());
+            out.extend_from_slice(&reth.rkey.to_be_bytes());
+        }
+        if request.has_length() {
+            out.extend_from_slice(&reth.length.to_be_bytes());
+        }
+        if let Operands::Atomic {
+            swap_or_add,
+            compare,
+        } = self.operands
+        {
+            out.extend_from_slice(&swap_or_add.to_be_bytes());
+            out.extend_from_slice(&compare.to_be_bytes());
+        }
+        if request.has_immediate() {
+            out.extend_from_slice(&if request.imm == Imm::RemoteKey {
+                self.immediate.to_be_bytes()
+            } else {
+                self.immediate.to_le_bytes()
+            });
+        }
+    }
+
+    /// Reads what follows the base transport header.
+    fn read(
+        service: Service,
+        request: Request,
+        mut bytes: &'a [u8],
+        padding: usize,
+    ) -> Option<Self> {
+        let mut packet = Self::new(request, &[]);
+        match service {
+            Service::Ud => {
+                packet.deth.qkey = take_u32(&mut bytes)?;
+                packet.deth.src_qp = take_u32(&mut bytes)? & MASK_24;
+            }
+            Service::Xrc => packet.srqn = take_u32(&mut bytes)? & MASK_24,
+            Service::Rc | Service::Uc => {}
+        }
+        if request.kind == Kind::Flush {
+            let feth = take_u32(&mut bytes)?;
+            packet.operands = Operands::Flush {
+                kind: (feth & ((1 << FLUSH_LEVEL_SHIFT) - 1)) as u8,
+                level: (feth >> FLUSH_LEVEL_SHIFT & 3) as u8,
+            };
+        }
+        if request.has_range() {
+            packet.reth.addr = take(&mut bytes).map(u64::from_be_bytes)?;
+            packet.reth.rkey = take_u32(&mut bytes)?;
+        }
+        if request.has_length() {
+            packet.reth.length = take_u32(&mut bytes)?;
+        }
+        if request.kind == Kind::Atomic {
+            packet.operands = Operands::Atomic {
+                swap_or_add: take(&mut bytes).map(u64::from_be_bytes)?,
+                compare: take(&mut bytes).map(u64::from_be_bytes)?,
+            };
+        }
+        if request.has_immediate() {
+            let octets = take(&mut bytes)?;
+            packet.immediate = if request.imm == Imm::RemoteKey {
+                u32::from_be_bytes(octets)
+            } else {
+                u32::from_le_bytes(octets)
+            };
+        }
+        packet.payload = unpadded(bytes, padding)?;
+        Some(packet)
+    }
+}
+
 /// What a packet is, with its extension headers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body<'a> {
     /// A part of a message.
-    Request {
-        request: Request,
-        /// The remote range, where `request` has it; otherwise zero. That of an atomic operation has
-        /// no length.
-        reth: Reth,
-        operands: Operands,
-        /// Immediate data or the key to invalidate, where `request` has it; otherwise zero. As in
-        /// work requests: octets of the application, or a number.
-        immediate: u32,
-        payload: &'a [u8],
-    },
+    Request(RequestPacket<'a>),
     /// An answer.
     Acknowledge {
         syndrome: Syndrome,
@@ -269,6 +456,7 @@ pub(super) enum Body<'a> {
 /// A packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Packet<'a> {
+    pub service: Service,
     pub dest_qp: u32,
     pub psn: Psn,
     /// The requester asks for an acknowledgement.
@@ -362,56 +550,23 @@ impl<'a> Packet<'a> {
     /// Appends its bytes, from the base transport header to the end of the padding.
     pub(super) fn write(&self, out: &mut Vec<u8>) {
         let (opcode, payload): (u8, &[u8]) = match self.body {
-            Body::Request {
+            Body::Request(RequestPacket {
                 request, payload, ..
-            } => (request.opcode, payload),
+            }) => (request.opcode, payload),
             Body::Acknowledge { .. } => (ACKNOWLEDGE, &[]),
             Body::AtomicAcknowledge { .. } => (ATOMIC_ACKNOWLEDGE, &[]),
             Body::ReadResponse { place, payload, .. } => (read_response(place), payload),
         };
         let padding = payload.len().wrapping_neg() & 3;
         let solicited = if self.solicited { 0x80 } else { 0 };
-        out.push(opcode);
+        out.push(self.service.bits() | opcode);
         out.push(solicited | MIGRATED | (padding as u8) << 4);
         out.extend_from_slice(&PKEY.to_be_bytes());
         out.extend_from_slice(&(self.dest_qp & MASK_24).to_be_bytes());
         let ack_request = u32::from(self.ack_request) << 31;
         out.extend_from_slice(&(ack_request | self.psn.value()).to_be_bytes());
         match self.body {
-            Body::Request {
-                request,
-                reth,
-                operands,
-                immediate,
-                ..
-            } => {
-                if let Operands::Flush { kind, level } = operands {
-                    let feth = u32::from(level) << FLUSH_LEVEL_SHIFT | u32::from(kind);
-                    out.extend_from_slice(&feth.to_be_bytes());
-                }
-                if request.has_reth() {
-                    out.extend_from_slice(&reth.addr.to_be_bytes());
-                    out.extend_from_slice(&reth.rkey.to_be_bytes());
-                    out.extend_from_slice(&reth.length.to_be_bytes());
-                }
-                if let Operands::Atomic {
-                    swap_or_add,
-                    compare,
-                } = operands
-                {
-                    out.extend_from_slice(&reth.addr.to_be_bytes());
-                    out.extend_from_slice(&reth.rkey.to_be_bytes());
-                    out.extend_from_slice(&swap_or_add.to_be_bytes());
-                    out.extend_from_slice(&compare.to_be_bytes());
-                }
-                if request.has_immediate() {
-                    out.extend_from_slice(&if request.imm == Imm::RemoteKey {
-                        immediate.to_be_bytes()
-                    } else {
-                        immediate.to_le_bytes()
-                    });
-                }
-            }
+            Body::Request(request) => request.write_headers(self.service, out),
             Body::Acknowledge { syndrome, msn } => write_aeth(out, syndrome, msn),
             Body::AtomicAcknowledge { msn, value } => {
                 write_aeth(out, Syndrome::Ack, msn);
@@ -441,50 +596,20 @@ impl<'a> Packet<'a> {
             return None;
         }
         let padding = usize::from(flags >> 4 & 3);
-        let body = if let Some(body) = read_answer(opcode, &mut bytes, padding) {
+        let mut services = Service::ALL.into_iter();
+        let service = services.find(|service| service.bits() == opcode & !OPCODE_BITS)?;
+        let opcode = opcode & OPCODE_BITS;
+        let answer = service
+            .answers()
+            .then(|| read_answer(opcode, &mut bytes, padding));
+        let body = if let Some(body) = answer.flatten() {
             body?
         } else {
-            let request = Request::of(opcode)?;
-            let mut reth = Reth::default();
-            let mut operands = Operands::None;
-            if request.kind == Kind::Flush {
-                let feth = take_u32(&mut bytes)?;
-                operands = Operands::Flush {
-                    kind: (feth & ((1 << FLUSH_LEVEL_SHIFT) - 1)) as u8,
-                    level: (feth >> FLUSH_LEVEL_SHIFT & 3) as u8,
-                };
-            }
-            if request.kind == Kind::Atomic {
-                reth.addr = take(&mut bytes).map(u64::from_be_bytes)?;
-                reth.rkey = take_u32(&mut bytes)?;
-                operands = Operands::Atomic {
-                    swap_or_add: take(&mut bytes).map(u64::from_be_bytes)?,
-                    compare: take(&mut bytes).map(u64::from_be_bytes)?,
-                };
-            }
-            if request.has_reth() {
-                reth.addr = take(&mut bytes).map(u64::from_be_bytes)?;
-                reth.rkey = take_u32(&mut bytes)?;
-                reth.length = take_u32(&mut bytes)?;
-            }
-            let mut immediate = 0;
-            if request.has_immediate() {
-                let octets = take(&mut bytes)?;
-                immediate = if request.imm == Imm::RemoteKey {
-                    u32::from_be_bytes(octets)
-                } else {
-                    u32::from_le_bytes(octets)
-                };
-            }
-            Body::Request {
-                request,
-                reth,
-                operands,
-                immediate,
-                payload: unpadded(bytes, padding)?,
-            }
+            let request = Request::of(service, opcode)?;
+            Body::Request(RequestPacket::read(service, request, bytes, padding)?)
         };
         Some(Self {
+            service,
             dest_qp,
             psn: Psn::new(sequence),
             ack_request: sequence >> 31 != 0,
@@ -499,6 +624,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn services() -> impl Strategy<Value = Service> {
+        proptest::sample::select(Service::ALL.to_vec())
+    }
+
     fn bodies() -> impl Strategy<Value = (usize, Reth, u32, Vec<u8>)> {
         let reth = (any::<u64>(), any::<u32>(), any::<u32>())
             .prop_map(|(addr, rkey, length)| Reth { addr, rkey, length });
@@ -509,21 +638,27 @@ mod tests {
     proptest! {
         #[test]
         fn requests_are_read_as_they_were_written(
+            service in services(),
             (which, reth, immediate, payload) in bodies(),
             (dest_qp, psn) in (0..=MASK_24, 0..=MASK_24),
             (ack_request, solicited) in any::<(bool, bool)>(),
         ) {
             let request = REQUESTS[which];
             let packet = Packet {
+                service,
                 dest_qp,
                 psn: Psn::new(psn),
                 ack_request,
                 solicited,
-                body: Body::Request {
-                    request,
+                body: Body::Request(RequestPacket {
+                    deth: match service {
+                        Service::Ud => Deth { qkey: reth.rkey, src_qp: psn },
+                        _ => Deth::default(),
+                    },
+                    srqn: if service == Service::Xrc { dest_qp } else { 0 },
                     reth: match request.kind {
                         Kind::Atomic => Reth { length: 0, ..reth },
-                        _ if request.has_reth() => reth,
+                        _ if request.has_range() => reth,
                         _ => Reth::default(),
                     },
                     operands: match request.kind {
@@ -538,13 +673,14 @@ mod tests {
                         _ => Operands::None,
                     },
                     immediate: if request.has_immediate() { immediate } else { 0 },
-                    payload: &payload,
-                },
+                    ..RequestPacket::new(request, &payload)
+                }),
             };
             let mut bytes = Vec::new();
             packet.write(&mut bytes);
             prop_assert_eq!(bytes.len() % 4, 0);
-            prop_assert_eq!(Packet::read(&bytes), Some(packet));
+            let there = request.is_of(service).then_some(packet);
+            prop_assert_eq!(Packet::read(&bytes), there);
         }
 
         #[test]
@@ -569,6 +705,7 @@ mod tests {
         let rnr = (0..32).map(Syndrome::RnrNak);
         for syndrome in syndromes.chain(rnr).chain([Syndrome::Ack]) {
             let packet = Packet {
+                service: Service::Rc,
                 dest_qp: 0x12_3456,
                 psn: Psn::new(0xab_cdef),
                 ack_request: false,
@@ -585,6 +722,7 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_brought_is_read_as_it_was_written(
+            service in services(),
             (psn, msn, value) in (0..=MASK_24, 0..=MASK_24, any::<u64>()),
             payload in proptest::collection::vec(any::<u8>(), 0..200),
             place in prop_oneof![
@@ -602,6 +740,7 @@ mod tests {
             ];
             for body in bodies {
                 let packet = Packet {
+                    service,
                     dest_qp: 7,
                     psn: Psn::new(psn),
                     ack_request: false,
@@ -610,7 +749,8 @@ mod tests {
                 };
                 let mut bytes = Vec::new();
                 packet.write(&mut bytes);
-                prop_assert_eq!(Packet::read(&bytes), Some(packet));
+                let there = service.answers().then_some(packet);
+                prop_assert_eq!(Packet::read(&bytes), there);
             }
         }
     }
@@ -625,9 +765,16 @@ mod tests {
             wr_opcode::RDMA_WRITE_WITH_IMM,
         ] {
             for place in [Place::First, Place::Middle, Place::Last, Place::Only] {
-                let request = Request::at(opcode, place).unwrap();
+                let request = Request::at(Service::Rc, opcode, place).unwrap();
                 assert_eq!(request.place, place);
                 assert!(!place.ends() || request.wr_opcode == opcode);
+                assert_eq!(Request::at(Service::Xrc, opcode, place), Some(request));
+                // UC has no keys of others to invalidate, UD one packet and no remote memory.
+                let of_uc = opcode != wr_opcode::SEND_WITH_INV || !place.ends();
+                let at = |service| Request::at(service, opcode, place);
+                assert_eq!(at(Service::Uc).is_some(), of_uc);
+                let sends = matches!(opcode, wr_opcode::SEND | wr_opcode::SEND_WITH_IMM);
+                assert_eq!(at(Service::Ud).is_some(), sends && place == Place::Only);
             }
         }
         for opcode in [
@@ -637,12 +784,13 @@ mod tests {
             wr_opcode::ATOMIC_WRITE,
             wr_opcode::FLUSH,
         ] {
-            let request = Request::at(opcode, Place::Only).unwrap();
+            let request = Request::at(Service::Rc, opcode, Place::Only).unwrap();
             assert_eq!(request.wr_opcode, opcode);
-            assert_eq!(Request::at(opcode, Place::First), None);
+            assert_eq!(Request::at(Service::Rc, opcode, Place::First), None);
+            assert_eq!(Request::at(Service::Uc, opcode, Place::Only), None);
         }
         let masked = wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD;
-        assert_eq!(Request::at(masked, Place::Only), None);
+        assert_eq!(Request::at(Service::Rc, masked, Place::Only), None);
     }
 
     #[test]

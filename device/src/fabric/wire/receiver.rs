@@ -9,9 +9,12 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use virtio_rdma_spec::facts::{Imm, Kind};
-use virtio_rdma_spec::verbs::{flush_level, qp_state, vendor_err, wc_status, wr_opcode};
+use virtio_rdma_spec::verbs::{flush_level, vendor_err, wc_status, wr_opcode};
 
-use super::packet::{Body, Nak, Operands, Packet, Place, Psn, Request, Reth, Syndrome};
+use super::packet::{
+    Body, Nak, Operands, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
+};
+use super::verdict::{Reason, Verdict};
 use crate::engine::cursor::{DataSource, Sink};
 use crate::engine::message::{Answer, Message};
 use crate::engine::operation::flush_access;
@@ -19,6 +22,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::responder::{Origin, Payload, Responder, Slice};
 use crate::engine::tables::Tables;
 use crate::memory::atomic::AtomicOperation;
+use crate::verbs::WcError;
 
 /// Packets ahead of the expected one are no more than half of all numbers away.
 const HALF: u32 = 1 << 23;
@@ -41,6 +45,7 @@ struct UnderWay {
 #[derive(Debug, Clone, Copy)]
 struct Reading {
     reth: Reth,
+    srqn: u32,
     /// The next packet, its number within the answer, and how many there are.
     psn: Psn,
     number: u32,
@@ -72,7 +77,8 @@ struct Brought {
 
 #[derive(Debug, Clone, Copy)]
 enum What {
-    Read(Reth),
+    /// Of this range, by way of this shared receive queue (XRC).
+    Read(Reth, u32),
     Atomic(u64),
     Done,
 }
@@ -131,30 +137,34 @@ impl Receiver {
         qp: &Arc<Qp>,
         mtu: u64,
         packet: &Packet<'_>,
-    ) {
+        request: &RequestPacket<'_>,
+    ) -> Verdict {
         if self.replies.len() >= MOST_REPLIES {
             // As if it were lost.
-            return;
+            return Verdict::Dropped(Reason::NoRoom);
         }
-        let takes = matches!(qp.state(), qp_state::RTR | qp_state::RTS | qp_state::SQD);
-        if !takes {
+        if !qp.listens() {
             // The requester learns the reason, though its first answer may be lost.
             if let Some((psn, nak)) = self.fatal.filter(|(psn, _)| *psn == packet.psn) {
                 self.acknowledge(psn, Syndrome::Nak(nak));
+                return Verdict::Again;
             }
-            return;
+            return Verdict::Dropped(Reason::State);
         }
         let ahead = packet.psn.since(self.expected);
+        if !qp.facts.acknowledged {
+            return self.take(responder, tables, qp, mtu, packet, request);
+        }
         if ahead >= HALF {
-            return self.again(packet, mtu);
+            return self.again(packet, request, mtu);
         }
         if ahead != 0 {
-            if !std::mem::replace(&mut self.told, true) {
-                self.acknowledge(self.expected, Syndrome::Nak(Nak::Sequence));
+            if std::mem::replace(&mut self.told, true) {
+                return Verdict::Dropped(Reason::Ahead);
             }
-            return;
+            return self.refuse(self.expected, Syndrome::Nak(Nak::Sequence), 0);
         }
-        match self.carry_out(responder, tables, qp, mtu, packet) {
+        match self.carry_out(responder, tables, qp, mtu, packet.solicited, request) {
             Fared::Done(packets, what) => {
                 self.expected = self.expected.after(packets);
                 self.told = false;
@@ -163,27 +173,66 @@ impl Receiver {
                     None if packet.ack_request => self.acknowledge(packet.psn, Syndrome::Ack),
                     None => {}
                 }
+                Verdict::Taken
             }
             Fared::Not(Answer::NotReady(timer)) => {
                 // What comes after it is dropped until it comes again.
                 self.told = true;
-                self.acknowledge(packet.psn, Syndrome::RnrNak(timer));
+                self.refuse(packet.psn, Syndrome::RnrNak(timer), 0)
             }
-            Fared::Not(Answer::Refused(error)) => self.refuse(packet.psn, error.status),
+            Fared::Not(Answer::Refused(error)) => self.end(packet.psn, error),
             // As if the packet were lost.
-            Fared::Not(_) => {}
+            Fared::Not(_) => Verdict::Dropped(Reason::Unreceivable),
         }
     }
 
+    /// Takes a packet of a queue pair whose packets nobody acknowledges: the message that lacks one
+    /// is dropped. The receive that it claimed is for the next one.
+    fn take(
+        &mut self,
+        responder: &mut Responder,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        mtu: u64,
+        packet: &Packet<'_>,
+        request: &RequestPacket<'_>,
+    ) -> Verdict {
+        let ahead = packet.psn.since(self.expected);
+        if ahead >= HALF {
+            return Verdict::Dropped(Reason::Behind);
+        }
+        self.expected = packet.psn.after(1);
+        let begins = request.request.place.begins();
+        if ahead != 0 || begins {
+            self.under_way = None;
+        }
+        if !begins && self.under_way.is_none() {
+            return Verdict::Dropped(Reason::Incomplete);
+        }
+        match self.carry_out(responder, tables, qp, mtu, packet.solicited, request) {
+            Fared::Done(..) => Verdict::Taken,
+            Fared::Not(_) => {
+                self.under_way = None;
+                Verdict::Dropped(Reason::Unreceivable)
+            }
+        }
+    }
+
+    /// Answers by a NAK.
+    fn refuse(&mut self, psn: Psn, syndrome: Syndrome, reason: u8) -> Verdict {
+        self.acknowledge(psn, syndrome);
+        Verdict::Refused(psn, syndrome, reason)
+    }
+
     /// Answers that the packet is refused, with which everything ends.
-    fn refuse(&mut self, psn: Psn, status: u8) {
-        let nak = match status {
+    fn end(&mut self, psn: Psn, error: WcError) -> Verdict {
+        let nak = match error.status {
             wc_status::REM_ACCESS_ERR => Nak::RemoteAccess,
             wc_status::REM_INV_REQ_ERR => Nak::InvalidRequest,
             _ => Nak::RemoteOperational,
         };
         self.fatal = Some((psn, nak));
-        self.acknowledge(psn, Syndrome::Nak(nak));
+        self.refuse(psn, Syndrome::Nak(nak), error.vendor)
     }
 
     /// A request that brings something was carried out.
@@ -205,8 +254,9 @@ impl Receiver {
     fn reply_with(&mut self, brought: &Brought) {
         let (psn, msn) = (brought.psn, brought.msn);
         self.replies.push_back(match brought.what {
-            What::Read(reth) => Reply::Read(Reading {
+            What::Read(reth, srqn) => Reply::Read(Reading {
                 reth,
+                srqn,
                 psn,
                 number: 0,
                 packets: brought.packets,
@@ -218,10 +268,8 @@ impl Receiver {
     }
 
     /// A packet came again.
-    fn again(&mut self, packet: &Packet<'_>, mtu: u64) {
-        let Body::Request { request, reth, .. } = packet.body else {
-            return;
-        };
+    fn again(&mut self, packet: &Packet<'_>, of_request: &RequestPacket<'_>, mtu: u64) -> Verdict {
+        let RequestPacket { request, reth, .. } = *of_request;
         let of = |psn: Psn| {
             let holds = |brought: &&Brought| psn.since(brought.psn) < brought.packets;
             self.brought.iter().find(holds).copied()
@@ -231,34 +279,37 @@ impl Receiver {
             // brings something, if it is one of that.
             let last = self.expected.before();
             let psn = if of(last).is_some() { packet.psn } else { last };
-            if packet.ack_request {
-                self.acknowledge(psn, Syndrome::Ack);
+            if !packet.ack_request {
+                return Verdict::Dropped(Reason::Behind);
             }
-            return;
+            self.acknowledge(psn, Syndrome::Ack);
+            return Verdict::Again;
         }
         let Some(brought) = of(packet.psn) else {
-            return;
+            return Verdict::Dropped(Reason::Behind);
         };
         match brought.what {
             // All of it, or a part from here on.
-            What::Read(of_all) => {
+            What::Read(of_all, srqn) => {
                 let number = packet.psn.since(brought.psn);
                 let skipped = u64::from(number) * mtu;
                 let part = request.kind == Kind::Read
                     && reth.rkey == of_all.rkey
                     && reth.addr == of_all.addr.wrapping_add(skipped)
                     && u64::from(reth.length) + skipped <= u64::from(of_all.length);
-                if part {
-                    self.reply_with(&Brought {
-                        psn: packet.psn,
-                        packets: packets_of(reth.length, mtu),
-                        what: What::Read(reth),
-                        ..brought
-                    });
+                if !part {
+                    return Verdict::Dropped(Reason::Behind);
                 }
+                self.reply_with(&Brought {
+                    psn: packet.psn,
+                    packets: packets_of(reth.length, mtu),
+                    what: What::Read(reth, srqn),
+                    ..brought
+                });
             }
             What::Atomic(_) | What::Done => self.reply_with(&brought),
         }
+        Verdict::Again
     }
 
     fn carry_out(
@@ -267,18 +318,15 @@ impl Receiver {
         tables: &Tables,
         qp: &Arc<Qp>,
         mtu: u64,
-        packet: &Packet<'_>,
+        solicited: bool,
+        packet: &RequestPacket<'_>,
     ) -> Fared {
-        let Body::Request {
+        let RequestPacket {
             request,
             reth,
-            immediate,
             payload,
             ..
-        } = packet.body
-        else {
-            return Fared::Not(Answer::NoAnswer);
-        };
+        } = *packet;
         if brings(request.kind) {
             return self.carry_out_word(responder, tables, qp, mtu, packet);
         }
@@ -314,8 +362,9 @@ impl Receiver {
         }
         let with_imm = request.kind == Kind::Write && request.imm == Imm::Data;
         let message = Message {
-            solicited: packet.solicited,
-            imm: immediate,
+            solicited,
+            imm: packet.immediate,
+            srqn: packet.srqn,
             ..message(responder, request, under_way.reth, length)
         };
         let slice = Slice {
@@ -351,18 +400,15 @@ impl Receiver {
         tables: &Tables,
         qp: &Arc<Qp>,
         mtu: u64,
-        packet: &Packet<'_>,
+        packet: &RequestPacket<'_>,
     ) -> Fared {
-        let Body::Request {
+        let RequestPacket {
             request,
             reth,
             operands,
             payload,
             ..
-        } = packet.body
-        else {
-            return Fared::Not(Answer::NoAnswer);
-        };
+        } = *packet;
         let word = request.kind == Kind::AtomicWrite;
         let fits = if word { 8 } else { 0 };
         let reading = |reply: &&Reply| matches!(reply, Reply::Read(_));
@@ -383,7 +429,7 @@ impl Receiver {
             // It is read, and its key judged, when it is sent.
             self.messages = self.messages.wrapping_add(1);
             let packets = packets_of(reth.length, mtu);
-            return Fared::Done(packets, Some(What::Read(reth)));
+            return Fared::Done(packets, Some(What::Read(reth, packet.srqn)));
         }
         let mut old = [0; 8];
         let payload = match (operands, request.wr_opcode) {
@@ -427,7 +473,10 @@ impl Receiver {
             Kind::Flush => reth.length.into(),
             _ => 8,
         };
-        let message = message(responder, request, reth, length);
+        let message = Message {
+            srqn: packet.srqn,
+            ..message(responder, request, reth, length)
+        };
         let slice = Slice {
             message: &message,
             offset: 0,
@@ -483,17 +532,16 @@ impl Receiver {
                     (*psn, body)
                 }
                 Reply::Read(reading) => {
-                    let takes = matches!(qp.state(), qp_state::RTR | qp_state::RTS | qp_state::SQD);
                     let now = *reading;
                     let last = now.number + 1 == now.packets;
-                    let read = takes.then(|| read(tables, qp, &now, mtu, payload));
+                    let read = qp.listens().then(|| read(tables, qp, &now, mtu, payload));
                     match read {
                         Some(Answer::Progress | Answer::Done) => {}
                         // The VM is stopped, or busy for a moment.
                         Some(Answer::Stopped | Answer::Busy) => return true,
                         Some(Answer::Refused(error)) => {
                             self.replies.clear();
-                            self.refuse(now.psn, error.status);
+                            self.end(now.psn, error);
                             continue;
                         }
                         _ => {
@@ -577,11 +625,14 @@ fn read(
     let len = length.saturating_sub(offset).min(mtu);
     payload.resize(usize::try_from(len).unwrap_or_default(), 0);
     let mut responder = qp.responder();
-    let request = Request::at(wr_opcode::RDMA_READ, Place::Only);
+    let request = Request::at(Service::Rc, wr_opcode::RDMA_READ, Place::Only);
     let Some(request) = request else {
         return Answer::NoAnswer;
     };
-    let message = message(&responder, request, reading.reth, length);
+    let message = Message {
+        srqn: reading.srqn,
+        ..message(&responder, request, reading.reth, length)
+    };
     let slice = Slice {
         message: &message,
         offset,

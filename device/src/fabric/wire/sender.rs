@@ -14,12 +14,13 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::ring::Sge;
-use virtio_rdma_spec::verbs::{
-    access, flush_level, flush_type, qp_state, qp_type, vendor_err, wc_status,
-};
+use virtio_rdma_spec::verbs::{access, flush_level, flush_type, qp_state, vendor_err, wc_status};
 
-use super::packet::{Body, Nak, Operands, Packet, Place, Psn, Request, Reth, Syndrome};
+use super::packet::{
+    Body, Nak, Operands, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
+};
 use super::receiver::brings;
+use super::verdict::{Reason, Verdict};
 use crate::engine::cursor::{check, fetch, transfer, Cursor, DataSource, Fault, Part};
 use crate::engine::execute::invalidate_sink;
 use crate::engine::operation::Operation;
@@ -47,9 +48,16 @@ const ENDLESS_RETRY: u64 = 100_000_000;
 /// What decides which queue pair a packet is for, and how it looks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Peer {
+    pub service: Service,
     pub dest_qp: u32,
     /// Payload of a packet that is not the last of its message, bytes.
     pub mtu: u64,
+}
+
+/// Where packets go, and room for the payload of one.
+pub(super) struct Out<'a> {
+    pub payload: &'a mut Vec<u8>,
+    pub send: &'a mut dyn FnMut(&Packet<'_>),
 }
 
 /// A message under way.
@@ -133,8 +141,8 @@ impl Sender {
         }
     }
 
-    /// Polls the send queue: begins work requests and gives packets to `send`, each at most
-    /// `peer.mtu` bytes of payload, which is read into `payload`.
+    /// Polls the send queue: begins work requests and gives packets to `out`, each at most
+    /// `peer.mtu` bytes of payload.
     #[expect(clippy::too_many_arguments, reason = "they are what a poll has")]
     pub(super) fn poll(
         &mut self,
@@ -144,10 +152,10 @@ impl Sender {
         peer: Peer,
         now: u64,
         mut budget: Budget,
-        payload: &mut Vec<u8>,
-        send: &mut dyn FnMut(&Packet<'_>),
+        out: Out<'_>,
     ) -> Polled {
-        if let Err(polled) = sq.may_go_on(tables, qp) {
+        let may = sq.check_ring(tables, qp);
+        if let Err(polled) = may.and_then(|()| sq.may_go_on(tables, qp)) {
             return polled;
         }
         match self.wait {
@@ -163,7 +171,7 @@ impl Sender {
         if let Err(polled) = self.begin(sq, tables, qp, peer, &mut budget) {
             return polled;
         }
-        let more = self.send(sq, tables, qp, peer, &mut budget, payload, send);
+        let more = self.send(sq, tables, qp, peer, &mut budget, out);
         if let Some(error) = self.unreadable.filter(|_| self.at == 0) {
             self.fail_oldest(sq, tables, qp, error);
             return Polled::Again;
@@ -246,14 +254,7 @@ impl Sender {
                     sq.fail(tables, qp, error);
                     return Err(Polled::Again);
                 }
-                match sq.execute(tables, qp, &active, budget) {
-                    Ok(true) => sq.finish(tables, qp, &active),
-                    Ok(false) => return Err(Polled::Again),
-                    Err(error) => {
-                        sq.fail(tables, qp, error);
-                        return Err(Polled::Again);
-                    }
-                }
+                sq.execute(tables, qp, &active, budget)?;
             }
             // While the queue drains, nothing more begins.
             let begins = qp.state() == qp_state::RTS && budget.messages != 0;
@@ -274,8 +275,7 @@ impl Sender {
                 sq.active = Some(active);
                 continue;
             }
-            let goes = Request::at(active.message.opcode, Place::Only).is_some();
-            if sq.qp_type != qp_type::RC || !goes {
+            if Request::at(peer.service, active.message.opcode, Place::Only).is_none() {
                 sq.active = Some(active);
                 let error = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
                 self.refused = Some(error);
@@ -320,7 +320,6 @@ impl Sender {
 
     /// Sends packets, as many as window and budget allow. Returns whether there are more that may
     /// be sent at once.
-    #[expect(clippy::too_many_arguments, reason = "they are what a poll has")]
     fn send(
         &mut self,
         sq: &SendQueue,
@@ -328,9 +327,9 @@ impl Sender {
         qp: &Arc<Qp>,
         peer: Peer,
         budget: &mut Budget,
-        payload: &mut Vec<u8>,
-        send: &mut dyn FnMut(&Packet<'_>),
+        out: Out<'_>,
     ) -> bool {
+        let Out { payload, send } = out;
         while self.next != self.end && self.unreadable.is_none() {
             let in_flight = self.next.since(self.unacknowledged);
             if in_flight >= WINDOW {
@@ -399,38 +398,43 @@ impl Sender {
                 self.unreadable = Some(WcError::new(wc_status::LOC_PROT_ERR, key.0));
                 return false;
             }
-            let Some(request) = Request::at(what.opcode, place) else {
+            let Some(request) = Request::at(peer.service, what.opcode, place) else {
                 return false;
             };
             self.packets = self.packets.wrapping_add(1);
             let window_ends = in_flight + 1 == WINDOW;
-            let has_range = bring || (what.kind == Kind::Write && place.begins());
+            let reth = if request.has_range() {
+                let length = if reads { moved } else { what.length };
+                let length = u32::try_from(length).unwrap_or(u32::MAX);
+                Reth {
+                    addr: what.remote_addr.wrapping_add(offset),
+                    rkey: what.rkey,
+                    length: message.range.unwrap_or(length),
+                }
+            } else {
+                Reth::default()
+            };
             send(&Packet {
+                service: peer.service,
                 dest_qp: peer.dest_qp,
                 psn: self.next,
                 ack_request: place.ends() || window_ends || self.packets % ACK_EVERY == 0,
                 solicited: place.ends() && what.solicited,
-                body: Body::Request {
-                    request,
-                    reth: if has_range {
-                        let length = if reads { moved } else { what.length };
-                        let length = u32::try_from(length).unwrap_or(u32::MAX);
-                        Reth {
-                            addr: what.remote_addr.wrapping_add(offset),
-                            rkey: what.rkey,
-                            length: message.range.unwrap_or(length),
-                        }
+                body: Body::Request(RequestPacket {
+                    srqn: if peer.service == Service::Xrc {
+                        what.srqn
                     } else {
-                        Reth::default()
+                        0
                     },
+                    reth,
                     operands: message.operands,
                     immediate: if request.imm == what.imm_is {
                         what.imm
                     } else {
                         0
                     },
-                    payload,
-                },
+                    ..RequestPacket::new(request, payload)
+                }),
             });
             budget.bytes = budget.bytes.saturating_sub(len.max(64));
             let ends = number + count == message.packets;
@@ -458,7 +462,7 @@ impl Sender {
         psn: Psn,
         syndrome: Syndrome,
         now: u64,
-    ) {
+    ) -> Verdict {
         let sent = self.sent.since(self.unacknowledged);
         // An ACK is for its packet, too; a NAK for all before it.
         let (known, acknowledged) = match syndrome {
@@ -473,12 +477,13 @@ impl Sender {
         };
         // An answer to what is answered already, or never was sent.
         if !known {
-            return;
+            return Verdict::Dropped(Reason::Unasked);
         }
         let first = self.first_to_bring();
         if acknowledged > first {
             // What was to be brought before is lost.
-            return self.lost(sq, tables, qp, first);
+            self.lost(sq, tables, qp, first);
+            return Verdict::Taken;
         }
         if acknowledged != 0 {
             self.progress(sq, tables, qp, acknowledged);
@@ -493,7 +498,7 @@ impl Sender {
                         let status = wc_status::RNR_RETRY_EXC_ERR;
                         let error = WcError::new(status, vendor_err::NO_RECEIVE);
                         self.fail_oldest(sq, tables, qp, error);
-                        return;
+                        return Verdict::Taken;
                     }
                     sq.tries.not_ready += 1;
                 }
@@ -509,6 +514,7 @@ impl Sender {
                 self.fail_oldest(sq, tables, qp, WcError::new(status, vendor_err::PEER));
             }
         }
+        Verdict::Taken
     }
 
     /// How many packets after `unacknowledged` the first one is that an acknowledgement does not
@@ -547,24 +553,21 @@ impl Sender {
         peer: Peer,
         psn: Psn,
         brought: Brought<'_>,
-    ) {
+    ) -> Verdict {
         let ahead = psn.since(self.unacknowledged);
-        if ahead >= self.sent.since(self.unacknowledged) {
-            return;
-        }
         let first = self.first_to_bring();
-        if ahead > first {
-            return self.lost(sq, tables, qp, first);
+        if ahead >= self.sent.since(self.unacknowledged) || ahead < first {
+            return Verdict::Dropped(Reason::Unasked);
         }
-        if ahead < first {
-            // Nobody asked.
-            return;
+        if ahead > first {
+            self.lost(sq, tables, qp, first);
+            return Verdict::Dropped(Reason::Ahead);
         }
         if ahead != 0 {
             self.progress(sq, tables, qp, ahead);
         }
         let Some(message) = self.outstanding.front() else {
-            return;
+            return Verdict::Dropped(Reason::Unasked);
         };
         let what = message.active.message;
         let number = psn.since(message.first);
@@ -596,16 +599,19 @@ impl Sender {
             drop(to);
             if let Err(Fault::Destination(key) | Fault::Source(key)) = placed {
                 let error = WcError::new(wc_status::LOC_PROT_ERR, key.0);
-                return self.fail_oldest(sq, tables, qp, error);
+                self.fail_oldest(sq, tables, qp, error);
+                return Verdict::Taken;
             }
         }
         self.progress(sq, tables, qp, 1);
+        Verdict::Taken
     }
 
     /// The answer is none to what was asked.
-    fn bad_response(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>) {
+    fn bad_response(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>) -> Verdict {
         let error = WcError::new(wc_status::BAD_RESP_ERR, vendor_err::PEER);
         self.fail_oldest(sq, tables, qp, error);
+        Verdict::Taken
     }
 
     /// So many packets more are acknowledged: the messages that they end are done.

@@ -1,50 +1,84 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Two VMs with a network between them, in virtual time: what requester, responder and fabric make
 //! of a network that loses, repeats, delays and damages frames.
+use std::process;
 use std::sync::Arc;
 
 use proptest::prelude::*;
 use vhost_device_rdma_sync::{Reader, Readers};
 use virtio_rdma_spec::command::{AddressVector, QpAttr};
 use virtio_rdma_spec::event::event_type;
-use virtio_rdma_spec::facts::completion_opcode;
 use virtio_rdma_spec::verbs::{
-    access, flush_type, mtu, qp_attr, qp_state, send_flag, vendor_err, wc_status, wr_opcode,
-    MASK_24,
+    mtu, qp_attr, qp_state, qp_type, send_flag, vendor_err, wc_flag, wc_opcode, wc_status,
+    wr_opcode, MASK_24,
 };
 
+use super::capture::Capture;
 use super::frame::{self, Addresses};
 use super::layer::faults::{FaultSettings, Faults};
-use super::packet::{Body, Nak, Operands, Packet, Place, Psn, Request, Reth, Syndrome};
+use super::packet::{
+    Body, Nak, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
+};
 use super::port::sim::{Network, SimPort};
 use super::port::Port;
+use super::verdict::Reason;
 use super::{payload_of, Wire};
-use crate::engine::fixture::{Guest, Send, DATA};
+use crate::engine::fixture::{Destination, Guest, Send, DATA, QKEY};
+use crate::engine::message::GRH;
 use crate::engine::queue_pair::Qp;
 use crate::engine::BUDGET;
 use crate::fabric::scenario::{
-    programs, verify, Clock, End, Pair, World, FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
+    carry_out, content, programs, requests, verify, Clock, End, Pair, Program, Wanted, World,
+    FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
 };
 use crate::fabric::{self, Fabric};
+use crate::footprint::Share;
+use crate::limits::GSI_QPN;
 
 /// IP packets of a port, bytes at most.
 const PORT_MTU: usize = 4200;
 /// How long a frame takes, nanoseconds.
 const LATENCY: u64 = 5_000;
+/// Frames of each end that are captured, at most.
+const CAPTURED: usize = 10_000;
 
 /// The network between two ends, and their time.
-struct Net {
+pub(in super::super) struct Net {
     reader: Reader,
     wires: [Wire<Faults<SimPort>>; 2],
     clock: Clock,
 }
 
 impl Net {
+    /// Without faults.
+    pub(in super::super) fn clean(reader: Reader, pair: &Pair) -> Self {
+        Self::new(reader, clean(), pair)
+    }
+
+    /// What both ends have sent and received.
+    fn capture(&self) -> Vec<u8> {
+        let capture = |end: usize| self.wires[end].out.capture.as_ref().unwrap();
+        Capture::file(&[("first", capture(0)), ("second", capture(1))])
+    }
+
+    /// Where a simulation fails, what was sent and received goes to a file, whose name is added.
+    fn explained(&self, result: Result<(), TestCaseError>) -> Result<(), TestCaseError> {
+        result.map_err(|error| {
+            let path = std::env::temp_dir().join(format!("simulation-{}.pcapng", process::id()));
+            match std::fs::write(&path, self.capture()) {
+                Ok(()) => TestCaseError::fail(format!("{error}\ncapture: {}", path.display())),
+                Err(_) => error,
+            }
+        })
+    }
+
     fn new(reader: Reader, faults: [FaultSettings; 2], pair: &Pair) -> Self {
         let network = Network::new(LATENCY);
         let wire = |end: usize| {
             let port = network.port(pair.ends[end].mac(), PORT_MTU);
-            Wire::new(Faults::new(port, faults[end]))
+            let mut wire = Wire::new(Faults::new(port, faults[end]));
+            wire.out.capture = Some(Capture::new(CAPTURED));
+            wire
         };
         Self {
             reader,
@@ -70,7 +104,7 @@ impl World for Net {
 
     fn next(&self) -> Option<u64> {
         let ports = self.wires.iter();
-        ports.filter_map(|wire| wire.port.timer()).min()
+        ports.filter_map(|wire| wire.out.port.timer()).min()
     }
 }
 
@@ -94,8 +128,7 @@ impl Simulation {
 }
 
 fn fault_settings() -> impl Strategy<Value = FaultSettings> {
-    // So that no packet is lost in all attempts of a queue pair.
-    let often = || prop_oneof![2 => Just(0u8), 1 => 1u8..20];
+    let often = || prop_oneof![1 => Just(0u8), 1 => 1u8..60];
     let all = (any::<u64>(), often(), often(), often(), often());
     all.prop_map(|(seed, lost, damaged, repeated, delayed)| FaultSettings {
         seed,
@@ -104,42 +137,114 @@ fn fault_settings() -> impl Strategy<Value = FaultSettings> {
         repeated,
         delayed,
         delay: TIMEOUT_NANOSECONDS / 4,
-        in_a_row: 2,
+        // Both directions together lose less than there are attempts in that time: none is the last.
+        limit: Some((3, 8 * TIMEOUT_NANOSECONDS)),
     })
 }
 
+/// Two ends of a type, with a network between them.
+fn between(pair: &Pair, reader: &mut Vec<Reader>, faults: [FaultSettings; 2]) -> Net {
+    Net::new(reader.pop().unwrap(), faults, pair)
+}
+
+/// Simulations: `PROPTEST_CASES` says how many.
+fn simulations() -> ProptestConfig {
+    let default = ProptestConfig::default();
+    ProptestConfig {
+        cases: if default.cases == 256 {
+            100
+        } else {
+            default.cases
+        },
+        ..default
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(100))]
+    #![proptest_config(simulations())]
 
     /// SENDs and WRITEs over a network with any faults, with receives that come late, and with
     /// errors: every message once, in order, its data right, and completions as verbs say.
     #[test]
-    fn messages_arrive_once_and_in_order_whatever_the_network_does(
+    fn simulated_messages_arrive_once_and_in_order_whatever_the_network_does(
         program in programs(),
         faults in [fault_settings(), fault_settings()],
     ) {
-        let (readers, mut each) = Readers::new(1);
+        let (readers, mut reader) = Readers::new(1);
         let mut pair = Pair::new(&readers, |attr| attr.path_mtu = program.path_mtu);
-        let mut net = Net::new(each.pop().unwrap(), faults, &pair);
-        verify(&program, &mut pair, &mut net)?;
+        let mut net = between(&pair, &mut reader, faults);
+        let result = verify(&program, &mut pair, &mut net);
+        net.explained(result)?;
+    }
+
+    /// The same by XRC.
+    #[test]
+    fn simulated_messages_to_shared_receive_queues_arrive_once_and_in_order(
+        program in programs(),
+        faults in [fault_settings(), fault_settings()],
+    ) {
+        let program = Program { both: false, ..program };
+        let (readers, mut reader) = Readers::new(1);
+        let of = qp_type::XRC_INI;
+        let mut pair = Pair::of(of, &readers, |attr| attr.path_mtu = program.path_mtu);
+        let mut net = between(&pair, &mut reader, faults);
+        let result = verify(&program, &mut pair, &mut net);
+        net.explained(result)?;
     }
 
     /// RDMA READs, atomic operations, ATOMIC WRITE and FLUSH among SENDs and WRITEs over a network
     /// with any faults: each is done once, and what it brings is right.
     #[test]
-    fn what_is_brought_is_right_whatever_the_network_does(
-        requests in proptest::collection::vec(a_request(), 1..40),
+    fn simulated_requests_bring_what_is_right_whatever_the_network_does(
+        requests in requests(),
+        faults in [fault_settings(), fault_settings()],
+        (path_mtu, max_rd_atomic, xrc) in (mtu::MTU_256..=mtu::MTU_4096, 1..5u8, any::<bool>()),
+    ) {
+        let (readers, mut reader) = Readers::new(1);
+        let of = if xrc { qp_type::XRC_INI } else { qp_type::RC };
+        let mut pair = Pair::for_requests(of, &readers, path_mtu, max_rd_atomic);
+        let mut net = between(&pair, &mut reader, faults);
+        let result = carry_out(&requests, &mut pair, &mut net);
+        net.explained(result)?;
+    }
+
+    /// UC over a network with any faults: messages arrive whole, in order, at most once; their
+    /// sender is never told.
+    #[test]
+    fn simulated_uc_messages_arrive_whole_and_in_order_or_not_at_all(
+        lens in proptest::collection::vec(0..9000u32, 1..24),
         faults in [fault_settings(), fault_settings()],
         path_mtu in mtu::MTU_256..=mtu::MTU_4096,
-        max_rd_atomic in 1..5u8,
     ) {
-        let mut simulation = Simulation::new(faults, |attr| {
-            attr.path_mtu = path_mtu;
-            attr.max_rd_atomic = max_rd_atomic;
-            attr.max_dest_rd_atomic = 4;
-            attr.access_flags |= access::FLUSH_GLOBAL;
-        });
-        carry_out(&mut simulation, &requests)?;
+        let (readers, mut reader) = Readers::new(1);
+        let mut pair = Pair::of(qp_type::UC, &readers, |attr| attr.path_mtu = path_mtu);
+        let mut net = between(&pair, &mut reader, faults);
+        let places = post_numbered(&mut pair, &lens, |_| {});
+        net.run(&mut pair, SECOND);
+        let arrived = check_numbered(&mut pair, &lens, &places, 0)?;
+        let ascending = arrived.windows(2).all(|two| two[0] < two[1]);
+        prop_assert!(ascending, "{:?}", arrived);
+        if faults.iter().all(|faults| *faults == FaultSettings { seed: faults.seed, ..NO_FAULTS }) {
+            prop_assert_eq!(arrived.len(), lens.len());
+        }
+    }
+
+    /// Datagrams over a network with any faults: what arrives is what was sent.
+    #[test]
+    fn simulated_datagrams_arrive_as_they_were_sent(
+        lens in proptest::collection::vec(0..4097u32, 1..24),
+        faults in [fault_settings(), fault_settings()],
+    ) {
+        let (readers, mut reader) = Readers::new(1);
+        let mut pair = Pair::of(qp_type::UD, &readers, |_| {});
+        let mut net = between(&pair, &mut reader, faults);
+        let to = destination(&pair);
+        let places = post_numbered(&mut pair, &lens, |send| send.to = to);
+        net.run(&mut pair, SECOND);
+        let arrived = check_numbered(&mut pair, &lens, &places, GRH as u32)?;
+        let lost: u64 = net.wires.iter().map(|wire| wire.out.port.counts.lost).sum();
+        let damaged: u64 = net.wires.iter().map(|wire| wire.out.port.counts.damaged).sum();
+        prop_assert!(arrived.len() as u64 + lost + damaged >= lens.len() as u64);
     }
 
     /// Whatever a stranger or the peer itself sends, with ICRC and addresses right: nothing breaks,
@@ -170,181 +275,34 @@ proptest! {
         let payload = vec![0xee; 4096];
         for (psn, ack_request, what) in packets {
             let packet = Packet {
+                service: Service::Rc,
                 dest_qp: second.qp.qp.number,
                 psn: Psn::new(psn),
                 ack_request,
                 solicited: false,
                 body: match what {
-                    Ok((opcode, place, len)) => Body::Request {
-                        request: Request::at(opcode, place).unwrap(),
+                    Ok((opcode, place, len)) => Body::Request(RequestPacket {
                         reth: Reth {
                             addr: DATA + secret,
                             // Not a key of that VM.
                             rkey: second.guest.key ^ 1,
                             length: u32::from(len),
                         },
-                        operands: Operands::None,
-                        immediate: 0,
-                        payload: &payload[..usize::from(len)],
-                    },
+                        ..RequestPacket::new(
+                            Request::at(Service::Rc, opcode, place).unwrap(),
+                            &payload[..usize::from(len)],
+                        )
+                    }),
                     Err(syndrome) => Body::Acknowledge { syndrome, msn: 0 },
                 },
             };
             let mut bytes = Vec::new();
             frame::write(&mut bytes, &addresses, &packet);
-            simulation.net.wires[0].port.send(0, &bytes);
+            simulation.net.wires[0].out.port.send(0, &bytes);
         }
         simulation.run(simulation.net.clock.now + 2 * TIMEOUT_NANOSECONDS);
         prop_assert_eq!(simulation.pair.ends[1].guest.read(secret, 4096), before);
     }
-}
-
-/// A work request of a program, and whether it has FENCE.
-#[derive(Debug, Clone, Copy)]
-enum Wanted {
-    Read(u32),
-    FetchAdd(u64),
-    CompareSwap(bool),
-    AtomicWrite(u64),
-    Flush,
-    Write(u32),
-    Send(u32),
-}
-
-fn a_request() -> impl Strategy<Value = (Wanted, bool)> {
-    let length = prop_oneof![3 => 0..3000u32, 1 => 60_000..70_000u32];
-    let wanted = prop_oneof![
-        length.prop_map(Wanted::Read),
-        any::<u64>().prop_map(Wanted::FetchAdd),
-        any::<bool>().prop_map(Wanted::CompareSwap),
-        any::<u64>().prop_map(Wanted::AtomicWrite),
-        Just(Wanted::Flush),
-        (0..3000u32).prop_map(Wanted::Write),
-        (0..3000u32).prop_map(Wanted::Send),
-    ];
-    (wanted, proptest::bool::weighted(0.2))
-}
-
-/// Posts requests from the first end to the second, lets them be carried out, and checks what came
-/// of them.
-fn carry_out(
-    simulation: &mut Simulation,
-    requests: &[(Wanted, bool)],
-) -> Result<(), TestCaseError> {
-    const STATIC: u64 = 70_000;
-    let Simulation { pair, net } = simulation;
-    let secret: Vec<u8> = (0..STATIC).map(|i| (i * 7 + i / 251) as u8).collect();
-    let there = pair.ends[1].allocate(STATIC);
-    pair.ends[1].guest.write(there, &secret);
-    let [counter, swapped, word] = [0; 3].map(|_: u32| pair.ends[1].allocate(8));
-    let key = pair.ends[1].guest.key;
-    // What the words are, and what is expected of each request: bytes at an end.
-    let (mut count, mut swap, mut last) = (0u64, 0u64, 0u64);
-    let mut expected = Vec::new();
-    let mut opcodes = Vec::new();
-    for (index, (wanted, fence)) in requests.iter().enumerate() {
-        let wr_id = index as u64;
-        let mut send = Send {
-            wr_id,
-            flags: send_flag::SIGNALED | (send_flag::FENCE * u8::from(*fence)),
-            rkey: key,
-            ..Send::default()
-        };
-        let mut sink = |pair: &mut Pair, send: &mut Send, bytes: Vec<u8>| {
-            let at = pair.ends[0].allocate(bytes.len() as u64);
-            // In two parts, so that packets go over the end of one.
-            let first = bytes.len() as u32 / 3;
-            let guest = &pair.ends[0].guest;
-            send.sges = if bytes.len() == 8 {
-                vec![guest.sge(at, 8)]
-            } else {
-                let rest = bytes.len() as u32 - first;
-                vec![guest.sge(at, first), guest.sge(at + u64::from(first), rest)]
-            };
-            expected.push((0, at, bytes));
-        };
-        let length = match *wanted {
-            Wanted::Read(length) => {
-                let from = wr_id % 5;
-                let length = length.min((STATIC - from) as u32);
-                send.opcode = wr_opcode::RDMA_READ;
-                send.remote_addr = DATA + there + from;
-                let bytes = secret[from as usize..][..length as usize].to_vec();
-                sink(pair, &mut send, bytes);
-                length
-            }
-            Wanted::FetchAdd(add) => {
-                send.opcode = wr_opcode::ATOMIC_FETCH_AND_ADD;
-                send.remote_addr = DATA + counter;
-                send.operands = [add, 0];
-                sink(pair, &mut send, count.to_le_bytes().to_vec());
-                count = count.wrapping_add(add);
-                8
-            }
-            Wanted::CompareSwap(hits) => {
-                send.opcode = wr_opcode::ATOMIC_CMP_AND_SWP;
-                send.remote_addr = DATA + swapped;
-                let compare = if hits { swap } else { !swap };
-                send.operands = [compare, swap + 1];
-                sink(pair, &mut send, swap.to_le_bytes().to_vec());
-                swap += u64::from(hits);
-                8
-            }
-            Wanted::AtomicWrite(value) => {
-                send.opcode = wr_opcode::ATOMIC_WRITE;
-                send.remote_addr = DATA + word;
-                let at = pair.ends[0].allocate(8);
-                pair.ends[0].guest.write(at, &value.to_le_bytes());
-                send.sges = vec![pair.ends[0].guest.sge(at, 8)];
-                last = value;
-                0
-            }
-            Wanted::Flush => {
-                send.opcode = wr_opcode::FLUSH;
-                send.remote_addr = DATA + there;
-                send.operands = [64, u64::from(flush_type::GLOBAL)];
-                0
-            }
-            Wanted::Write(length) | Wanted::Send(length) => {
-                let bytes: Vec<u8> = (0..length).map(|i| (i * 3) as u8 ^ index as u8).collect();
-                let from = pair.ends[0].allocate(length.into());
-                let to = pair.ends[1].allocate(length.into());
-                pair.ends[0].guest.write(from, &bytes);
-                send.sges = vec![pair.ends[0].guest.sge(from, length)];
-                if matches!(wanted, Wanted::Send(_)) {
-                    send.opcode = wr_opcode::SEND;
-                    pair.post_receive(1, RECEIVES + wr_id, to, length);
-                } else {
-                    send.opcode = wr_opcode::RDMA_WRITE;
-                    send.remote_addr = DATA + to;
-                }
-                expected.push((1, to, bytes));
-                0
-            }
-        };
-        opcodes.push((
-            wr_id,
-            wc_status::SUCCESS,
-            completion_opcode(send.opcode),
-            length,
-        ));
-        pair.post_send(0, &send);
-    }
-    net.run(pair, 100 * SECOND);
-    let done: Vec<_> = pair
-        .completions(0)
-        .iter()
-        .map(|cqe| (cqe.wr_id, cqe.status, cqe.opcode, cqe.byte_len))
-        .collect();
-    prop_assert_eq!(done, opcodes);
-    for (end, at, bytes) in expected {
-        prop_assert_eq!(pair.ends[end].guest.read(at, bytes.len()), bytes);
-    }
-    for (at, value) in [(counter, count), (swapped, swap), (word, last)] {
-        prop_assert_eq!(pair.ends[1].guest.read(at, 8), value.to_le_bytes());
-    }
-    prop_assert!(!pair.ends[0].qp.qp.send_queue().in_progress());
-    Ok(())
 }
 
 #[test]
@@ -376,6 +334,265 @@ fn a_read_without_a_key_is_refused_and_nothing_comes() {
     assert_eq!(told, [(1, refused), (2, wc_status::WR_FLUSH_ERR)]);
     assert_eq!(pair.ends[0].guest.read(here, 5000), [0; 5000]);
     assert_eq!(pair.state(1), qp_state::ERR);
+}
+
+const NO_FAULTS: FaultSettings = FaultSettings {
+    seed: 0,
+    lost: 0,
+    damaged: 0,
+    repeated: 0,
+    delayed: 0,
+    delay: TIMEOUT_NANOSECONDS / 4,
+    limit: Some((3, 8 * TIMEOUT_NANOSECONDS)),
+};
+
+/// Posts SENDs from the first end to the second that have their number for immediate data, as
+/// `change` changes them, and more receives than there are SENDs. Returns where these are.
+fn post_numbered(pair: &mut Pair, lens: &[u32], change: impl Fn(&mut Send)) -> Vec<u64> {
+    const ROOM: u32 = 9100;
+    let receives = 0..2 * lens.len() as u64;
+    let places = receives.map(|number| {
+        let at = pair.ends[1].allocate(ROOM.into());
+        pair.post_receive(1, RECEIVES + number, at, ROOM);
+        at
+    });
+    let places = places.collect();
+    for (number, len) in lens.iter().enumerate() {
+        let mut send = pair.a_send(0, number as u64, *len);
+        let at = send.sges[0].addr - DATA;
+        pair.ends[0].guest.write(at, &content(number, 0, *len));
+        send.opcode = wr_opcode::SEND_WITH_IMM;
+        send.imm = number as u32;
+        change(&mut send);
+        pair.post_send(0, &send);
+    }
+    places
+}
+
+/// All of [`post_numbered`] were sent, and those that arrived, after `header` bytes, are whole.
+/// Returns their numbers.
+fn check_numbered(
+    pair: &mut Pair,
+    lens: &[u32],
+    places: &[u64],
+    header: u32,
+) -> Result<Vec<usize>, TestCaseError> {
+    let sent = pair.completions(0);
+    let sent: Vec<_> = sent.iter().map(|cqe| (cqe.wr_id, cqe.status)).collect();
+    let all = (0..lens.len() as u64).map(|wr_id| (wr_id, wc_status::SUCCESS));
+    prop_assert_eq!(sent, all.collect::<Vec<_>>());
+    let mut arrived = Vec::new();
+    for (nth, cqe) in pair.completions(1).into_iter().enumerate() {
+        prop_assert_eq!(cqe.wr_id, RECEIVES + nth as u64);
+        prop_assert_eq!(
+            (cqe.status, cqe.opcode),
+            (wc_status::SUCCESS, wc_opcode::RECV)
+        );
+        let number = cqe.imm as usize;
+        let len = lens[number];
+        prop_assert_eq!(cqe.byte_len, len + header);
+        let at = places[nth] + u64::from(header);
+        let there = pair.ends[1].guest.read(at, len as usize);
+        prop_assert_eq!(there, content(number, 0, len));
+        arrived.push(number);
+    }
+    Ok(arrived)
+}
+
+/// Where datagrams to the second end go.
+fn destination(pair: &Pair) -> Destination {
+    let End { guest, qp, .. } = &pair.ends[1];
+    Destination {
+        gid: guest.gid,
+        mac: pair.ends[1].mac(),
+        qpn: qp.qp.number,
+        qkey: QKEY,
+    }
+}
+
+/// One datagram of 100 bytes from the first end to another queue pair type and destination.
+fn a_datagram(types: [u8; 2], change: impl Fn(&Pair, &mut Destination)) -> (Pair, Net) {
+    let (readers, mut reader) = Readers::new(1);
+    let ends = [1, 2].map(|number| {
+        let guest = Guest::new(&readers, number);
+        End::new(guest, types[usize::from(number) - 1])
+    });
+    let mut pair = Pair::between(ends, |_| {});
+    let mut net = between(&pair, &mut reader, clean());
+    let mut to = destination(&pair);
+    change(&pair, &mut to);
+    post_numbered(&mut pair, &[100], |send| send.to = to);
+    net.run(&mut pair, SECOND);
+    (pair, net)
+}
+
+#[test]
+fn a_datagram_says_where_it_comes_from() {
+    let (mut pair, _) = a_datagram([qp_type::UD; 2], |_, _| {});
+    let [cqe] = pair.completions(1)[..] else {
+        panic!("not one completion");
+    };
+    let [from, to] = &pair.ends;
+    assert_eq!((cqe.src_qp, cqe.byte_len), (from.qp.qp.number, 140));
+    let flags = wc_flag::GRH | wc_flag::WITH_IMM | wc_flag::IPV4;
+    assert_eq!(cqe.wc_flags & flags, flags);
+    // The first receive is where the data begins.
+    let grh = to.guest.read(0, GRH);
+    assert_eq!(grh[..20], [0; 20]);
+    assert_eq!(grh[32..36], from.guest.gid[12..]);
+    assert_eq!(grh[36..40], to.guest.gid[12..]);
+    assert_eq!(grh[21], 3, "traffic class");
+}
+
+#[test]
+fn datagrams_to_queue_pair_1_reach_the_gsi_queue_pair() {
+    let (mut pair, _) = a_datagram([qp_type::GSI; 2], |_, to| to.qpn = GSI_QPN);
+    let [cqe] = pair.completions(1)[..] else {
+        panic!("not one completion");
+    };
+    assert_eq!(cqe.src_qp, GSI_QPN);
+}
+
+#[test]
+fn datagrams_to_others_are_dropped() {
+    let elsewhere: [fn(&Pair, &mut Destination); 4] = [
+        |_, to| to.gid[15] ^= 4,
+        |_, to| to.qpn ^= 1,
+        |_, to| to.qkey ^= 1,
+        // The bit of groups, so that it comes.
+        |_, to| to.mac[0] |= 1,
+    ];
+    for change in elsewhere {
+        let (mut pair, net) = a_datagram([qp_type::UD; 2], change);
+        assert_eq!(pair.completions(0).len(), 1);
+        assert_eq!(pair.completions(1), []);
+        assert_eq!(net.wires[0].out.port.counts.sent, 1);
+    }
+    // Nor do datagrams reach a queue pair that is connected.
+    let (mut pair, net) = a_datagram([qp_type::UD, qp_type::RC], |_, _| {});
+    assert_eq!(pair.completions(1), []);
+    assert_eq!(net.wires[0].out.port.counts.sent, 1);
+}
+
+#[test]
+fn datagrams_to_a_group_reach_those_in_it() {
+    let mut group = [0; 16];
+    group[10..].copy_from_slice(&[0xff, 0xff, 224, 1, 2, 3]);
+    for member in [false, true] {
+        let (mut pair, _) = a_datagram([qp_type::UD; 2], |pair, to| {
+            let End { guest, qp, .. } = &pair.ends[1];
+            if member {
+                let key = (qp.qp.number, group);
+                guest
+                    .vm
+                    .tables_mut()
+                    .multicast
+                    .insert(key, Share::default());
+            }
+            to.gid = group;
+            to.qpn = MASK_24;
+            to.mac = [1, 0, 0x5e, 1, 2, 3];
+        });
+        assert_eq!(pair.completions(1).len(), usize::from(member));
+    }
+}
+
+#[test]
+fn a_datagram_fits_the_port_or_fails() {
+    let (readers, mut reader) = Readers::new(1);
+    let mut pair = Pair::of(qp_type::UD, &readers, |_| {});
+    let mut net = between(&pair, &mut reader, clean());
+    let network = Network::new(LATENCY);
+    let port = network.port(pair.ends[0].mac(), 1500);
+    net.wires[0] = Wire::new(Faults::new(port, NO_FAULTS));
+    let to = destination(&pair);
+    post_numbered(&mut pair, &[1024, 1025], |send| send.to = to);
+    net.run(&mut pair, SECOND);
+    let sent = pair.completions(0);
+    let sent: Vec<_> = sent.iter().map(|cqe| cqe.status).collect();
+    assert_eq!(sent, [wc_status::SUCCESS, wc_status::LOC_LEN_ERR]);
+    assert_eq!(pair.state(0), qp_state::SQE);
+}
+
+/// What both ends of a pair of a type have captured: SENDs and WRITEs, and what else the type has.
+fn captured(of: u8, faults: FaultSettings) -> [Capture; 2] {
+    let (readers, mut reader) = Readers::new(1);
+    let mut pair = Pair::for_requests(of, &readers, mtu::MTU_1024, 4);
+    let mut net = between(&pair, &mut reader, [faults, clean()[1]]);
+    match of {
+        qp_type::UD => {
+            let to = destination(&pair);
+            post_numbered(&mut pair, &[0, 1, 1000], |send| send.to = to);
+            net.run(&mut pair, SECOND);
+        }
+        qp_type::UC => {
+            post_numbered(&mut pair, &[0, 1, 5000], |_| {});
+            net.run(&mut pair, SECOND);
+        }
+        _ => {
+            let all = [
+                Wanted::Send(3000),
+                Wanted::Write(3001),
+                Wanted::Read(3002),
+                Wanted::FetchAdd(1),
+                Wanted::CompareSwap(true),
+                Wanted::AtomicWrite(2),
+                Wanted::Flush,
+                Wanted::Send(1),
+            ];
+            carry_out(&all.map(|wanted| (wanted, false)), &mut pair, &mut net).unwrap();
+        }
+    }
+    net.wires.map(|wire| wire.out.capture.unwrap())
+}
+
+/// The environment may name a file for the capture, for other programs to read.
+#[test]
+fn a_capture_has_all_that_went_over_the_wire_and_says_what_became_of_it() {
+    let loses = FaultSettings {
+        seed: 3,
+        lost: 100,
+        repeated: 50,
+        ..NO_FAULTS
+    };
+    let rc = captured(qp_type::RC, loses);
+    let [uc, ud, xrc] =
+        [qp_type::UC, qp_type::UD, qp_type::XRC_INI].map(|of| captured(of, clean()[0]));
+    let names = ["RC", "UC", "UD", "XRC"];
+    let all = [&rc, &uc, &ud, &xrc].into_iter().zip(names);
+    let all = all.flat_map(|(ends, name)| ends.iter().map(move |end| (name, end)));
+    let file = Capture::file(&all.collect::<Vec<_>>());
+    let says = |what: &str| {
+        file.windows(what.len())
+            .any(|bytes| bytes == what.as_bytes())
+    };
+    for comment in [
+        "faults: lost (frame ",
+        "faults: repeated (frame ",
+        "taken",
+        "packets are missing: NAK, expected PSN ",
+        "dropped: packets before it are missing",
+        "came before: answered again",
+    ] {
+        assert!(says(comment), "{comment}");
+    }
+    if let Some(path) = std::env::var_os("CAPTURE") {
+        std::fs::write(path, &file).unwrap();
+    }
+}
+
+#[test]
+fn uc_has_no_packet_with_a_key_to_invalidate() {
+    let (readers, mut reader) = Readers::new(1);
+    let mut pair = Pair::of(qp_type::UC, &readers, |_| {});
+    let mut net = between(&pair, &mut reader, clean());
+    let mut send = pair.a_send(0, 1, 10);
+    send.opcode = wr_opcode::SEND_WITH_INV;
+    send.imm = pair.ends[1].guest.key;
+    pair.post_send(0, &send);
+    net.run(&mut pair, SECOND);
+    let sent: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.status).collect();
+    assert_eq!(sent, [wc_status::LOC_QP_OP_ERR]);
 }
 
 fn any_packet() -> impl Strategy<Value = (u32, bool, Result<(u8, Place, u16), Syndrome>)> {
@@ -420,7 +637,6 @@ fn clean() -> [FaultSettings; 2] {
 fn a_peer_that_is_cut_off_is_given_up_after_all_attempts_and_not_before() {
     let cut = FaultSettings {
         lost: 255,
-        in_a_row: u64::MAX,
         ..FaultSettings::default()
     };
     let mut simulation = Simulation::new([cut, clean()[1]], |attr| attr.retry_cnt = 3);
@@ -561,7 +777,7 @@ fn a_port_that_is_down_carries_nothing_and_is_waited_for() {
     simulation.run(2 * TIMEOUT_NANOSECONDS);
     assert!(!simulation.net.wires[1].port(&vm).up);
     assert_eq!(simulation.pair.completions(1), []);
-    assert!(simulation.net.wires[1].dropped.down > 0);
+    assert!(simulation.net.wires[1].dropped.of(Reason::Down) > 0);
     simulation.net.wires[1].set_link(&vm, true);
     simulation.run(SECOND);
     assert_eq!(simulation.pair.completions(0).len(), 1);
@@ -644,18 +860,14 @@ fn a_stranger_does_not_reach_a_queue_pair() {
         flow_label: 0,
         hop_limit: 0,
     };
+    let request = Request::at(Service::Rc, wr_opcode::SEND, Place::Only).unwrap();
     let packet = Packet {
+        service: Service::Rc,
         dest_qp: second.qp.qp.number,
         psn: Psn::new(FIRST[0]),
         ack_request: true,
         solicited: false,
-        body: Body::Request {
-            request: Request::at(wr_opcode::SEND, Place::Only).unwrap(),
-            reth: Reth::default(),
-            operands: Operands::None,
-            immediate: 0,
-            payload: b"here",
-        },
+        body: Body::Request(RequestPacket::new(request, b"here")),
     };
     let mut other = good;
     other.source[15] ^= 8;
@@ -668,13 +880,13 @@ fn a_stranger_does_not_reach_a_queue_pair() {
     };
     for (addresses, packet) in [(other, packet), (elsewhere, packet), (good, wrong_number)] {
         frame::write(&mut bytes, &addresses, &packet);
-        simulation.net.wires[0].port.send(0, &bytes);
+        simulation.net.wires[0].out.port.send(0, &bytes);
     }
     simulation.run(SECOND);
-    assert_eq!(simulation.net.wires[1].dropped.stranger, 3);
+    assert_eq!(simulation.net.wires[1].dropped.of(Reason::Stranger), 3);
     assert_eq!(simulation.pair.completions(1), []);
     frame::write(&mut bytes, &good, &packet);
-    simulation.net.wires[0].port.send(SECOND, &bytes);
+    simulation.net.wires[0].out.port.send(SECOND, &bytes);
     simulation.run(2 * SECOND);
     assert_eq!(simulation.pair.completions(1).len(), 1);
     assert_eq!(simulation.pair.ends[1].guest.read(at, 4), b"here");

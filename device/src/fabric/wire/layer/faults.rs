@@ -2,10 +2,10 @@
 //! Faults: a layer that loses, repeats, delays and damages the frames that a port sends.
 //!
 //! What becomes of a frame depends on the seed and the number of the frame alone, so that any
-//! failure can be had again.
-use std::collections::BTreeMap;
+//! failure can be had again; with a limit, also on when frames were lost before it.
+use std::collections::{BTreeMap, VecDeque};
 
-use super::super::port::Port;
+use super::super::port::{Fate, Port};
 
 /// How often what happens to a frame, each of 256, and how.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -21,8 +21,8 @@ pub(in super::super) struct FaultSettings {
     pub delayed: u8,
     /// How much later at most, nanoseconds.
     pub delay: u64,
-    /// So many frames in a row are lost or damaged, at most.
-    pub in_a_row: u64,
+    /// How many frames are lost or damaged in any time that is so long (nanoseconds), at most.
+    pub limit: Option<(usize, u64)>,
 }
 
 /// What happened.
@@ -41,6 +41,8 @@ pub(in super::super) struct Faults<P> {
     inner: P,
     settings: FaultSettings,
     pub counts: FaultCounts,
+    /// When frames were lost or damaged, as far as that counts for the limit.
+    suffered: VecDeque<u64>,
     /// Delayed frames, by the time at which they are sent.
     held: BTreeMap<(u64, u64), Vec<u8>>,
 }
@@ -59,17 +61,6 @@ impl FaultSettings {
     fn happens(&self, frame: u64, what: u64, often: u8) -> bool {
         draw(self.seed, frame, what) & 0xff < u64::from(often)
     }
-
-    /// Whether a frame is lost or damaged, were it not for those before it.
-    fn suffers(&self, frame: u64) -> bool {
-        self.happens(frame, 0, self.lost) || self.happens(frame, 1, self.damaged)
-    }
-
-    /// Whether enough frames in a row have been lost or damaged.
-    fn enough(&self, frame: u64) -> bool {
-        let first = frame.saturating_sub(self.in_a_row);
-        frame >= self.in_a_row && (first..frame).all(|before| self.suffers(before))
-    }
 }
 
 impl<P: Port> Faults<P> {
@@ -78,6 +69,7 @@ impl<P: Port> Faults<P> {
             inner,
             settings,
             counts: FaultCounts::default(),
+            suffered: VecDeque::new(),
             held: BTreeMap::new(),
         }
     }
@@ -91,6 +83,25 @@ impl<P: Port> Faults<P> {
             }
             let frame = entry.remove();
             self.inner.send(at, &frame);
+        }
+    }
+
+    /// Whether as many frames as there may be have been lost or damaged by time `now`.
+    fn enough(&mut self, now: u64) -> bool {
+        let Some((most, time)) = self.settings.limit else {
+            return false;
+        };
+        let past = |at: &u64| at.saturating_add(time) <= now;
+        while self.suffered.front().is_some_and(past) {
+            self.suffered.pop_front();
+        }
+        self.suffered.len() >= most
+    }
+
+    /// A frame is lost or damaged at time `now`.
+    fn suffer(&mut self, now: u64) {
+        if self.settings.limit.is_some() {
+            self.suffered.push_back(now);
         }
     }
 
@@ -111,19 +122,22 @@ impl<P: Port> Port for Faults<P> {
         self.inner.mtu()
     }
 
-    fn send(&mut self, now: u64, frame: &[u8]) {
+    fn send(&mut self, now: u64, frame: &[u8]) -> Fate {
         self.release(now);
         let (settings, number) = (self.settings, self.counts.sent);
         self.counts.sent += 1;
-        let spared = settings.enough(number);
+        let spared = self.enough(now);
         if settings.happens(number, 0, settings.lost) && !spared {
             self.counts.lost += 1;
-            return;
+            self.suffer(now);
+            return Fate::Lost(number);
         }
+        let mut fate = Fate::Sent;
         let mut damaged = Vec::new();
         let mut frame = frame;
         if settings.happens(number, 1, settings.damaged) && !spared {
             self.counts.damaged += 1;
+            self.suffer(now);
             damaged.extend_from_slice(frame);
             let bit = draw(settings.seed, number, 2) % (8 * frame.len() as u64).max(1);
             let at = usize::try_from(bit / 8).unwrap_or_default();
@@ -131,13 +145,20 @@ impl<P: Port> Port for Faults<P> {
                 *byte ^= 1 << (bit % 8);
             }
             frame = &damaged;
+            fate = Fate::Damaged(number);
         }
         let late = settings.happens(number, 3, settings.delayed);
         self.counts.delayed += u64::from(late);
         self.pass(now, number, 4, late, frame);
-        if settings.happens(number, 5, settings.repeated) {
+        let again = settings.happens(number, 5, settings.repeated);
+        if again {
             self.counts.repeated += 1;
             self.pass(now, number, 7, true, frame);
+        }
+        match fate {
+            Fate::Sent if again => Fate::Repeated(number),
+            Fate::Sent if late => Fate::Delayed(number),
+            other => other,
         }
     }
 

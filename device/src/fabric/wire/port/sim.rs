@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
-use super::Port;
+use super::{Fate, Port};
 
 type Mac = [u8; 6];
 
@@ -53,13 +53,17 @@ impl Port for SimPort {
         self.mtu
     }
 
-    fn send(&mut self, now: u64, frame: &[u8]) {
+    fn send(&mut self, now: u64, frame: &[u8]) -> Fate {
         assert!(frame.len() <= self.mtu + 14, "the frame is too long");
         let destination: &Mac = frame.first_chunk().unwrap();
-        // Nobody has the address: the frame is lost.
-        if let Some(link) = self.network.links.borrow_mut().0.get_mut(destination) {
-            link.push_back((now + self.network.latency, frame.to_vec()));
+        let group = destination[0] & 1 != 0;
+        // If nobody has the address, the frame is lost.
+        for (mac, link) in &mut self.network.links.borrow_mut().0 {
+            if mac == destination || (group && *mac != self.mac) {
+                link.push_back((now + self.network.latency, frame.to_vec()));
+            }
         }
+        Fate::Sent
     }
 
     fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> bool {

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The same programs on two fabrics: what a driver sees of them is the same.
+use proptest::prelude::*;
+use vhost_device_rdma_sync::{Reader, Readers};
+use virtio_rdma_spec::ring::Cqe;
+use virtio_rdma_spec::verbs::{mtu, qp_type};
+
+use super::local::tests::Process;
+use super::scenario::{carry_out, is_send, programs, requests, verify, Pair, Program, World};
+use super::wire::tests::Net;
+
+/// What a driver has seen at one end.
+#[derive(Debug, PartialEq, Eq)]
+struct Seen {
+    state: u8,
+    /// Completions of sends, and those of receives. (A fabric is free in the order of one to the
+    /// other.)
+    sent: Vec<String>,
+    received: Vec<String>,
+    events: Vec<(u16, u32)>,
+}
+
+impl Seen {
+    /// Queue pairs have the number of their end, plus one, since each has another one each time. A
+    /// peer on the wire does not tell the reason of an error.
+    fn at(pair: &mut Pair, end: usize) -> Self {
+        let numbers = [0, 1].map(|end| pair.ends[end].qp.qp.number);
+        let name = |number| {
+            let end = numbers.iter().position(|known| *known == number);
+            end.map_or(number, |end| end as u32 + 1)
+        };
+        let told = |cqe: Cqe| {
+            let same = Cqe {
+                qp_num: name(cqe.qp_num),
+                src_qp: name(cqe.src_qp),
+                vendor_err: 0,
+                ..cqe
+            };
+            format!("{same:?}")
+        };
+        let (sent, received): (Vec<_>, Vec<_>) = pair.seen(end).into_iter().partition(is_send);
+        let events = pair.ends[end].guest.events.take().into_iter();
+        let mut events: Vec<_> = events.map(|(what, number)| (what, name(number))).collect();
+        events.sort_unstable();
+        Self {
+            state: pair.state(end),
+            sent: sent.into_iter().map(told).collect(),
+            received: received.into_iter().map(told).collect(),
+            events,
+        }
+    }
+}
+
+fn run<W: World>(
+    world: impl Fn(Reader, &Pair) -> W,
+    pair: impl Fn(&Readers) -> Pair,
+    program: &dyn Fn(&mut Pair, &mut W) -> Result<(), TestCaseError>,
+) -> Result<[Seen; 2], TestCaseError> {
+    let (readers, mut reader) = Readers::new(1);
+    let mut pair = pair(&readers);
+    let mut world = world(reader.pop().unwrap(), &pair);
+    program(&mut pair, &mut world)?;
+    Ok([0, 1].map(|end| Seen::at(&mut pair, end)))
+}
+
+proptest! {
+    #[test]
+    fn messages_complete_alike(program in programs(), xrc: bool) {
+        let (of, both) = if xrc {
+            (qp_type::XRC_INI, false)
+        } else {
+            (qp_type::RC, program.both)
+        };
+        let program = Program { both, ..program };
+        let pair = |readers: &Readers| {
+            Pair::of(of, readers, |attr| attr.path_mtu = program.path_mtu)
+        };
+        let local = run(Process::new, pair, &|pair, world| verify(&program, pair, world))?;
+        let wire = run(Net::clean, pair, &|pair, world| verify(&program, pair, world))?;
+        prop_assert_eq!(local, wire);
+    }
+
+    #[test]
+    fn requests_that_bring_something_complete_alike(
+        requests in requests(),
+        path_mtu in mtu::MTU_256..=mtu::MTU_4096,
+        max_rd_atomic in 1..5u8,
+        xrc: bool,
+    ) {
+        let of = if xrc { qp_type::XRC_INI } else { qp_type::RC };
+        let pair = |readers: &Readers| Pair::for_requests(of, readers, path_mtu, max_rd_atomic);
+        let local = run(Process::new, pair, &|pair, world| carry_out(&requests, pair, world))?;
+        let wire = run(Net::clean, pair, &|pair, world| carry_out(&requests, pair, world))?;
+        prop_assert_eq!(local, wire);
+    }
+}

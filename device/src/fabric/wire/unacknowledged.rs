@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Requesters whose packets nobody acknowledges: UC and datagrams. A work request is done when its
+//! packets have left.
+use std::sync::Arc;
+
+use virtio_rdma_spec::verbs::{vendor_err, wc_status};
+
+use super::frame::Addresses;
+use super::packet::{Body, Deth, Packet, Place, Psn, Request, RequestPacket, Reth, Service};
+use super::sender::{Out, Peer};
+use crate::engine::cursor::fetch;
+use crate::engine::message::Datagram;
+use crate::engine::queue_pair::Qp;
+use crate::engine::send_queue::{Active, Polled, SendQueue};
+use crate::engine::tables::Tables;
+use crate::engine::Budget;
+use crate::verbs::WcError;
+
+/// The requester's half of a UC queue pair.
+#[derive(Debug)]
+pub(super) struct Stream {
+    next: Psn,
+}
+
+impl Stream {
+    pub(super) fn new(first: Psn) -> Self {
+        Self { next: first }
+    }
+
+    /// Polls the send queue: gives packets to `out`, each of at most `peer.mtu` bytes of payload.
+    pub(super) fn poll(
+        &mut self,
+        sq: &mut SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        peer: Peer,
+        mut budget: Budget,
+        out: &mut Out<'_>,
+    ) -> Polled {
+        loop {
+            match self.step(sq, tables, qp, peer, &mut budget, out) {
+                Ok(()) => {}
+                Err(polled) => return polled,
+            }
+            if budget.messages == 0 || budget.bytes == 0 {
+                return Polled::Again;
+            }
+        }
+    }
+
+    /// Sends one packet, or does what is no message.
+    fn step(
+        &mut self,
+        sq: &mut SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        peer: Peer,
+        budget: &mut Budget,
+        out: &mut Out<'_>,
+    ) -> Result<(), Polled> {
+        sq.check_ring(tables, qp)?;
+        let active = sq.next_active(tables, qp)?;
+        sq.active = Some(active);
+        let what = active.message;
+        if what.kind.is_local() {
+            budget.messages -= 1;
+            return sq.execute(tables, qp, &active, budget);
+        }
+        let len = (what.length - active.done).min(peer.mtu);
+        let done = active.done + len;
+        let place = Place::of(active.done == 0, done == what.length);
+        let request = request(sq, tables, qp, peer.service, place)?;
+        read(sq, tables, qp, &active, len, out.payload)?;
+        let reth = Reth {
+            addr: what.remote_addr,
+            rkey: what.rkey,
+            length: u32::try_from(what.length).unwrap_or(u32::MAX),
+        };
+        (out.send)(&Packet {
+            service: peer.service,
+            dest_qp: peer.dest_qp,
+            psn: self.next,
+            ack_request: false,
+            solicited: place.ends() && what.solicited,
+            body: Body::Request(RequestPacket {
+                reth: if request.has_range() {
+                    reth
+                } else {
+                    Reth::default()
+                },
+                immediate: what.imm,
+                ..RequestPacket::new(request, out.payload)
+            }),
+        });
+        self.next = self.next.after(1);
+        budget.bytes = budget.bytes.saturating_sub(len.max(64));
+        if place.ends() {
+            budget.messages -= 1;
+            sent(sq, tables, qp, &active);
+        } else {
+            sq.active = Some(Active { done, ..active });
+        }
+        Ok(())
+    }
+}
+
+/// Polls the send queue of a queue pair that sends datagrams, each of at most `mtu` bytes of
+/// payload.
+pub(super) fn datagrams(
+    sq: &mut SendQueue,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    mtu: u64,
+    mut budget: Budget,
+    payload: &mut Vec<u8>,
+    send: &mut dyn FnMut(&Addresses, &Packet<'_>),
+) -> Polled {
+    while budget.messages != 0 && budget.bytes != 0 {
+        match datagram(sq, tables, qp, mtu, payload, send) {
+            Ok(len) => {
+                budget.messages -= 1;
+                budget.bytes = budget.bytes.saturating_sub(len.max(64));
+            }
+            Err(polled) => return polled,
+        }
+    }
+    Polled::Again
+}
+
+/// Sends the next datagram. Returns its length, bytes.
+fn datagram(
+    sq: &mut SendQueue,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    mtu: u64,
+    payload: &mut Vec<u8>,
+    send: &mut dyn FnMut(&Addresses, &Packet<'_>),
+) -> Result<u64, Polled> {
+    sq.check_ring(tables, qp)?;
+    // Each has a PSN of its own, which nobody looks at.
+    let psn = sq.path_attributes.sq_psn.wrapping_add(sq.position());
+    let active = sq.next_active(tables, qp)?;
+    sq.active = Some(active);
+    let what = active.message;
+    let request = request(sq, tables, qp, Service::Ud, Place::Only)?;
+    let Some(to) = sq.datagram else {
+        return fail(sq, tables, qp, wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
+    };
+    if what.length > mtu {
+        let reason = vendor_err::MESSAGE_LENGTH;
+        return fail(sq, tables, qp, wc_status::LOC_LEN_ERR, reason);
+    }
+    read(sq, tables, qp, &active, what.length, payload)?;
+    let packet = Packet {
+        service: Service::Ud,
+        dest_qp: to.qpn,
+        psn: Psn::new(psn),
+        ack_request: false,
+        solicited: what.solicited,
+        body: Body::Request(RequestPacket {
+            deth: Deth {
+                qkey: to.qkey,
+                src_qp: what.src_qp,
+            },
+            immediate: what.imm,
+            ..RequestPacket::new(request, payload)
+        }),
+    };
+    send(&addresses(&to), &packet);
+    sent(sq, tables, qp, &active);
+    Ok(what.length)
+}
+
+fn addresses(to: &Datagram) -> Addresses {
+    Addresses {
+        source_mac: to.source.mac,
+        destination_mac: to.dmac,
+        source: to.sgid,
+        destination: to.dgid,
+        traffic_class: to.traffic_class,
+        flow_label: to.flow_label,
+        hop_limit: to.hop_limit,
+    }
+}
+
+/// The packet at `place` of the message of the work request in progress, which fails if its service
+/// has none.
+fn request(
+    sq: &mut SendQueue,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    service: Service,
+    place: Place,
+) -> Result<Request, Polled> {
+    let opcode = sq.active.map(|active| active.message.opcode);
+    match opcode.and_then(|opcode| Request::at(service, opcode, place)) {
+        Some(request) => Ok(request),
+        None => fail(sq, tables, qp, wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE),
+    }
+}
+
+/// Reads the next `len` bytes of a message.
+fn read(
+    sq: &mut SendQueue,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    active: &Active,
+    len: u64,
+    payload: &mut Vec<u8>,
+) -> Result<(), Polled> {
+    payload.resize(usize::try_from(len).unwrap_or_default(), 0);
+    let read = fetch(&mut sq.source(tables, qp, active), payload);
+    match read {
+        Ok(()) => Ok(()),
+        Err(key) => fail(sq, tables, qp, wc_status::LOC_PROT_ERR, key.0),
+    }
+}
+
+/// The work request in progress fails.
+fn fail<T>(
+    sq: &mut SendQueue,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    status: u8,
+    reason: u8,
+) -> Result<T, Polled> {
+    sq.fail(tables, qp, WcError::new(status, reason));
+    Err(Polled::Again)
+}
+
+/// All of a message has left.
+fn sent(sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>, active: &Active) {
+    sq.finish(tables, qp, active);
+    qp.vm.count_sent(qp.worker_index, 1, active.message.length);
+}

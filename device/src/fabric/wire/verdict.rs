@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What was made of a frame that came: for counters, and for whoever looks at a capture.
+use std::fmt;
+
+use virtio_rdma_spec::verbs::vendor_err;
+
+use super::packet::{Nak, Psn, Syndrome};
+
+/// Why a frame was dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// It is none of RoCEv2.
+    Other,
+    /// It is shorter than its headers say, or a header is not as it must be.
+    Malformed,
+    /// It is damaged.
+    Icrc,
+    /// The port is down, or the VM stopped.
+    Down,
+    /// It is for nobody here, or not from the peer that its queue pair is connected to.
+    Stranger,
+    /// Its queue pair is in no state to take it.
+    State,
+    /// Packets before it are missing.
+    Ahead,
+    /// It came before, or too late.
+    Behind,
+    /// UC: a packet of its message is missing.
+    Incomplete,
+    /// UC and datagrams: the message is not one that can be received.
+    Unreceivable,
+    /// Too many answers wait.
+    NoRoom,
+    /// It answers nothing that is under way.
+    Unasked,
+}
+
+impl Reason {
+    /// All of them, each with what it is called.
+    pub(super) const ALL: [(Self, &'static str); 12] = [
+        (Self::Other, "not RoCEv2"),
+        (Self::Malformed, "malformed"),
+        (Self::Icrc, "ICRC wrong"),
+        (Self::Down, "port down or VM stopped"),
+        (Self::Stranger, "not of a connection here"),
+        (Self::State, "queue pair takes no messages now"),
+        (Self::Ahead, "packets before it are missing"),
+        (Self::Behind, "came before, or too late"),
+        (Self::Incomplete, "a packet of its message is missing"),
+        (Self::Unreceivable, "message cannot be received"),
+        (Self::NoRoom, "too many answers wait"),
+        (Self::Unasked, "answers nothing that is under way"),
+    ];
+
+    fn name(self) -> &'static str {
+        let mut all = Self::ALL.into_iter();
+        all.find_map(|(reason, name)| (reason == self).then_some(name))
+            .unwrap_or_default()
+    }
+}
+
+/// What was made of a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// It was carried out, or told us what became of what is under way.
+    Taken,
+    /// It came before, and is answered again.
+    Again,
+    /// It is answered by a NAK, to the packet with this PSN, for this reason (`vendor_err`) if it
+    /// ends everything.
+    Refused(Psn, Syndrome, u8),
+    Dropped(Reason),
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Taken => f.write_str("taken"),
+            Self::Again => f.write_str("came before: answered again"),
+            Self::Refused(psn, Syndrome::RnrNak(_), _) => {
+                write!(f, "no receive: RNR NAK at PSN {}", psn.value())
+            }
+            Self::Refused(psn, Syndrome::Nak(Nak::Sequence), _) => {
+                write!(f, "packets are missing: NAK, expected PSN {}", psn.value())
+            }
+            Self::Refused(psn, _, reason) => {
+                let reason = vendor_err::name(*reason).unwrap_or("?");
+                write!(f, "NAK at PSN {}: {reason}", psn.value())
+            }
+            Self::Dropped(reason) => write!(f, "dropped: {}", reason.name()),
+        }
+    }
+}
+
+/// How many frames were dropped, by the reason.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct DropCounts([u64; Reason::ALL.len()]);
+
+impl DropCounts {
+    pub(super) fn count(&mut self, reason: Reason) {
+        let all = Reason::ALL.iter().zip(&mut self.0);
+        for (_, count) in all.filter(|((known, _), _)| *known == reason) {
+            *count += 1;
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(&self, reason: Reason) -> u64 {
+        let all = Reason::ALL.iter().zip(&self.0);
+        let of = all.filter(|((known, _), _)| *known == reason);
+        of.map(|(_, count)| count).sum()
+    }
+}
