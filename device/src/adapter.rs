@@ -12,6 +12,7 @@ use crate::engine::tables::Gid;
 use crate::engine::vm::Link;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::port::vxlan::Tunnel;
 use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
 use crate::sandbox::Sandbox;
@@ -47,6 +48,8 @@ pub struct AdapterSettings {
     pub reserved_gids: Vec<(String, Gid)>,
     /// What confines its threads.
     pub sandbox: Sandbox,
+    /// The way out of this process for VMs that have one.
+    pub tunnel: Option<Arc<Tunnel>>,
 }
 
 impl Default for AdapterSettings {
@@ -57,11 +60,17 @@ impl Default for AdapterSettings {
             cpus: Vec::new(),
             reserved_gids: Vec::new(),
             sandbox: Sandbox::default(),
+            tunnel: None,
         }
     }
 }
 
 impl AdapterSettings {
+    /// The way out of this process, if it is that worker's: the first has it.
+    fn tunnel_of(&self, worker: u16) -> Option<Arc<Tunnel>> {
+        self.tunnel.clone().filter(|_| worker == 0)
+    }
+
     /// Keeps the own GIDs of a device for it.
     pub fn reserve_gids_of(&mut self, device: &RnicSettings) {
         let own = device.own_gids().map(|gid| (device.network.clone(), gid));
@@ -92,7 +101,11 @@ impl Adapter {
         let sandbox = &settings.sandbox;
         let adapter = Self::with(settings, |index, reader, registry, cpu| {
             let sandbox = sandbox.clone();
-            let options = ThreadOptions { cpu, sandbox };
+            let options = ThreadOptions {
+                cpu,
+                sandbox,
+                tunnel: settings.tunnel_of(index),
+            };
             let budget = settings.poll_budget;
             Worker::start(index, reader, registry, budget, options, failed.clone())
         })?;
@@ -122,8 +135,11 @@ impl Adapter {
     pub fn without_threads(settings: &AdapterSettings) -> Result<(Arc<Self>, Vec<Loop>), Error> {
         let mut loops = Vec::new();
         let adapter = Self::with(settings, |index, reader, registry, _| {
-            let (worker, work) =
+            let (worker, mut work) =
                 Worker::without_thread(index, reader, registry, settings.poll_budget)?;
+            if let Some(tunnel) = settings.tunnel_of(index) {
+                work.set_tunnel(&tunnel)?;
+            }
             loops.push(work);
             Ok(worker)
         })?;

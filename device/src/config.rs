@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The command line and the configuration file, and what follows from both.
-use std::collections::HashSet;
-use std::net::IpAddr;
+use std::collections::{HashMap, HashSet};
+use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -13,6 +14,9 @@ use serde::Deserialize;
 
 use crate::adapter::AdapterSettings;
 use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
+use crate::engine::vm::Uplink;
+use crate::fabric::wire::path_mtu_within;
+use crate::fabric::wire::port::vxlan::{self, inner_mtu, Directory, Entry, Tunnel, MAX_VNI};
 use crate::limits::{memory_of_each, Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::rnic::RnicSettings;
 use crate::sandbox::{self, Identity, Mode};
@@ -25,6 +29,10 @@ const MAX_DEFAULT_WORKERS: usize = 4;
 /// of 64 virtqueues, one for each of 509 memory regions, and what a session takes.
 const DESCRIPTORS: u64 = 256;
 const DESCRIPTORS_EACH: u64 = 1024;
+/// Least MTU of a network between hosts, bytes, and the usual one.
+const LEAST_MTU: usize = 576;
+const USUAL_MTU: usize = 1500;
+const MOST_MTU: usize = 9216;
 /// Longest time for which a worker may poll before it sleeps.
 const MAX_POLL: Duration = Duration::from_secs(10);
 
@@ -118,6 +126,29 @@ pub enum Error {
         /// Its name.
         name: String,
     },
+    /// A way out for a VM of a process without one.
+    #[error("{0} has a vni, but the file has no [wire]")]
+    NoWire(PathBuf),
+    /// A network identifier is out of range.
+    #[error("the vni {vni} of {socket}: there must be 1 to {MAX_VNI}")]
+    Vni {
+        /// The socket.
+        socket: PathBuf,
+        /// Asked for.
+        vni: u32,
+    },
+    /// Two networks are the same one on the wire.
+    #[error("vni {0} is given to two networks")]
+    TwoNetworks(u32),
+    /// The address of a host is not one.
+    #[error("'{0}' is not the address of a host (such as 192.0.2.1 or [2001:db8::1]:4789)")]
+    Host(String),
+    /// What is at a host is no range of addresses.
+    #[error("'{0}' is not a range of IP addresses (such as 10.0.0.0/24 or fd00::/64)")]
+    Range(String),
+    /// The MTU of the network between hosts is out of range.
+    #[error("an mtu of {0} between hosts: there must be {LEAST_MTU} to {MOST_MTU}")]
+    WireMtu(usize),
     /// `--socket-path` names no path.
     #[error("a socket needs a path")]
     NoPath,
@@ -270,6 +301,8 @@ pub struct DeviceConfig {
     pub footprint: Option<u64>,
     /// Memory that its VM may have, bytes; otherwise as `[limits]` says.
     pub memory: Option<u64>,
+    /// What its network is called between hosts; without, no message leaves this process.
+    pub vni: Option<u32>,
 }
 
 impl FromStr for DeviceConfig {
@@ -294,6 +327,7 @@ impl FromStr for DeviceConfig {
             messages_per_second: None,
             footprint: None,
             memory: None,
+            vni: None,
         };
         let bytes = |n: &str| {
             let bytes = n.parse::<u64>();
@@ -407,6 +441,137 @@ impl TryFrom<u16> for Vlan {
     }
 }
 
+/// The address of a host, with a UDP port if that is not VXLAN's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Host(pub SocketAddr);
+
+impl TryFrom<String> for Host {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        let alone = text
+            .parse()
+            .map(|ip: IpAddr| SocketAddr::new(ip, vxlan::PORT));
+        let address = alone.or_else(|_| text.parse());
+        let good = address.ok().filter(|address: &SocketAddr| {
+            let ip = address.ip();
+            !ip.is_unspecified() && !ip.is_multicast() && address.port() != 0
+        });
+        good.map(Self).ok_or(Error::Host(text))
+    }
+}
+
+/// A range of IP addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Range {
+    /// The first one.
+    address: IpAddr,
+    /// Bits that all have in common.
+    bits: u8,
+}
+
+impl TryFrom<String> for Range {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        let parse = || {
+            let (address, bits) = match text.split_once('/') {
+                Some((address, bits)) => (address, Some(bits)),
+                None => (text.as_str(), None),
+            };
+            let address: IpAddr = address.parse().ok()?;
+            let most = if address.is_ipv4() { 32 } else { 128 };
+            let bits = bits.map_or(Some(most), |bits| bits.parse().ok())?;
+            (bits <= most).then_some(Self { address, bits })
+        };
+        parse().ok_or(Error::Range(text))
+    }
+}
+
+impl Range {
+    /// The same as GIDs, which are at a host.
+    fn at(self, host: SocketAddr) -> Entry {
+        let before = if self.address.is_ipv4() { 96 } else { 0 };
+        Entry {
+            prefix: gid_policy::of_address(self.address),
+            bits: before + self.bits,
+            host,
+        }
+    }
+}
+
+/// The network between hosts.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct WireConfig {
+    /// This host's address in it.
+    pub address: Host,
+    /// The longest IP packet in it, bytes.
+    pub mtu: Option<usize>,
+    /// The hosts, this one perhaps among them.
+    #[serde(default)]
+    pub host: Vec<HostConfig>,
+}
+
+/// A host.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct HostConfig {
+    /// Its address.
+    pub address: Host,
+    /// The addresses of the VMs that it has.
+    pub gids: Vec<Range>,
+}
+
+/// The way out of this process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wire {
+    /// This host's address.
+    pub address: SocketAddr,
+    /// The longest IP packet between hosts, bytes.
+    pub mtu: usize,
+    /// Which GIDs are at which host.
+    pub directory: Directory,
+}
+
+impl WireConfig {
+    fn settings(self) -> Result<Wire, Error> {
+        let mtu = self.mtu.unwrap_or(USUAL_MTU);
+        if !(LEAST_MTU..=MOST_MTU).contains(&mtu) {
+            return Err(Error::WireMtu(mtu));
+        }
+        let at = |host: HostConfig| {
+            let address = host.address.0;
+            host.gids.into_iter().map(move |range| range.at(address))
+        };
+        Ok(Wire {
+            address: self.address.0,
+            mtu,
+            directory: Directory::new(self.host.into_iter().flat_map(at).collect()),
+        })
+    }
+}
+
+impl Wire {
+    /// The way that VMs of network `vni` have.
+    fn uplink(&self, vni: u32) -> Uplink {
+        Uplink {
+            vni,
+            active_mtu: path_mtu_within(inner_mtu(self.address, self.mtu)),
+        }
+    }
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn open(self) -> std::io::Result<Arc<Tunnel>> {
+        Tunnel::open(self.address, self.mtu, self.directory)
+    }
+}
+
 /// The configuration file.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
@@ -426,6 +591,7 @@ struct File {
     user: Option<String>,
     sandbox: Option<Mode>,
     limits: Limits,
+    wire: Option<WireConfig>,
     device: Vec<DeviceConfig>,
 }
 
@@ -438,6 +604,8 @@ pub struct Config {
     pub devices: Vec<(PathBuf, RnicSettings)>,
     /// Where the status is given.
     pub status_socket: Option<PathBuf>,
+    /// The way out of this process, if there is one.
+    pub wire: Option<Wire>,
     /// Who may connect to the sockets.
     pub access: Access,
     /// What the process gives up.
@@ -478,6 +646,7 @@ impl Config {
             return Err(Error::Poll(adapter.poll_budget));
         }
 
+        let wire = file.wire.map(WireConfig::settings).transpose()?;
         let mut seen = HashSet::new();
         let count = file.device.len() + args.socket_path.len();
         let limits = Limits {
@@ -492,14 +661,21 @@ impl Config {
                 if !seen.insert(device.socket.clone()) {
                     return Err(Error::Twice(device.socket));
                 }
-                device.settings(limits)
+                device.settings(limits, wire.as_ref())
             })
             .collect::<Result<Vec<_>, _>>()?;
         if devices.is_empty() {
             return Err(Error::NoDevice);
         }
+        let mut networks = HashMap::new();
         for (_, device) in &devices {
             adapter.reserve_gids_of(device);
+            let Some(Uplink { vni, .. }) = device.uplink else {
+                continue;
+            };
+            if *networks.entry(vni).or_insert(&device.network) != &device.network {
+                return Err(Error::TwoNetworks(vni));
+            }
         }
         let status_socket = args.status_socket.or(file.status_socket);
         let sockets = devices.iter().map(|(path, _)| path).chain(&status_socket);
@@ -514,6 +690,7 @@ impl Config {
             adapter,
             devices,
             status_socket,
+            wire,
             sandbox,
             access: Access {
                 mode: args
@@ -537,7 +714,11 @@ impl Config {
 }
 
 impl DeviceConfig {
-    fn settings(self, limits: Limits) -> Result<(PathBuf, RnicSettings), Error> {
+    fn settings(
+        self,
+        limits: Limits,
+        wire: Option<&Wire>,
+    ) -> Result<(PathBuf, RnicSettings), Error> {
         let mut settings = RnicSettings {
             name: self.socket.display().to_string(),
             mac: self.mac.map_or([0; 6], |mac| mac.0),
@@ -559,6 +740,16 @@ impl DeviceConfig {
         }
         if let Some(network) = self.network {
             settings.network = network;
+        }
+        if let Some(vni) = self.vni {
+            let Some(wire) = wire else {
+                return Err(Error::NoWire(self.socket));
+            };
+            if !(1..=MAX_VNI).contains(&vni) {
+                let socket = self.socket;
+                return Err(Error::Vni { socket, vni });
+            }
+            settings.uplink = Some(wire.uplink(vni));
         }
         let weight = self.weight.unwrap_or(USUAL_WEIGHT);
         if !(1..=MOST_WEIGHT).contains(&weight) {
@@ -642,6 +833,8 @@ fn default_workers() -> u16 {
 
 #[cfg(test)]
 mod tests {
+    use virtio_rdma_spec::verbs::mtu;
+
     use super::*;
 
     fn device(text: &str) -> Result<DeviceConfig, String> {
@@ -820,6 +1013,84 @@ mod tests {
         }
     }
 
+    const WIRE: &str = "[wire]\naddress = '192.0.2.1'\n\
+        [[wire.host]]\naddress = '192.0.2.2'\ngids = ['10.0.0.0/24', 'fd00::/64']\n";
+
+    #[test]
+    fn the_wire_is_given_in_the_file() {
+        let file = format!("{WIRE}[[device]]\nsocket = 'a'\nvni = 7\n[[device]]\nsocket = 'b'\n");
+        let config = config(&[], &file).unwrap();
+        let wire = config.wire.unwrap();
+        assert_eq!(
+            (wire.address, wire.mtu),
+            ("192.0.2.1:4789".parse().unwrap(), 1500)
+        );
+        let host = "192.0.2.2:4789".parse().unwrap();
+        let [v4, v6] = ["10.0.0.0", "fd00::"].map(|ip| gid_policy::of_address(ip.parse().unwrap()));
+        let entry = |prefix, bits| Entry { prefix, bits, host };
+        let directory = Directory::new(vec![entry(v4, 96 + 24), entry(v6, 64)]);
+        assert_eq!(wire.directory, directory);
+        let uplinks = config.devices.iter().map(|(_, device)| device.uplink);
+        let uplink = Uplink {
+            vni: 7,
+            active_mtu: mtu::MTU_1024,
+        };
+        assert_eq!(uplinks.collect::<Vec<_>>(), [Some(uplink), None]);
+    }
+
+    #[test]
+    fn the_path_mtu_is_what_fits_between_hosts() {
+        let active = |address: &str, mtu: u32| {
+            let file = format!(
+                "[wire]\naddress = '{address}'\nmtu = {mtu}\n[[device]]\nsocket = 'a'\nvni = 1\n"
+            );
+            config(&[], &file).unwrap().devices[0]
+                .1
+                .uplink
+                .unwrap()
+                .active_mtu
+        };
+        assert_eq!(active("192.0.2.1", 9000), mtu::MTU_4096);
+        assert_eq!(active("192.0.2.1", 4226), mtu::MTU_4096);
+        // The longer header of IPv6 between hosts.
+        assert_eq!(active("2001:db8::1", 4226), mtu::MTU_2048);
+        assert_eq!(active("[2001:db8::1]:4790", 576), mtu::MTU_256);
+    }
+
+    #[test]
+    fn wires_that_make_no_sense_are_refused_in_a_sentence() {
+        let device = |keys: &str| format!("[[device]]\nsocket = 'a'\n{keys}\n");
+        let refused = |file: &str| config(&[], file).unwrap_err();
+        let said = refused(&device("vni = 7"));
+        assert!(
+            said.contains("a has a vni, but the file has no [wire]"),
+            "{said}"
+        );
+        for (vni, there) in [(0, "0"), (1 << 24, "16777216")] {
+            let said = refused(&format!("{WIRE}{}", device(&format!("vni = {vni}"))));
+            assert_eq!(
+                said,
+                format!("the vni {there} of a: there must be 1 to 16777215")
+            );
+        }
+        let two = "[[device]]\nsocket = 'b'\nnetwork = 'n'\nvni = 7\n";
+        let said = refused(&format!("{WIRE}{}{two}", device("vni = 7")));
+        assert!(said.contains("vni 7 is given to two networks"), "{said}");
+        for (line, what) in [
+            ("address = 'x'", "is not the address of a host"),
+            ("address = '0.0.0.0'", "is not the address of a host"),
+            ("address = '192.0.2.1:0'", "is not the address of a host"),
+            ("address = '192.0.2.1'\nmtu = 500", "an mtu of 500 between hosts"),
+            (
+                "address = '192.0.2.1'\n[[wire.host]]\naddress = '192.0.2.2'\ngids = ['10.0.0.0/33']",
+                "is not a range of IP addresses",
+            ),
+        ] {
+            let said = refused(&format!("[wire]\n{line}\n{}", device("")));
+            assert!(said.contains(what), "{said}");
+        }
+    }
+
     #[test]
     fn command_line_and_file_come_together() {
         let file = "workers = 3\npoll-us = 7\ncpus = [1, 2]\nstatus-socket = 's'\n[limits]\n[[device]]\nsocket = 'a'\n";
@@ -934,6 +1205,7 @@ mod tests {
         assert_eq!(example.devices[1].1.completion_queues, 2);
         assert_eq!(example.devices[0].1.limits.qps, 4096);
         assert_eq!(example.devices[1].1.gid_policy.gids, Gids::Mac);
+        assert!(example.devices[0].1.uplink.is_some());
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::adapter::Adapter;
 use crate::engine::events::{notify, EventSink};
 use crate::engine::share::ShareSettings;
 use crate::engine::tables::{Gid, Tables};
-use crate::engine::vm::{Link, Schedule, Vm, VmSettings};
+use crate::engine::vm::{Link, Schedule, Uplink, Vm, VmSettings};
 use crate::fabric::local::Local;
 use crate::fabric::registry::Registry;
 use crate::fabric::Fabric;
@@ -55,6 +55,8 @@ pub struct RnicSettings {
     pub gid_policy: GidPolicy,
     /// What the VM may have of the workers.
     pub share: ShareSettings,
+    /// The way out of this process, if it has one.
+    pub uplink: Option<Uplink>,
 }
 
 impl Default for RnicSettings {
@@ -70,6 +72,7 @@ impl Default for RnicSettings {
             log: Arc::default(),
             gid_policy: GidPolicy::default(),
             share: ShareSettings::default(),
+            uplink: None,
         }
     }
 }
@@ -121,6 +124,7 @@ impl Rnic {
             qp_order: settings.qp_order.clone(),
             link: settings.link.clone(),
             share: settings.share,
+            uplink: settings.uplink,
             workers: workers.iter().map(schedule).collect(),
             warnings: Box::new(settings.log.of(&settings.name)),
         };

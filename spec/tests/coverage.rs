@@ -56,7 +56,7 @@ fn files(directory: &Path, found: &mut Vec<PathBuf>) {
 fn test_code<'a>(path: &Path, text: &'a str) -> &'a str {
     let whole = path.components().any(|c| {
         let name = c.as_os_str();
-        name == "tests" || name == "ci"
+        name == "tests" || name == "tests.rs" || name == "ci"
     });
     if whole {
         return text;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Result};
 use vhost_device_rdma_bare::core::command::{DeregMr, DestroyQp};
 use vhost_device_rdma_bare::spec::command::status;
-use vhost_device_rdma_bare::spec::verbs::{qp_state, qp_type, wc_status};
+use vhost_device_rdma_bare::spec::verbs::{mtu, qp_state, qp_type, wc_status};
 use vhost_device_rdma_bare::{Address, Connection, Cq, Error, Pd, QpOptions};
 
 use crate::guest::small;
@@ -118,6 +118,8 @@ fn to(of: u8, qpn: u32, gid: [u8; 16]) -> Connection {
         qkey: 0,
         dest_qp_num: qpn,
         dgid: gid,
+        dmac: [0; 6],
+        path_mtu: mtu::MTU_4096,
         access: ACCESS,
         timeout: 14,
         retry_cnt: 7,
@@ -186,6 +188,7 @@ fn datagrams_to_everybody(attacker: &mut Attacker) -> Result<()> {
                     let any = random.any() as u32;
                     let address = Address {
                         dgid: *gid,
+                        dmac: [0; 6],
                         qpn: *qpn,
                         qkey: random.of(&[GSI_QKEY, GSI_QKEY, any], GSI_QKEY),
                     };

@@ -255,7 +255,11 @@ fn insert(
 
 /// The worker of the next queue, and its index. (The next one comes when the queue is made.)
 pub(super) fn next_worker(rnic: &Rnic) -> Result<(u16, Arc<Worker>), Error> {
-    let index = rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16);
+    // The way out of this process belongs to the first worker.
+    let index = match rnic.vm().uplink() {
+        Some(_) => 0,
+        None => rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16),
+    };
     let worker = rnic.workers.get(usize::from(index)).ok_or(Error::Invalid)?;
     Ok((index, worker.clone()))
 }

@@ -14,6 +14,7 @@ use super::cursor::check;
 use super::events::raise;
 use super::message::{Datagram, Message};
 use super::operation::Operation;
+use super::payload_of;
 use super::queue_pair::Qp;
 use super::send_queue::{Active, Polled, SendQueue};
 use super::tables::Tables;
@@ -160,7 +161,11 @@ impl SendQueue {
         } else {
             SEND_DATA_OFFSET
         };
-        let longest = if datagram { MAX_DATAGRAM } else { MAX_MESSAGE };
+        let longest = if datagram {
+            longest_datagram(qp)
+        } else {
+            MAX_MESSAGE
+        };
         let known =
             send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
         if flags & !known != 0 || (inline && !kind.may_be_inline()) {
@@ -266,4 +271,14 @@ impl SendQueue {
             sl: wqe.sl,
         })
     }
+}
+
+/// The longest datagram, wherever it goes.
+#[inline(always)]
+fn longest_datagram(qp: &Qp) -> u64 {
+    if !qp.leaves() {
+        return MAX_DATAGRAM;
+    }
+    let uplink = qp.vm.uplink();
+    uplink.map_or(MAX_DATAGRAM, |uplink| payload_of(uplink.active_mtu))
 }

@@ -228,6 +228,7 @@ impl Guest {
                 qp_order: Arc::default(),
                 link: Arc::new(Link::default()),
                 share: ShareSettings::default(),
+                uplink: None,
                 workers: vec![run_list.clone()],
                 warnings: Box::new(warnings.clone()),
             },

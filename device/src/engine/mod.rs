@@ -31,10 +31,16 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::ring::Cqe;
+use virtio_rdma_spec::verbs::mtu;
 
 use self::events::{notify, raise};
 use self::tables::Tables;
 use crate::verbs::cq::{Cq, L2Source, Pushed};
+
+/// The payload of a packet, bytes, for an `mtu`.
+pub(crate) fn payload_of(path_mtu: u8) -> u64 {
+    128 << path_mtu.clamp(mtu::MTU_256, mtu::MTU_4096)
+}
 
 /// What a queue pair may do in one poll, before the next is polled.
 #[derive(Debug, Clone, Copy)]

@@ -65,6 +65,8 @@ pub struct Qp {
     pub block_multicast_loopback: bool,
     /// Its VM has caps.
     pub(crate) capped: bool,
+    /// Its messages, or some of them, leave this process.
+    leaves: AtomicBool,
     state: AtomicU8,
     /// In a run queue, or about to be.
     pub(crate) scheduled: AtomicBool,
@@ -206,6 +208,8 @@ impl Qp {
         let (send_queue, responder) = (parts.send_queue, parts.responder);
         Self {
             capped: vm.caps().is_some(),
+            // Where a datagram goes, each says itself.
+            leaves: AtomicBool::new(facts.datagram && vm.uplink().is_some()),
             number,
             serial: serial(),
             vm_serial: vm.serial,
@@ -239,6 +243,18 @@ impl Qp {
             responder: Mutex::new(responder),
             _share: share,
         }
+    }
+
+    /// What tells it from all other queue pairs of this process.
+    pub(crate) fn serial(&self) -> u64 {
+        self.serial
+    }
+
+    /// Whether its messages, or of datagrams some, leave this process. A connected queue pair's do
+    /// if nobody in this process had the destination GID when it went to RTR.
+    #[inline(always)]
+    pub(crate) fn leaves(&self) -> bool {
+        self.leaves.load(Ordering::Relaxed)
     }
 
     /// How often it was reset. With send queue or responder locked it stays the same.
@@ -392,6 +408,8 @@ impl Qp {
             if let Some(binding) = binding {
                 send_queue.binding = binding;
                 responder.binding = binding;
+                let leaves = self.vm.uplink().is_some() && binding == Binding::default();
+                self.leaves.store(leaves, Ordering::Relaxed);
             }
             if (current, next) == (qp_state::RTS, qp_state::SQD) {
                 let notify = mask & qp_attr::EN_SQD_ASYNC_NOTIFY != 0;

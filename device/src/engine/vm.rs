@@ -111,6 +111,15 @@ pub struct Totals {
     pub contended_ns: u64,
 }
 
+/// The way that a VM's messages have out of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Uplink {
+    /// What its network is called on the wire: the network identifier of VXLAN.
+    pub vni: u32,
+    /// The path MTU that its port has (`mtu`).
+    pub active_mtu: u8,
+}
+
 /// What a VM is made of.
 pub struct VmSettings {
     /// Its network.
@@ -125,6 +134,8 @@ pub struct VmSettings {
     pub link: Arc<Link>,
     /// What it may have of the workers.
     pub share: ShareSettings,
+    /// The way out of this process, if it has one.
+    pub uplink: Option<Uplink>,
     /// The workers.
     pub workers: Vec<Arc<dyn Schedule>>,
     /// Where warnings go.
@@ -145,6 +156,7 @@ pub struct Vm {
     link: Arc<Link>,
     weight: u16,
     caps: Option<Caps>,
+    uplink: Option<Uplink>,
     /// The driver has the port up.
     up_for_driver: AtomicBool,
     workers: Vec<Arc<dyn Schedule>>,
@@ -169,6 +181,7 @@ impl Vm {
             qp_order,
             link,
             share,
+            uplink,
             workers,
             warnings,
         } = settings;
@@ -185,6 +198,7 @@ impl Vm {
                 link,
                 weight: share.weight,
                 caps: Caps::new(&share),
+                uplink,
                 up_for_driver: AtomicBool::new(true),
                 workers,
                 counters,
@@ -216,6 +230,11 @@ impl Vm {
     /// The link.
     pub(crate) fn link(&self) -> &Arc<Link> {
         &self.link
+    }
+
+    /// The way out of this process, if it has one.
+    pub(crate) fn uplink(&self) -> Option<Uplink> {
+        self.uplink
     }
 
     /// Whether the port is up.

@@ -64,6 +64,8 @@ fn run<W: World>(
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
     #[test]
     fn messages_complete_alike(program in programs(), xrc: bool) {
         let (of, both) = if xrc {

@@ -25,14 +25,7 @@ pub mod local;
 pub mod registry;
 #[cfg(test)]
 mod scenario;
-#[cfg_attr(
-    not(test),
-    expect(
-        dead_code,
-        reason = "no process has a port for it yet: it runs in tests"
-    )
-)]
-mod wire;
+pub(crate) mod wire;
 
 use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering;
@@ -41,11 +34,12 @@ use std::sync::Arc;
 use virtio_rdma_spec::verbs::qp_state;
 
 use crate::engine::queue_pair::Qp;
-use crate::engine::send_queue::{Polled, SendQueue};
+use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
 use crate::engine::vm::Vm;
 use crate::engine::Budget;
 use crate::verbs::cq::L2Source;
+use crate::verbs::WcError;
 
 /// Work requests that are flushed in one poll.
 const FLUSH: u32 = 64;
@@ -103,6 +97,22 @@ pub(crate) trait Carrier<'a> {
     /// Flushes what this fabric has taken out of the send queue of a queue pair that is in error.
     /// Nothing of it reaches the peer from now on.
     fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>);
+}
+
+/// What takes datagrams whose destination nobody in this process has.
+pub(crate) trait Elsewhere {
+    /// Sends the datagram of the work request in progress, at time `now`.
+    ///
+    /// # Errors
+    /// If the work request fails.
+    fn send_datagram(
+        &mut self,
+        sq: &SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        now: u64,
+    ) -> Result<(), WcError>;
 }
 
 /// Polls a queue pair of the VM of `tables`, by its state.

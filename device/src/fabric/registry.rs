@@ -121,7 +121,7 @@ impl Registry {
     }
 
     /// The queue pairs of a multicast group.
-    pub(super) fn members(&self, network: &Network, gid: Gid) -> Members {
+    pub(crate) fn members(&self, network: &Network, gid: Gid) -> Members {
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
         groups
             .get(&(network.clone(), gid))
@@ -129,7 +129,8 @@ impl Registry {
             .unwrap_or_default()
     }
 
-    fn owner(&self, network: &Network, gid: Gid) -> Option<Arc<Vm>> {
+    /// The VM that has a GID.
+    pub(crate) fn owner(&self, network: &Network, gid: Gid) -> Option<Arc<Vm>> {
         let owners = self.owners.read().unwrap_or_else(PoisonError::into_inner);
         owners.get(&(network.clone(), gid))?.vm.clone()
     }
@@ -248,6 +249,7 @@ mod tests {
                 qp_order: Arc::default(),
                 link: links[*device].clone(),
                 share: ShareSettings::default(),
+                uplink: None,
                 workers: Vec::new(),
                 warnings: Box::new(Warnings::default()),
             };

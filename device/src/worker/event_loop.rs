@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What a worker's thread does, again and again.
 use std::fmt;
+use std::io;
 use std::sync::atomic::{fence, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -12,11 +13,12 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::busy_poll::{BusyPoller, POLLS};
 use super::doorbell::Doorbell;
-use super::handle::{count, Worker, KICK};
+use super::handle::{count, Worker, KICK, WIRE};
 use super::idle_policy::{Idle, IdlePolicy};
 use super::scheduler::{QpQueue, Scan, Scheduler};
 use super::timers::{Holds, Parked};
 use super::watched::{Watched, FEW};
+use super::wire::WireEnd;
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::{Context, Tables};
 use crate::engine::vm::Vm;
@@ -24,6 +26,7 @@ use crate::engine::{BUDGET, LONE_BUDGET};
 use crate::epoll_fd::NO_EVENT;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::port::vxlan::Tunnel;
 use crate::verbs::cq::clock;
 
 /// Queue pairs that are polled at once during a scan.
@@ -81,6 +84,8 @@ pub struct Loop {
     timed: bool,
     /// How long to poll for work before sleeping.
     idle_policy: IdlePolicy,
+    /// The way out of this process, if it is this worker's.
+    wire: Option<WireEnd>,
 }
 
 /// The doorbells that a poll iteration has looked at.
@@ -163,7 +168,20 @@ impl Loop {
             time: clock(),
             timed: false,
             idle_policy: IdlePolicy::new(poll_budget),
+            wire: None,
         }
+    }
+
+    /// The way out of this process is this worker's.
+    ///
+    /// # Errors
+    /// If the system refuses to wait for it.
+    pub fn set_tunnel(&mut self, tunnel: &Arc<Tunnel>) -> io::Result<()> {
+        self.worker.epoll.add(tunnel.socket(), WIRE)?;
+        self.wire = Some(WireEnd::new(tunnel.clone()));
+        // The list of VMs is taken over anew.
+        self.generation = u64::MAX;
+        Ok(())
     }
 
     pub(super) fn worker(&self) -> Arc<Worker> {
@@ -223,11 +241,23 @@ impl Loop {
     fn iterate(&mut self, most: usize, polling: Polling) -> Iteration {
         self.refresh();
         self.take_inbox();
-        let iteration = self.scan(most, polling);
+        let came = self.look_at_wire();
+        let mut iteration = self.scan(most, polling);
+        iteration.served += usize::from(came);
         self.time = clock();
         self.expire();
         self.holds.release(self.time, &mut self.reader);
         iteration
+    }
+
+    /// Takes frames that have come. Returns whether there were any.
+    #[inline(always)]
+    fn look_at_wire(&mut self) -> bool {
+        let Some(wire) = &mut self.wire else {
+            return false;
+        };
+        let section = self.reader.enter();
+        wire.look(self.time, &section, &self.registry)
     }
 
     /// What the worker does again and again while it polls: a poll iteration, and then the run
@@ -274,6 +304,9 @@ impl Loop {
         self.watched.clear();
         self.watched.resize_with(self.vms.len(), Watched::default);
         self.parked.forget_dead();
+        if let Some(wire) = &mut self.wire {
+            wire.set_vms(&self.vms);
+        }
         self.announce(worker_status::POLLING);
     }
 
@@ -352,6 +385,7 @@ impl Loop {
                 time: self.time,
                 cost: 0,
                 since: None,
+                wire: self.wire.as_mut(),
             },
             served: 0,
             next: None,
@@ -479,6 +513,7 @@ impl Loop {
                     time: self.time,
                     cost,
                     since,
+                    wire: self.wire.as_mut(),
                 };
                 match qp.vm.read_in(&section) {
                     Some(tables) => {
@@ -526,6 +561,9 @@ impl Loop {
         let events = self.worker.epoll.wait(timeout, &mut space);
         self.worker.waits.store(false, Ordering::SeqCst);
         self.worker.nap.end();
+        if let Some(wire) = &mut self.wire {
+            wire.look_soon();
+        }
         match events {
             Ok(events) => {
                 if events.iter().any(|event| event.data == KICK) {

@@ -21,6 +21,7 @@ use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::port::vxlan::Tunnel;
 use crate::sandbox::{Kind, Sandbox};
 use crate::verbs::cq::Cq;
 
@@ -30,6 +31,8 @@ pub(super) const KICK: u64 = 1;
 pub(super) const WAKE: u64 = 0;
 /// Epoll data of the end of the first timer.
 pub(super) const TIMER: u64 = 2;
+/// Epoll data of frames that have come.
+pub(super) const WIRE: u64 = 3;
 
 /// What others hand to a worker.
 #[derive(Debug, Default)]
@@ -90,6 +93,8 @@ pub struct ThreadOptions {
     pub cpu: Option<usize>,
     /// What confines it.
     pub sandbox: Sandbox,
+    /// The way out of this process, if it is this worker's.
+    pub tunnel: Option<Arc<Tunnel>>,
 }
 
 impl Worker {
@@ -106,7 +111,10 @@ impl Worker {
         options: ThreadOptions,
         failed: OnFailure,
     ) -> std::io::Result<Arc<Self>> {
-        let (worker, work) = Self::without_thread(index, reader, registry, poll_budget)?;
+        let (worker, mut work) = Self::without_thread(index, reader, registry, poll_budget)?;
+        if let Some(tunnel) = &options.tunnel {
+            work.set_tunnel(tunnel)?;
+        }
         worker.run(work, options, failed, Loop::run)?;
         Ok(worker)
     }

@@ -41,6 +41,7 @@ mod supervision;
 mod timers;
 mod watchdog;
 mod watched;
+mod wire;
 
 pub use event_loop::Loop;
 pub use handle::{ThreadOptions, Worker};

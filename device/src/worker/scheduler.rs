@@ -11,6 +11,7 @@ use super::doorbell::Doorbell;
 use super::handle::{count, Worker};
 use super::run_queue::RunQueue;
 use super::timers::Parked;
+use super::wire::WireEnd;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::Polled;
 use crate::engine::tables::Tables;
@@ -156,6 +157,8 @@ pub(super) struct Scheduler<'a> {
     pub(super) cost: u64,
     /// When the last poll ended, nanoseconds, if what polls cost is measured and not estimated.
     pub(super) since: Option<u64>,
+    /// The way out of this process, if it is this worker's.
+    pub(super) wire: Option<&'a mut WireEnd>,
 }
 
 impl<'a> Scheduler<'a> {
@@ -186,8 +189,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Polls a queue pair of the VM of `tables`, within `budget`. Returns whether the doorbells
-    /// should be scanned now. All queue pairs are on the local fabric; with several, this is where
-    /// the carrier is chosen, once for each poll.
+    /// should be scanned now. This is where the carrier is chosen, once for each poll.
     pub(super) fn poll<'b>(
         &mut self,
         tables: &'b Tables,
@@ -203,15 +205,21 @@ impl<'a> Scheduler<'a> {
             return false;
         }
         count(&self.worker.stats.polls);
-        let mut carrier = LocalCarrier {
-            cache,
-            busy_poll,
-            done: Budget::NONE,
+        let (polled, done) = if qp.leaves() {
+            self.poll_leaving(tables, qp, budget, cache)
+        } else {
+            let mut carrier = LocalCarrier {
+                cache,
+                busy_poll,
+                done: Budget::NONE,
+                elsewhere: None,
+            };
+            let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
+            (polled, carrier.done)
         };
-        let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
-        self.cost += cost(carrier.done);
+        self.cost += cost(done);
         if qp.capped || self.queue.has_others(owner(qp)) {
-            self.charge(qp, carrier.done);
+            self.charge(qp, done);
         }
         match polled {
             Polled::Idle if qp.dead.load(Ordering::SeqCst) => {
@@ -226,6 +234,44 @@ impl<'a> Scheduler<'a> {
             Polled::Park(until) => self.parked.park(qp, until),
         }
         false
+    }
+
+    /// Polls a queue pair whose messages leave this process, or of whose datagrams some do. Returns
+    /// what it led to, and what was done: each frame as a message.
+    #[inline(never)]
+    fn poll_leaving<'b>(
+        &mut self,
+        tables: &'b Tables,
+        qp: &'b Arc<Qp>,
+        budget: Budget,
+        cache: &mut LookupCache<'b>,
+    ) -> (Polled, Budget)
+    where
+        'a: 'b,
+    {
+        let mut no = BusyPoller::never(self.section, self.worker);
+        let Some(wire) = self.wire.as_deref_mut() else {
+            return (Polled::Idle, Budget::NONE);
+        };
+        let before = wire.sent();
+        let mut done = Budget::NONE;
+        let polled = if qp.facts.datagram {
+            let mut carrier = LocalCarrier {
+                cache,
+                busy_poll: &mut no,
+                done,
+                elsewhere: Some(wire.fabric()),
+            };
+            let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
+            done = carrier.done;
+            polled
+        } else {
+            fabric::poll(wire.fabric(), tables, qp, self.time, budget)
+        };
+        let now = wire.sent();
+        done.messages += now.messages.wrapping_sub(before.messages);
+        done.bytes += now.bytes.wrapping_sub(before.bytes);
+        (polled, done)
     }
 
     /// Whether a queue pair's VM has caps and may not send now; then it is parked.

@@ -369,6 +369,7 @@ fn datagrams_to_nobody_are_lost() {
     post(&not_ready, 1);
     post(&b, 1);
     let to = |dgid, qpn| Address {
+        dmac: [0; 6],
         dgid,
         qpn,
         qkey: QKEY,
@@ -867,6 +868,7 @@ fn the_gsi_queue_pair_is_queue_pair_1() {
     let two = Two::with_all_types();
     let (a, b) = (gsi(&two.a), gsi(&two.b));
     let to = |vm: &Vm| Address {
+        dmac: vm.mac(),
         dgid: vm.gid(),
         qpn: 1,
         // The well-known Q_Key, which is privileged: everyone's own.

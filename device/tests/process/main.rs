@@ -25,4 +25,5 @@ mod srq;
 mod states;
 mod system_calls;
 mod uc;
+mod wire;
 mod xrc;

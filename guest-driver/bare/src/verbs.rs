@@ -657,6 +657,8 @@ pub struct Uses<'a> {
 pub struct Address {
     /// GID of the destination.
     pub dgid: [u8; 16],
+    /// Its MAC address.
+    pub dmac: [u8; 6],
     /// Queue pair there.
     pub qpn: u32,
     /// Its Q_Key.
@@ -669,6 +671,7 @@ impl Address {
     pub fn of(qp: &Qp, qkey: u32) -> Self {
         Self {
             dgid: qp.vm.gid(),
+            dmac: qp.vm.mac(),
             qpn: qp.number(),
             qkey,
         }
@@ -677,8 +680,11 @@ impl Address {
     /// Of a multicast group.
     #[must_use]
     pub fn group(dgid: [u8; 16], qkey: u32) -> Self {
+        let [.., high, middle, low] = dgid;
         Self {
             dgid,
+            // Of IPv4 groups.
+            dmac: [1, 0, 0x5e, high & 0x7f, middle, low],
             qpn: 0x00ff_ffff,
             qkey,
         }
@@ -691,6 +697,7 @@ impl Address {
             opcode: wr_opcode::SEND,
             wr_id,
             dgid: self.dgid,
+            dmac: self.dmac,
             remote_qpn: self.qpn,
             remote_qkey: self.qkey,
             hop_limit: 64,
@@ -710,6 +717,10 @@ pub struct Connection {
     pub dest_qp_num: u32,
     /// GID of the peer.
     pub dgid: [u8; 16],
+    /// MAC address of the peer.
+    pub dmac: [u8; 6],
+    /// `mtu`.
+    pub path_mtu: u8,
     /// Access that the peer has.
     pub access: u32,
     /// Local ACK time-out code.
@@ -733,6 +744,8 @@ impl Connection {
             qkey: 0,
             dest_qp_num: peer.number(),
             dgid: peer.vm.gid(),
+            dmac: peer.vm.mac(),
+            path_mtu: mtu::MTU_4096,
             access: access::REMOTE_WRITE | access::REMOTE_READ,
             timeout: 14,
             retry_cnt: 7,
@@ -750,6 +763,8 @@ impl Connection {
             qkey,
             dest_qp_num: 0,
             dgid: [0; 16],
+            dmac: [0; 6],
+            path_mtu: mtu::MTU_4096,
             access: 0,
             timeout: 0,
             retry_cnt: 0,
@@ -789,13 +804,14 @@ impl Connection {
     pub fn rtr(&self) -> (QpAttr, u32) {
         let attr = QpAttr {
             qp_state: qp_state::RTR,
-            path_mtu: mtu::MTU_4096,
+            path_mtu: self.path_mtu,
             dest_qp_num: self.dest_qp_num,
             rq_psn: 0,
             max_dest_rd_atomic: self.max_rd_atomic,
             min_rnr_timer: self.min_rnr_timer,
             av: AddressVector {
                 dgid: self.dgid,
+                dmac: self.dmac,
                 hop_limit: 64,
                 port_num: 1,
                 ..AddressVector::default()

@@ -293,6 +293,12 @@ impl Vm {
         Ok(())
     }
 
+    /// The MAC address of its network interface, or zero.
+    #[must_use]
+    pub fn mac(&self) -> [u8; 6] {
+        self.config.mac
+    }
+
     /// The socket of its device.
     #[must_use]
     pub fn path(&self) -> &Path {

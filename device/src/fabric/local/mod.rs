@@ -17,7 +17,7 @@ use virtio_rdma_spec::verbs::mtu;
 use self::busy_poll::BusyPoll;
 use self::lookup_cache::LookupCache;
 use super::registry::Registry;
-use super::{Carrier, Fabric, Port};
+use super::{Carrier, Elsewhere, Fabric, Port};
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Polled, SendQueue};
 use crate::engine::tables::Tables;
@@ -34,10 +34,11 @@ pub(crate) struct Local<'r> {
 
 impl Fabric for Local<'_> {
     fn port(&self, vm: &Vm) -> Port {
+        let uplink = vm.uplink();
         Port {
             up: vm.port_is_up(),
             max_mtu: mtu::MTU_4096,
-            active_mtu: mtu::MTU_4096,
+            active_mtu: uplink.map_or(mtu::MTU_4096, |uplink| uplink.active_mtu),
         }
     }
 
@@ -60,6 +61,8 @@ pub(crate) struct LocalCarrier<'p, 'a, B> {
     pub busy_poll: &'p mut B,
     /// What it did in this poll.
     pub done: Budget,
+    /// What takes the datagrams that leave this process, if they may.
+    pub elsewhere: Option<&'p mut dyn Elsewhere>,
 }
 
 impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {

@@ -21,6 +21,7 @@ use crate::engine::responder::{Payload, Slice};
 use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
 use crate::engine::{Budget, BUDGET};
+use crate::fabric::Elsewhere;
 use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
@@ -56,6 +57,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         cache,
         busy_poll,
         done,
+        elsewhere,
     } = carrier;
     let (cache, busy_poll) = (&mut **cache, &mut **busy_poll);
     sq.resumed = false;
@@ -82,7 +84,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         return polled;
     }
     if qp.facts.datagram {
-        return datagrams(sq, cache, tables, qp, done);
+        return datagrams(sq, cache, tables, qp, now, done, elsewhere);
     }
     let mut path = std::mem::take(&mut sq.path);
     cache.registry.refresh(&mut path, &qp.vm, sq.dest_gid);
@@ -231,13 +233,16 @@ fn slow_path(
 }
 
 /// Polls a queue pair that sends datagrams: each has its own destination, and is sent whole. One to
-/// a multicast group counts once for each queue pair in it.
+/// a multicast group counts once for each queue pair in it. What nobody here has, and what goes to a
+/// group, goes `elsewhere`, too.
 fn datagrams(
     sq: &mut SendQueue,
     cache: &LookupCache<'_>,
     tables: &Tables,
     qp: &Arc<Qp>,
+    now: u64,
     done: &mut Budget,
+    elsewhere: &mut Option<&mut dyn Elsewhere>,
 ) -> Polled {
     for _ in 0..BUDGET.messages {
         let active = match sq.next_active(tables, qp) {
@@ -283,6 +288,10 @@ fn datagrams(
             sq.path = path;
             answer
         };
+        let answer = match elsewhere {
+            None => answer,
+            Some(elsewhere) => leave(*elsewhere, answer, sq, tables, qp, now),
+        };
         match answer {
             Answer::Busy => return Polled::Again,
             Answer::Local(error) => {
@@ -302,6 +311,28 @@ fn datagrams(
         }
     }
     Polled::Again
+}
+
+/// Sends the datagram of the work request in progress `elsewhere`, too, if it goes there: `answer` is
+/// that of this process. Returns how it fared.
+#[inline(never)]
+fn leave(
+    elsewhere: &mut dyn Elsewhere,
+    answer: Answer,
+    sq: &SendQueue,
+    tables: &Tables,
+    qp: &Arc<Qp>,
+    now: u64,
+) -> Answer {
+    let group = sq.datagram.is_some_and(|datagram| datagram.multicast());
+    let nobody = group || sq.path.vm().is_none();
+    match (answer, sq.active) {
+        (Answer::Done | Answer::NoAnswer, Some(active)) if nobody => {
+            let sent = elsewhere.send_datagram(sq, tables, qp, &active, now);
+            sent.map_or_else(Answer::Local, |()| Answer::Done)
+        }
+        _ => answer,
+    }
 }
 
 /// How long to wait for a receive that is not there for the `retries`th time, nanoseconds, where

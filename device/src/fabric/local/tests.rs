@@ -100,6 +100,7 @@ impl World for Process {
                 cache: &mut cache,
                 busy_poll: &mut Never,
                 done: Budget::NONE,
+                elsewhere: None,
             };
             fabric::poll(&mut carrier, tables, qp, now, budget)
         })

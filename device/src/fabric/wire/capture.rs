@@ -2,7 +2,9 @@
 //! The last frames that a port has sent and received, with what became of them.
 use std::collections::VecDeque;
 
-use super::pcapng::{self, Direction};
+#[cfg(test)]
+use super::pcapng;
+use super::pcapng::Direction;
 
 /// A frame.
 #[derive(Debug, Clone)]
@@ -49,6 +51,7 @@ impl Capture {
     }
 
     /// What several ports have captured, in the order of time, as a file for Wireshark.
+    #[cfg(test)]
     pub(super) fn file(captures: &[(&str, &Self)]) -> Vec<u8> {
         let mut out = Vec::new();
         pcapng::section(&mut out);

@@ -141,6 +141,15 @@ fn gid_at(bytes: &[u8], at: usize) -> Option<[u8; 16]> {
     rest.first_chunk().copied()
 }
 
+/// The GID that a frame comes from, if it is one of IP.
+pub(super) fn source(bytes: &[u8]) -> Option<[u8; 16]> {
+    match u16_at(bytes, 12)? {
+        TYPE_IPV4 => mapped(bytes.get(ETHERNET + 12..)?),
+        TYPE_IPV6 => gid_at(bytes, ETHERNET + 8),
+        _ => None,
+    }
+}
+
 /// Reads a frame.
 ///
 /// # Errors
@@ -288,6 +297,7 @@ mod tests {
                 packet: acknowledge(),
             };
             assert_eq!(read(&frame), Ok(expected));
+            assert_eq!(source(&frame), Some(addresses.source));
             // Ethernet pads short frames.
             frame.resize(frame.len() + 18, 0);
             assert_eq!(read(&frame), Ok(expected));
@@ -295,6 +305,7 @@ mod tests {
     }
 
     proptest! {
+        // D-WIRE-001.
         /// Whatever single bit is damaged, nothing else is read than what was sent.
         #[test]
         fn damage_is_seen(ipv6: bool, bit in 0usize..800) {

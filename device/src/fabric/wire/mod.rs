@@ -2,21 +2,28 @@
 //! A fabric with packets: RoCEv2. A queue pair's messages go out as frames of a [`port`], many of
 //! them under way at a time, and answers come back as frames.
 //!
-//! So far it has one port, which simulates a network in virtual time. No process has such a port
-//! yet: what is here runs in tests alone. It carries all messages but those that RoCEv2 does not
-//! have: atomic operations with masks, and SEND_WITH_INV of UC.
+//! It carries all messages but those that RoCEv2 does not have: atomic operations with masks, and
+//! SEND_WITH_INV of UC. Its ports are VXLAN between hosts and, for tests, a network that is simulated
+//! in virtual time.
 //!
 //! [`packet`], [`frame`] and [`icrc`] are bytes and values. The [`sender`] is the requester of a
 //! queue pair whose packets are acknowledged, what is in [`unacknowledged`] that of the others; the
 //! [`receiver`] is the responder of a connected queue pair. They stand on the engine's send queue and
-//! responder, which decide what everything means. [`layer`]s are put around ports.
+//! responder, which decide what everything means. Layers may be put around ports (so
+//! far `layer::faults`, for tests).
+#[cfg_attr(not(test), expect(dead_code, reason = "only tests capture so far"))]
 mod capture;
 mod frame;
 mod icrc;
+#[cfg(test)]
 mod layer;
 mod packet;
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "only tests write captures to files so far")
+)]
 mod pcapng;
-mod port;
+pub(crate) mod port;
 mod receiver;
 mod sender;
 #[cfg(test)]
@@ -26,7 +33,7 @@ mod verdict;
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
@@ -38,28 +45,35 @@ use self::pcapng::Direction;
 use self::port::{Fate, Port};
 use self::receiver::Receiver;
 use self::sender::{Brought, Out, Peer, Sender};
-use self::unacknowledged::{datagrams, Stream};
+use self::unacknowledged::{datagram, datagrams, Stream};
 use self::verdict::{DropCounts, Reason, Verdict};
-use super::{Carrier, Fabric};
+use super::{Carrier, Elsewhere, Fabric};
 use crate::engine::cursor::DataSource;
 use crate::engine::message::{Answer, Datagram, Message};
 use crate::engine::queue_pair::Qp;
 use crate::engine::responder::Origin;
-use crate::engine::send_queue::{PathAttributes, Polled, SendQueue};
+use crate::engine::send_queue::{Active, PathAttributes, Polled, SendQueue};
 use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::Vm;
-use crate::engine::{Budget, BUDGET};
+use crate::engine::{payload_of, Budget, BUDGET};
+use crate::footprint::Share;
 use crate::verbs::cq::{L2Source, NO_VLAN};
 use crate::verbs::numbers::NUMBERS;
+use crate::verbs::WcError;
 
 /// Headers that a packet has beside its payload, bytes: IPv6, UDP, base transport header, the
 /// longest extension headers, ICRC, rounded up as other implementations do.
 const HEADERS: usize = 80;
 
-/// The payload of a packet, bytes, for an `mtu`.
-fn payload_of(mtu: u8) -> u64 {
-    128 << mtu.clamp(mtu::MTU_256, mtu::MTU_4096)
+/// The largest path MTU (`mtu`) whose packets are IP packets of at most `longest` bytes.
+pub(crate) fn path_mtu_within(longest: usize) -> u8 {
+    let fits = |mtu: &u8| payload_of(*mtu) as usize + HEADERS <= longest;
+    let largest = (mtu::MTU_256..=mtu::MTU_4096).rfind(fits);
+    largest.unwrap_or(mtu::MTU_256)
 }
+
+/// How long to wait where the account of a VM has no room, nanoseconds.
+const NO_ROOM_RETRY: u64 = 10_000_000;
 
 /// What the fabric keeps of a queue pair, from its first packet on.
 #[derive(Debug)]
@@ -74,6 +88,13 @@ struct Connection {
     /// Made when it sends first, and when it receives first: both PSNs are known by then.
     requester: Option<Requester>,
     receiver: Option<Receiver>,
+    /// For itself, in the account of its VM.
+    share: Share,
+}
+
+impl Connection {
+    /// What it takes of its VM's account, bytes: an entry of a map that is half empty.
+    const FOOTPRINT: u64 = 3 * size_of::<Self>() as u64;
 }
 
 /// The requester's half of a connected queue pair.
@@ -144,6 +165,9 @@ fn deliver_datagram(
         length: packet.payload.len() as u64,
     };
     let give = |qp: &Arc<Qp>| {
+        if !qp.vm.port_is_up() {
+            return Verdict::Dropped(Reason::Down);
+        }
         let origin = Origin {
             worker: qp.worker_index,
             waiter: None,
@@ -159,8 +183,11 @@ fn deliver_datagram(
     if datagram.multicast() {
         let members = tables.multicast.keys();
         let members = members.filter(|(_, group)| *group == datagram.dgid);
-        let members = members.filter_map(|(number, _)| tables.qps.get(*number));
-        return members.map(give).last();
+        let mut verdict = None;
+        for qp in members.filter_map(|(number, _)| tables.qps.get(*number)) {
+            verdict = Some(give(qp));
+        }
+        return verdict;
     }
     let own = |index: usize| {
         let mac = fabric.l2_address(tables, index).map(|source| source.mac);
@@ -176,24 +203,25 @@ fn deliver_datagram(
 #[derive(Debug)]
 struct Egress<P> {
     port: P,
-    up: AtomicBool,
+    /// Frames, and bytes in them.
+    sent: Budget,
     frame: Vec<u8>,
     /// The last frames, both ways, if somebody wants to see them.
     capture: Option<Capture>,
 }
 
 impl<P: Port> Egress<P> {
-    fn is_up(&self) -> bool {
-        self.up.load(Ordering::SeqCst)
-    }
-
-    /// Sends a packet at time `now`, if there is a way out. Otherwise it is lost, as packets may be.
-    fn send(&mut self, now: u64, addresses: Option<&Addresses>, packet: &Packet<'_>) {
-        let Some(addresses) = addresses.filter(|_| self.is_up()) else {
+    /// Sends a packet of a VM at time `now`, if there is a way out. Otherwise it is lost, as packets
+    /// may be.
+    fn send(&mut self, now: u64, vm: &Vm, addresses: Option<&Addresses>, packet: &Packet<'_>) {
+        let Some(addresses) = addresses.filter(|_| vm.port_is_up()) else {
             return;
         };
         frame::write(&mut self.frame, addresses, packet);
-        let fate = self.port.send(now, &self.frame);
+        self.sent.messages = self.sent.messages.wrapping_add(1);
+        self.sent.bytes = self.sent.bytes.wrapping_add(self.frame.len() as u64);
+        let vni = vm.uplink().map_or(0, |uplink| uplink.vni);
+        let fate = self.port.send(now, vni, addresses.destination, &self.frame);
         if let Some(capture) = &mut self.capture {
             let comment = (fate != Fate::Sent).then(|| fate.to_string());
             capture.add(now, Direction::Out, &self.frame, comment);
@@ -201,11 +229,21 @@ impl<P: Port> Egress<P> {
     }
 }
 
-/// The fabric, as one worker has it for one VM: a port, and what it keeps of the queue pairs.
+/// Who a frame may be for.
+pub(crate) trait Recipients {
+    /// Calls `visit` with the tables of each VM of network `vni` that has `gid`, or has queue pairs
+    /// in that group.
+    fn visit(&self, vni: u32, gid: Gid, visit: &mut dyn FnMut(&Tables));
+}
+
+/// The fabric, as one worker has it: a port, and what it keeps of the queue pairs.
 #[derive(Debug)]
-struct Wire<P> {
+pub(crate) struct Wire<P> {
     out: Egress<P>,
-    connections: HashMap<u32, Connection>,
+    /// By the serial number of the queue pair.
+    connections: HashMap<u64, Connection>,
+    /// Those of queue pairs that are gone are forgotten when there are as many as this.
+    tidy_at: usize,
     dropped: DropCounts,
     /// The frame that is read.
     received: Vec<u8>,
@@ -214,38 +252,44 @@ struct Wire<P> {
 }
 
 impl<P: Port> Wire<P> {
-    fn new(port: P) -> Self {
+    pub(crate) fn new(port: P) -> Self {
         Self {
             out: Egress {
                 port,
-                up: AtomicBool::new(true),
+                sent: Budget::NONE,
                 frame: Vec::new(),
                 capture: None,
             },
             connections: HashMap::new(),
+            tidy_at: 64,
             dropped: DropCounts::default(),
             received: Vec::new(),
             payload: Vec::new(),
         }
     }
 
+    /// Frames and bytes that were sent in all, modulo 2^32 and 2^64.
+    pub(crate) fn sent(&self) -> Budget {
+        self.out.sent
+    }
+
     /// Makes sure that a connection is kept of a queue pair, of this life of it, and with the path
-    /// of its send queue, which may be another one than before.
-    fn connect(&mut self, tables: &Tables, qp: &Arc<Qp>, sq: &SendQueue) {
+    /// of its send queue, which may be another one than before. None if the account of the VM has
+    /// no room.
+    fn connect(&mut self, tables: &Tables, qp: &Arc<Qp>, sq: &SendQueue) -> Option<()> {
         let path = (sq.path_attributes, sq.dest_gid);
-        let known = self.connections.get(&qp.number);
+        let known = self.connections.get(&qp.serial());
         let known = known.filter(|known| known.is_of(qp));
         if known.is_some_and(|known| known.path == path && known.addresses.is_some()) {
-            return;
+            return Some(());
         }
         let known = known.is_some();
-        let Some(service) = Service::of(qp.qp_type) else {
-            return;
-        };
+        let service = Service::of(qp.qp_type)?;
         let addresses = addresses(self, tables, &sq.path_attributes, sq.dest_gid);
         if !known {
-            self.forget_destroyed(tables);
+            self.forget_destroyed();
             let made = Connection {
+                share: tables.footprint.share(Connection::FOOTPRINT).ok()?,
                 of: Arc::downgrade(qp),
                 life: qp.life(),
                 path,
@@ -258,44 +302,54 @@ impl<P: Port> Wire<P> {
                 requester: None,
                 receiver: None,
             };
-            self.connections.insert(qp.number, made);
-        } else if let Some(known) = self.connections.get_mut(&qp.number) {
+            self.connections.insert(qp.serial(), made);
+        } else if let Some(known) = self.connections.get_mut(&qp.serial()) {
             known.path = path;
             known.addresses = addresses;
         }
+        Some(())
     }
 
-    /// Forgets destroyed queue pairs, when they are as many as those that are left.
-    fn forget_destroyed(&mut self, tables: &Tables) {
-        let lives = |qp: Arc<Qp>| !qp.dead.load(Ordering::SeqCst);
-        if self.connections.len() >= 2 * tables.qps.len() as usize {
-            self.connections
-                .retain(|_, known| known.of.upgrade().is_some_and(lives));
+    fn forget_destroyed(&mut self) {
+        if self.connections.len() < self.tidy_at {
+            return;
         }
+        let lives = |qp: Arc<Qp>| !qp.dead.load(Ordering::SeqCst);
+        self.connections
+            .retain(|_, known| known.of.upgrade().is_some_and(lives));
+        self.tidy_at = 2 * self.connections.len() + 64;
     }
 
-    /// Takes the frames that have come by time `now`, at most `most` of them, for the VM of
-    /// `tables`. Returns how many there were.
-    fn receive(&mut self, tables: &Tables, now: u64, most: usize) -> usize {
+    /// Takes the frames that have come by time `now`, at most `most` of them. Returns how many
+    /// there were.
+    pub(crate) fn receive(&mut self, now: u64, most: usize, to: &impl Recipients) -> usize {
         let mut bytes = std::mem::take(&mut self.received);
         let mut taken = 0;
-        while taken < most && self.out.port.receive(now, &mut bytes) {
-            self.take(tables, now, &bytes);
+        while taken < most {
+            let Some(vni) = self.out.port.receive(now, &mut bytes) else {
+                break;
+            };
+            self.take(now, vni, &bytes, to);
             taken += 1;
         }
         self.received = bytes;
         taken
     }
 
-    fn take(&mut self, tables: &Tables, now: u64, bytes: &[u8]) {
-        let verdict = match frame::read(bytes) {
-            Err(reason) => Verdict::Dropped(reason),
-            Ok(_) if !self.out.is_up() || !tables.running => Verdict::Dropped(Reason::Down),
-            Ok(frame) => {
-                let verdict = self.deliver(tables, now, &frame);
-                verdict.unwrap_or(Verdict::Dropped(Reason::Stranger))
-            }
-        };
+    fn take(&mut self, now: u64, vni: u32, bytes: &[u8], to: &impl Recipients) {
+        let mut verdict = Verdict::Dropped(Reason::Stranger);
+        match frame::read(bytes) {
+            Err(reason) => verdict = Verdict::Dropped(reason),
+            Ok(frame) => to.visit(vni, frame.addresses.destination, &mut |tables| {
+                let running = tables.running;
+                let delivered = running.then(|| self.deliver(tables, now, &frame)).flatten();
+                verdict = match delivered {
+                    Some(delivered) => delivered,
+                    None if running => return,
+                    None => Verdict::Dropped(Reason::Down),
+                };
+            }),
+        }
         if let Verdict::Dropped(reason) = verdict {
             self.dropped.count(reason);
         }
@@ -316,11 +370,14 @@ impl<P: Port> Wire<P> {
         if Service::of(qp.qp_type) != Some(packet.service) || !begun {
             return None;
         }
-        let known = self.connections.get(&qp.number);
-        if !known.is_some_and(|known| known.is_of(qp)) {
-            self.connect(tables, qp, &qp.send_queue());
+        if !qp.vm.port_is_up() {
+            return Some(Verdict::Dropped(Reason::Down));
         }
-        let connection = self.connections.get_mut(&qp.number)?;
+        let known = self.connections.get(&qp.serial());
+        if !known.is_some_and(|known| known.is_of(qp)) {
+            self.connect(tables, qp, &qp.send_queue())?;
+        }
+        let connection = self.connections.get_mut(&qp.serial())?;
         let Addresses {
             source,
             source_mac,
@@ -376,11 +433,20 @@ impl<P: Port> Wire<P> {
         if qp.qp_type == qp_type::XRC_INI {
             return None;
         }
-        let connection = self.connections.get_mut(&qp.number)?;
+        let connection = self.connections.get_mut(&qp.serial())?;
         if connection.receiver.is_none() {
             // It is known since the queue pair is ready to receive.
             let (path, _) = connection.path;
-            connection.receiver = Some(Receiver::new(Psn::new(path.rq_psn)));
+            let at_a_time = qp.responder().max_rd_atomic;
+            if connection
+                .share
+                .grow(Receiver::footprint(at_a_time))
+                .is_err()
+            {
+                return Some(Verdict::Dropped(Reason::NoRoom));
+            }
+            let receiver = Receiver::new(Psn::new(path.rq_psn), at_a_time);
+            connection.receiver = Some(receiver);
         }
         let receiver = connection.receiver.as_mut()?;
         let mtu = connection.peer.mtu;
@@ -404,16 +470,13 @@ impl<P: Port> Wire<P> {
         let mtu = payload_of(self.active_mtu());
         let Self { out, payload, .. } = self;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>| {
-            out.send(now, Some(addresses), packet);
+            out.send(now, &qp.vm, Some(addresses), packet);
         };
         datagrams(sq, tables, qp, mtu, budget, payload, &mut send)
     }
 
-    /// The largest path MTU that fits the port.
     fn active_mtu(&self) -> u8 {
-        let fits = |mtu: &u8| payload_of(*mtu) as usize + HEADERS <= self.out.port.mtu();
-        let largest = (mtu::MTU_256..=mtu::MTU_4096).rfind(fits);
-        largest.unwrap_or(mtu::MTU_256)
+        path_mtu_within(self.out.port.mtu())
     }
 
     /// Sends what a queue pair has to answer, within a budget. Returns whether there is more.
@@ -424,7 +487,7 @@ impl<P: Port> Wire<P> {
             payload,
             ..
         } = self;
-        let connection = connections.get_mut(&qp.number);
+        let connection = connections.get_mut(&qp.serial());
         let Some(connection) = connection.filter(|known| known.is_of(qp)) else {
             return false;
         };
@@ -451,7 +514,7 @@ impl<P: Port> Wire<P> {
                 solicited: false,
                 body,
             };
-            out.send(now, addresses.as_ref(), &packet);
+            out.send(now, &qp.vm, addresses.as_ref(), &packet);
         };
         receiver.answer(tables, qp, mtu, BUDGET.bytes, payload, &mut send)
     }
@@ -460,18 +523,35 @@ impl<P: Port> Wire<P> {
 impl<P: Port> Fabric for Wire<P> {
     fn port(&self, vm: &Vm) -> super::Port {
         super::Port {
-            up: self.out.is_up() && vm.port_is_up(),
+            up: vm.port_is_up(),
             max_mtu: mtu::MTU_4096,
             active_mtu: self.active_mtu(),
         }
     }
 
-    fn set_link(&self, _: &Vm, up: bool) {
-        self.out.up.store(up, Ordering::SeqCst);
+    fn set_link(&self, _: &Vm, _: bool) {
+        // The VM itself knows whether its port is up.
     }
 
     fn qp_numbers(&self) -> RangeInclusive<u32> {
         NUMBERS
+    }
+}
+
+impl<P: Port> Elsewhere for Wire<P> {
+    fn send_datagram(
+        &mut self,
+        sq: &SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        now: u64,
+    ) -> Result<(), WcError> {
+        let mtu = payload_of(self.active_mtu());
+        let Self { out, payload, .. } = self;
+        let (addresses, packet) = datagram(sq, tables, qp, active, mtu, payload)?;
+        out.send(now, &qp.vm, Some(&addresses), &packet);
+        Ok(())
     }
 }
 
@@ -487,7 +567,11 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         if qp.facts.datagram {
             return self.send_datagrams(sq, tables, qp, now, budget);
         }
-        self.connect(tables, qp, sq);
+        if self.connect(tables, qp, sq).is_none() {
+            let until = now.saturating_add(NO_ROOM_RETRY);
+            sq.parked = Some(until);
+            return Polled::Park(until);
+        }
         let answers = self.send_answers(tables, qp, now);
         let Self {
             out,
@@ -495,24 +579,25 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
             payload,
             ..
         } = self;
-        let Some(connection) = connections.get_mut(&qp.number) else {
+        let Some(connection) = connections.get_mut(&qp.serial()) else {
             return Polled::Idle;
         };
         let Connection {
             addresses,
             peer,
             requester,
+            share,
             ..
         } = connection;
         let first = Psn::new(sq.path_attributes.sq_psn);
         let requester = requester.get_or_insert_with(|| {
             if qp.facts.acknowledged {
-                Requester::Acknowledged(Sender::new(first))
+                Requester::Acknowledged(Sender::new(first, share.another()))
             } else {
                 Requester::Unacknowledged(Stream::new(first))
             }
         });
-        let mut send = |packet: &Packet<'_>| out.send(now, addresses.as_ref(), packet);
+        let mut send = |packet: &Packet<'_>| out.send(now, &qp.vm, addresses.as_ref(), packet);
         let mut packets = Out {
             payload,
             send: &mut send,
@@ -536,7 +621,7 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
     }
 
     fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>) {
-        let connection = self.connections.get_mut(&qp.number);
+        let connection = self.connections.get_mut(&qp.serial());
         let connection = connection.filter(|known| known.is_of(qp));
         let requester = connection.and_then(|known| known.requester.as_mut());
         if let Some(Requester::Acknowledged(sender)) = requester {

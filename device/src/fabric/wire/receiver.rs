@@ -21,6 +21,7 @@ use crate::engine::operation::flush_access;
 use crate::engine::queue_pair::Qp;
 use crate::engine::responder::{Origin, Payload, Responder, Slice};
 use crate::engine::tables::Tables;
+use crate::footprint::listed;
 use crate::memory::atomic::AtomicOperation;
 use crate::verbs::WcError;
 
@@ -28,9 +29,9 @@ use crate::verbs::WcError;
 const HALF: u32 = 1 << 23;
 /// Longest message, bytes.
 const LONGEST: u32 = 1 << 31;
-/// Answers that may wait until what an RDMA READ brings is sent. Packets that would lead to more
-/// are dropped.
-const MOST_REPLIES: usize = 256;
+/// Answers that may wait until what an RDMA READ brings is sent, beside two for each request that
+/// brings something. Packets that would lead to more are dropped.
+const MORE_REPLIES: usize = 8;
 
 /// The message that is under way.
 #[derive(Debug, Clone, Copy)]
@@ -104,6 +105,8 @@ pub(super) struct Receiver {
     told: bool,
     /// What was answered to the packet that ended it all: its requester may ask again.
     fatal: Option<(Psn, Nak)>,
+    /// Answers that may wait.
+    most_replies: usize,
     /// Answers in the order in which they are sent.
     replies: VecDeque<Reply>,
     /// The last requests that brought something, as many as the requester may have under way.
@@ -111,8 +114,17 @@ pub(super) struct Receiver {
 }
 
 impl Receiver {
-    pub(super) fn new(first: Psn) -> Self {
+    /// What one that takes so many requests that bring something at a time takes of its VM's
+    /// account, bytes, beside itself.
+    pub(super) fn footprint(max_rd_atomic: u8) -> u64 {
+        let bringing = usize::from(max_rd_atomic);
+        // The lists grow to twice what they need.
+        listed::<Reply>(2 * most_replies(max_rd_atomic)) + listed::<Brought>(2 * bringing)
+    }
+
+    pub(super) fn new(first: Psn, max_rd_atomic: u8) -> Self {
         Self {
+            most_replies: most_replies(max_rd_atomic),
             expected: first,
             messages: 0,
             under_way: None,
@@ -124,8 +136,18 @@ impl Receiver {
     }
 
     fn acknowledge(&mut self, psn: Psn, syndrome: Syndrome) {
-        let reply = Reply::Acknowledge(psn, syndrome, self.messages);
-        self.replies.push_back(reply);
+        match self.replies.back_mut() {
+            // An acknowledgement is for all before it, too.
+            Some(Reply::Acknowledge(before, Syndrome::Ack, msn)) if syndrome == Syndrome::Ack => {
+                if psn.since(*before) < HALF {
+                    (*before, *msn) = (psn, self.messages);
+                }
+            }
+            _ => {
+                let reply = Reply::Acknowledge(psn, syndrome, self.messages);
+                self.replies.push_back(reply);
+            }
+        }
     }
 
     /// Takes a request with payload of at most `mtu` bytes for queue pair `qp`, whose engine's
@@ -139,7 +161,7 @@ impl Receiver {
         packet: &Packet<'_>,
         request: &RequestPacket<'_>,
     ) -> Verdict {
-        if self.replies.len() >= MOST_REPLIES {
+        if self.replies.len() >= self.most_replies {
             // As if it were lost.
             return Verdict::Dropped(Reason::NoRoom);
         }
@@ -575,6 +597,10 @@ impl Receiver {
         }
         false
     }
+}
+
+fn most_replies(max_rd_atomic: u8) -> usize {
+    2 * usize::from(max_rd_atomic) + MORE_REPLIES
 }
 
 /// Whether a request is answered by something of its own.

@@ -28,6 +28,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
 use crate::engine::Budget;
+use crate::footprint::Share;
 use crate::memory::atomic::AtomicOperation;
 use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
@@ -118,13 +119,19 @@ pub(super) struct Sender {
     /// Memory of the message at `next` could not be read: it fails, when all before it is done.
     unreadable: Option<WcError>,
     wait: Wait,
+    /// What is under way, and was, is in the account of the VM: so many messages.
+    share: Share,
+    accounted: usize,
     /// Packet numbers count from here for asking for acknowledgements.
     packets: u32,
 }
 
 impl Sender {
-    pub(super) fn new(first: Psn) -> Self {
+    /// What it has under way is in the account that `share` is of.
+    pub(super) fn new(first: Psn, share: Share) -> Self {
         Self {
+            share,
+            accounted: 0,
             unacknowledged: first,
             next: first,
             sent: first,
@@ -262,6 +269,9 @@ impl Sender {
             if !begins || under_way >= WINDOW || self.outstanding.len() >= MESSAGES {
                 return Ok(());
             }
+            if !sq.posted() || !self.has_room(sq) {
+                return Ok(());
+            }
             let active = match sq.fetch(tables, qp) {
                 None => return Ok(()),
                 Some(Err(error)) => {
@@ -288,6 +298,20 @@ impl Sender {
             }
             self.admit(sq, active, peer);
         }
+    }
+
+    /// Whether the account of the VM has room for another message under way. It always has for one.
+    fn has_room(&mut self, sq: &SendQueue) -> bool {
+        let kept = self.outstanding.len() + self.spare.len();
+        if kept < self.accounted {
+            return true;
+        }
+        let lists = sq.max_sge * size_of::<Sge>() + sq.max_inline;
+        // The queue and the list of spare ones grow to twice what they need.
+        let each = 3 * size_of::<Outstanding>() + lists;
+        let grown = self.share.grow(each as u64).is_ok();
+        self.accounted += usize::from(grown);
+        grown || kept == 0 || !self.spare.is_empty()
     }
 
     /// The message of the work request in progress is under way from now on.

@@ -22,11 +22,12 @@ use super::packet::{
 use super::port::sim::{Network, SimPort};
 use super::port::Port;
 use super::verdict::Reason;
-use super::{payload_of, Wire};
+use super::{Recipients, Wire};
 use crate::engine::fixture::{Destination, Guest, Send, DATA, QKEY};
 use crate::engine::message::GRH;
 use crate::engine::queue_pair::Qp;
-use crate::engine::BUDGET;
+use crate::engine::tables::{Gid, Tables};
+use crate::engine::{payload_of, BUDGET};
 use crate::fabric::scenario::{
     carry_out, content, programs, requests, verify, Clock, End, Pair, Program, Wanted, World,
     FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
@@ -41,6 +42,15 @@ const PORT_MTU: usize = 4200;
 const LATENCY: u64 = 5_000;
 /// Frames of each end that are captured, at most.
 const CAPTURED: usize = 10_000;
+
+/// The only VM behind a port.
+struct Only<'a>(&'a Tables);
+
+impl Recipients for Only<'_> {
+    fn visit(&self, _: u32, _: Gid, visit: &mut dyn FnMut(&Tables)) {
+        visit(self.0);
+    }
+}
 
 /// The network between two ends, and their time.
 pub(in super::super) struct Net {
@@ -97,7 +107,7 @@ impl World for Net {
         let section = self.reader.enter();
         let tables = pair.ends[end].guest.vm.read_in(&section).unwrap();
         let (wire, now) = (&mut self.wires[end], self.clock.now);
-        let came = wire.receive(tables, now, 16) != 0;
+        let came = wire.receive(now, 16, &Only(tables)) != 0;
         let poll = |qp: &Arc<Qp>| fabric::poll(wire, tables, qp, now, BUDGET);
         self.clock.poll(pair, end, poll) || came
     }
@@ -163,6 +173,7 @@ fn simulations() -> ProptestConfig {
 proptest! {
     #![proptest_config(simulations())]
 
+    // D-WIRE-003.
     /// SENDs and WRITEs over a network with any faults, with receives that come late, and with
     /// errors: every message once, in order, its data right, and completions as verbs say.
     #[test]
@@ -208,6 +219,7 @@ proptest! {
         net.explained(result)?;
     }
 
+    // D-WIRE-005.
     /// UC over a network with any faults: messages arrive whole, in order, at most once; their
     /// sender is never told.
     #[test]
@@ -298,7 +310,7 @@ proptest! {
             };
             let mut bytes = Vec::new();
             frame::write(&mut bytes, &addresses, &packet);
-            simulation.net.wires[0].out.port.send(0, &bytes);
+            simulation.net.wires[0].out.port.send(0, 0, Gid::default(), &bytes);
         }
         simulation.run(simulation.net.clock.now + 2 * TIMEOUT_NANOSECONDS);
         prop_assert_eq!(simulation.pair.ends[1].guest.read(secret, 4096), before);
@@ -633,6 +645,7 @@ fn clean() -> [FaultSettings; 2] {
     Default::default()
 }
 
+// D-WIRE-004.
 #[test]
 fn a_peer_that_is_cut_off_is_given_up_after_all_attempts_and_not_before() {
     let cut = FaultSettings {
@@ -771,14 +784,14 @@ fn a_port_that_is_down_carries_nothing_and_is_waited_for() {
     let at = simulation.pair.ends[1].allocate(100);
     simulation.pair.post_receive(1, RECEIVES, at, 100);
     let vm = simulation.pair.ends[1].guest.vm.clone();
-    simulation.net.wires[1].set_link(&vm, false);
+    vm.link().set(false);
     let send = simulation.pair.a_send(0, 1, 100);
     simulation.pair.post_send(0, &send);
     simulation.run(2 * TIMEOUT_NANOSECONDS);
     assert!(!simulation.net.wires[1].port(&vm).up);
     assert_eq!(simulation.pair.completions(1), []);
     assert!(simulation.net.wires[1].dropped.of(Reason::Down) > 0);
-    simulation.net.wires[1].set_link(&vm, true);
+    vm.link().set(true);
     simulation.run(SECOND);
     assert_eq!(simulation.pair.completions(0).len(), 1);
     assert_eq!(simulation.pair.completions(1).len(), 1);
@@ -845,6 +858,7 @@ fn a_port_has_the_largest_path_mtu_that_fits() {
     }
 }
 
+// D-WIRE-002.
 #[test]
 fn a_stranger_does_not_reach_a_queue_pair() {
     let mut simulation = Simulation::new(clean(), |_| {});
@@ -880,13 +894,19 @@ fn a_stranger_does_not_reach_a_queue_pair() {
     };
     for (addresses, packet) in [(other, packet), (elsewhere, packet), (good, wrong_number)] {
         frame::write(&mut bytes, &addresses, &packet);
-        simulation.net.wires[0].out.port.send(0, &bytes);
+        simulation.net.wires[0]
+            .out
+            .port
+            .send(0, 0, Gid::default(), &bytes);
     }
     simulation.run(SECOND);
     assert_eq!(simulation.net.wires[1].dropped.of(Reason::Stranger), 3);
     assert_eq!(simulation.pair.completions(1), []);
     frame::write(&mut bytes, &good, &packet);
-    simulation.net.wires[0].out.port.send(SECOND, &bytes);
+    simulation.net.wires[0]
+        .out
+        .port
+        .send(SECOND, 0, Gid::default(), &bytes);
     simulation.run(2 * SECOND);
     assert_eq!(simulation.pair.completions(1).len(), 1);
     assert_eq!(simulation.pair.ends[1].guest.read(at, 4), b"here");

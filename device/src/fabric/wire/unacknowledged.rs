@@ -9,7 +9,6 @@ use super::frame::Addresses;
 use super::packet::{Body, Deth, Packet, Place, Psn, Request, RequestPacket, Reth, Service};
 use super::sender::{Out, Peer};
 use crate::engine::cursor::fetch;
-use crate::engine::message::Datagram;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
@@ -69,8 +68,17 @@ impl Stream {
         let len = (what.length - active.done).min(peer.mtu);
         let done = active.done + len;
         let place = Place::of(active.done == 0, done == what.length);
-        let request = request(sq, tables, qp, peer.service, place)?;
-        read(sq, tables, qp, &active, len, out.payload)?;
+        let read = request(what.opcode, peer.service, place).and_then(|request| {
+            read(sq, tables, qp, &active, len, out.payload)?;
+            Ok(request)
+        });
+        let request = match read {
+            Ok(request) => request,
+            Err(error) => {
+                sq.fail(tables, qp, error);
+                return Err(Polled::Again);
+            }
+        };
         let reth = Reth {
             addr: what.remote_addr,
             rkey: what.rkey,
@@ -116,7 +124,7 @@ pub(super) fn datagrams(
     send: &mut dyn FnMut(&Addresses, &Packet<'_>),
 ) -> Polled {
     while budget.messages != 0 && budget.bytes != 0 {
-        match datagram(sq, tables, qp, mtu, payload, send) {
+        match next_datagram(sq, tables, qp, mtu, payload, send) {
             Ok(len) => {
                 budget.messages -= 1;
                 budget.bytes = budget.bytes.saturating_sub(len.max(64));
@@ -128,7 +136,7 @@ pub(super) fn datagrams(
 }
 
 /// Sends the next datagram. Returns its length, bytes.
-fn datagram(
+fn next_datagram(
     sq: &mut SendQueue,
     tables: &Tables,
     qp: &Arc<Qp>,
@@ -137,20 +145,47 @@ fn datagram(
     send: &mut dyn FnMut(&Addresses, &Packet<'_>),
 ) -> Result<u64, Polled> {
     sq.check_ring(tables, qp)?;
-    // Each has a PSN of its own, which nobody looks at.
-    let psn = sq.path_attributes.sq_psn.wrapping_add(sq.position());
     let active = sq.next_active(tables, qp)?;
     sq.active = Some(active);
+    match datagram(sq, tables, qp, &active, mtu, payload) {
+        Ok((addresses, packet)) => send(&addresses, &packet),
+        Err(error) => {
+            sq.fail(tables, qp, error);
+            return Err(Polled::Again);
+        }
+    }
+    sent(sq, tables, qp, &active);
+    Ok(active.message.length)
+}
+
+/// The datagram of the work request in progress, which must fit `mtu` bytes of payload.
+pub(super) fn datagram<'p>(
+    sq: &SendQueue,
+    tables: &Tables,
+    qp: &Qp,
+    active: &Active,
+    mtu: u64,
+    payload: &'p mut Vec<u8>,
+) -> Result<(Addresses, Packet<'p>), WcError> {
     let what = active.message;
-    let request = request(sq, tables, qp, Service::Ud, Place::Only)?;
-    let Some(to) = sq.datagram else {
-        return fail(sq, tables, qp, wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
-    };
+    let request = request(what.opcode, Service::Ud, Place::Only)?;
+    let to = sq.datagram.ok_or(NO_SUCH_PACKET)?;
     if what.length > mtu {
         let reason = vendor_err::MESSAGE_LENGTH;
-        return fail(sq, tables, qp, wc_status::LOC_LEN_ERR, reason);
+        return Err(WcError::new(wc_status::LOC_LEN_ERR, reason));
     }
-    read(sq, tables, qp, &active, what.length, payload)?;
+    read(sq, tables, qp, active, what.length, payload)?;
+    // Each has a PSN of its own, which nobody looks at.
+    let psn = sq.path_attributes.sq_psn.wrapping_add(sq.position());
+    let addresses = Addresses {
+        source_mac: to.source.mac,
+        destination_mac: to.dmac,
+        source: to.sgid,
+        destination: to.dgid,
+        traffic_class: to.traffic_class,
+        flow_label: to.flow_label,
+        hop_limit: to.hop_limit,
+    };
     let packet = Packet {
         service: Service::Ud,
         dest_qp: to.qpn,
@@ -166,66 +201,29 @@ fn datagram(
             ..RequestPacket::new(request, payload)
         }),
     };
-    send(&addresses(&to), &packet);
-    sent(sq, tables, qp, &active);
-    Ok(what.length)
+    Ok((addresses, packet))
 }
 
-fn addresses(to: &Datagram) -> Addresses {
-    Addresses {
-        source_mac: to.source.mac,
-        destination_mac: to.dmac,
-        source: to.sgid,
-        destination: to.dgid,
-        traffic_class: to.traffic_class,
-        flow_label: to.flow_label,
-        hop_limit: to.hop_limit,
-    }
-}
+/// RoCEv2 has no packet for it.
+const NO_SUCH_PACKET: WcError = WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE);
 
-/// The packet at `place` of the message of the work request in progress, which fails if its service
-/// has none.
-fn request(
-    sq: &mut SendQueue,
-    tables: &Tables,
-    qp: &Arc<Qp>,
-    service: Service,
-    place: Place,
-) -> Result<Request, Polled> {
-    let opcode = sq.active.map(|active| active.message.opcode);
-    match opcode.and_then(|opcode| Request::at(service, opcode, place)) {
-        Some(request) => Ok(request),
-        None => fail(sq, tables, qp, wc_status::LOC_QP_OP_ERR, vendor_err::OPCODE),
-    }
+/// The packet at `place` of the message of a work request, if its service has one.
+fn request(opcode: u8, service: Service, place: Place) -> Result<Request, WcError> {
+    Request::at(service, opcode, place).ok_or(NO_SUCH_PACKET)
 }
 
 /// Reads the next `len` bytes of a message.
 fn read(
-    sq: &mut SendQueue,
+    sq: &SendQueue,
     tables: &Tables,
-    qp: &Arc<Qp>,
+    qp: &Qp,
     active: &Active,
     len: u64,
     payload: &mut Vec<u8>,
-) -> Result<(), Polled> {
+) -> Result<(), WcError> {
     payload.resize(usize::try_from(len).unwrap_or_default(), 0);
-    let read = fetch(&mut sq.source(tables, qp, active), payload);
-    match read {
-        Ok(()) => Ok(()),
-        Err(key) => fail(sq, tables, qp, wc_status::LOC_PROT_ERR, key.0),
-    }
-}
-
-/// The work request in progress fails.
-fn fail<T>(
-    sq: &mut SendQueue,
-    tables: &Tables,
-    qp: &Arc<Qp>,
-    status: u8,
-    reason: u8,
-) -> Result<T, Polled> {
-    sq.fail(tables, qp, WcError::new(status, reason));
-    Err(Polled::Again)
+    fetch(&mut sq.source(tables, qp, active), payload)
+        .map_err(|key| WcError::new(wc_status::LOC_PROT_ERR, key.0))
 }
 
 /// All of a message has left.

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::port::{Fate, Port};
+use crate::engine::tables::Gid;
 
 /// How often what happens to a frame, each of 256, and how.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -35,6 +36,9 @@ pub(in super::super) struct FaultCounts {
     pub delayed: u64,
 }
 
+/// Network and destination of a frame.
+type Target = (u32, Gid);
+
 /// A port with faults.
 #[derive(Debug)]
 pub(in super::super) struct Faults<P> {
@@ -44,7 +48,7 @@ pub(in super::super) struct Faults<P> {
     /// When frames were lost or damaged, as far as that counts for the limit.
     suffered: VecDeque<u64>,
     /// Delayed frames, by the time at which they are sent.
-    held: BTreeMap<(u64, u64), Vec<u8>>,
+    held: BTreeMap<(u64, u64), (Target, Vec<u8>)>,
 }
 
 /// A number that depends on its arguments alone (splitmix64).
@@ -81,8 +85,8 @@ impl<P: Port> Faults<P> {
             if at > now {
                 break;
             }
-            let frame = entry.remove();
-            self.inner.send(at, &frame);
+            let ((vni, destination), frame) = entry.remove();
+            self.inner.send(at, vni, destination, &frame);
         }
     }
 
@@ -105,14 +109,16 @@ impl<P: Port> Faults<P> {
         }
     }
 
-    fn pass(&mut self, now: u64, number: u64, what: u64, late: bool, frame: &[u8]) {
-        if late {
+    /// Sends a frame, now or, by the draw `what`, later.
+    fn pass(&mut self, now: u64, number: u64, what: Option<u64>, to: Target, frame: &[u8]) {
+        if let Some(what) = what {
             let wait = 1 + draw(self.settings.seed, number, what) % self.settings.delay.max(1);
             let at = now.saturating_add(wait);
-            self.held
-                .insert((at, number * 2 + what % 2), frame.to_vec());
+            let key = (at, number * 2 + what % 2);
+            self.held.insert(key, (to, frame.to_vec()));
         } else {
-            self.inner.send(now, frame);
+            let (vni, destination) = to;
+            self.inner.send(now, vni, destination, frame);
         }
     }
 }
@@ -122,7 +128,7 @@ impl<P: Port> Port for Faults<P> {
         self.inner.mtu()
     }
 
-    fn send(&mut self, now: u64, frame: &[u8]) -> Fate {
+    fn send(&mut self, now: u64, vni: u32, destination: Gid, frame: &[u8]) -> Fate {
         self.release(now);
         let (settings, number) = (self.settings, self.counts.sent);
         self.counts.sent += 1;
@@ -149,11 +155,12 @@ impl<P: Port> Port for Faults<P> {
         }
         let late = settings.happens(number, 3, settings.delayed);
         self.counts.delayed += u64::from(late);
-        self.pass(now, number, 4, late, frame);
+        let to = (vni, destination);
+        self.pass(now, number, late.then_some(4), to, frame);
         let again = settings.happens(number, 5, settings.repeated);
         if again {
             self.counts.repeated += 1;
-            self.pass(now, number, 7, true, frame);
+            self.pass(now, number, Some(7), to, frame);
         }
         match fate {
             Fate::Sent if again => Fate::Repeated(number),
@@ -162,7 +169,7 @@ impl<P: Port> Port for Faults<P> {
         }
     }
 
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> bool {
+    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<u32> {
         self.release(now);
         self.inner.receive(now, frame)
     }

@@ -2,12 +2,16 @@
 //! Ports: where frames leave and come. Nothing of them blocks, and time is a parameter.
 use std::fmt;
 
+use crate::engine::tables::Gid;
+
 #[cfg(test)]
 pub(super) mod sim;
+pub(crate) mod vxlan;
 
 /// What became of a frame that was to be sent, as far as the port knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fate {
+#[cfg_attr(not(test), expect(dead_code, reason = "only tests have faults so far"))]
+pub(crate) enum Fate {
     Sent,
     /// Faults, by the number of the frame since they began: it is lost.
     Lost(u64),
@@ -17,6 +21,10 @@ pub(super) enum Fate {
     Repeated(u64),
     /// It goes later.
     Delayed(u64),
+    /// No host has the destination.
+    NoHost,
+    /// The system did not take it.
+    Refused,
 }
 
 impl fmt::Display for Fate {
@@ -27,22 +35,26 @@ impl fmt::Display for Fate {
             Self::Damaged(number) => ("damaged", number),
             Self::Repeated(number) => ("repeated", number),
             Self::Delayed(number) => ("delayed", number),
+            Self::NoHost => return f.write_str("lost: no host has the destination"),
+            Self::Refused => return f.write_str("lost: the system did not take it"),
         };
         write!(f, "faults: {what} (frame {number})")
     }
 }
 
 /// A port. Layers, as for faults, are ports around another one.
-pub(super) trait Port {
+pub(crate) trait Port {
     /// The longest IP packet that it carries, bytes.
     fn mtu(&self) -> usize;
 
-    /// Sends a frame at time `now`, nanoseconds. It may be lost.
-    fn send(&mut self, now: u64, frame: &[u8]) -> Fate;
+    /// Sends a frame of network `vni` to `destination` at time `now`, nanoseconds. It may be lost.
+    fn send(&mut self, now: u64, vni: u32, destination: Gid, frame: &[u8]) -> Fate;
 
-    /// Takes the next frame that has come by `now` into `frame`; false if there is none.
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> bool;
+    /// Takes the next frame that has come by `now` into `frame`, and returns its network, if there
+    /// is one.
+    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<u32>;
 
     /// When it is worth a look though nobody sends, nanoseconds.
+    #[cfg(test)]
     fn timer(&self) -> Option<u64>;
 }

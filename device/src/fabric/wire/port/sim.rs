@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use super::{Fate, Port};
+use crate::engine::tables::Gid;
 
 type Mac = [u8; 6];
 
@@ -53,7 +54,7 @@ impl Port for SimPort {
         self.mtu
     }
 
-    fn send(&mut self, now: u64, frame: &[u8]) -> Fate {
+    fn send(&mut self, now: u64, _: u32, _: Gid, frame: &[u8]) -> Fate {
         assert!(frame.len() <= self.mtu + 14, "the frame is too long");
         let destination: &Mac = frame.first_chunk().unwrap();
         let group = destination[0] & 1 != 0;
@@ -66,15 +67,15 @@ impl Port for SimPort {
         Fate::Sent
     }
 
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> bool {
+    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<u32> {
         let mut links = self.network.links.borrow_mut();
         let link = links.0.get_mut(&self.mac).unwrap();
         match link.front() {
             Some((at, _)) if *at <= now => {
                 *frame = link.pop_front().unwrap().1;
-                true
+                Some(0)
             }
-            _ => false,
+            _ => None,
         }
     }
 

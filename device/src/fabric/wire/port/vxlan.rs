@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Frames in VXLAN (RFC 7348): between hosts, over a UDP socket of this one. The other end is
+//! another process of ours, or a kernel's `vxlan` device.
+//!
+//! A directory says which GIDs are at which host. A frame whose source is at another host than the
+//! one that sent it is not taken.
+use std::io;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::sync::Arc;
+
+use super::super::frame;
+use super::{Fate, Port};
+use crate::engine::message::is_multicast;
+use crate::engine::tables::Gid;
+
+/// UDP port of VXLAN.
+pub const PORT: u16 = 4789;
+/// Largest network identifier.
+pub const MAX_VNI: u32 = (1 << 24) - 1;
+/// Bytes of a VXLAN header.
+const HEADER: usize = 8;
+/// The network identifier is valid: the only flag.
+const VALID: u8 = 0x08;
+/// What VXLAN adds to an IP packet, bytes: IPv4 or IPv6, UDP, VXLAN, Ethernet.
+const OVERHEAD_IPV4: usize = 20 + 8 + HEADER + 14;
+const OVERHEAD_IPV6: usize = 40 + 8 + HEADER + 14;
+/// Datagrams that are not for us and are skipped at a time, at most.
+const MOST_SKIPPED: usize = 64;
+/// The longest UDP datagram.
+const LONGEST: usize = 1 << 16;
+
+/// The longest IP packet in a tunnel of a host with this address, bytes, where IP packets between
+/// hosts have at most `mtu` bytes.
+#[must_use]
+pub fn inner_mtu(address: SocketAddr, mtu: usize) -> usize {
+    mtu.saturating_sub(match address.ip() {
+        IpAddr::V4(_) => OVERHEAD_IPV4,
+        IpAddr::V6(_) => OVERHEAD_IPV6,
+    })
+}
+
+/// GIDs that are at a host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// The first bits of them,
+    pub prefix: Gid,
+    /// and how many.
+    pub bits: u8,
+    /// The host.
+    pub host: SocketAddr,
+}
+
+impl Entry {
+    fn has(&self, gid: &Gid) -> bool {
+        let differ = u128::from_be_bytes(self.prefix) ^ u128::from_be_bytes(*gid);
+        differ.leading_zeros() >= u32::from(self.bits)
+    }
+}
+
+/// Which GIDs are at which host: where several entries have one, the longest prefix counts.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Directory(Vec<Entry>);
+
+impl Directory {
+    /// One with these entries.
+    #[must_use]
+    pub fn new(mut entries: Vec<Entry>) -> Self {
+        entries.sort_by_key(|entry| std::cmp::Reverse(entry.bits));
+        Self(entries)
+    }
+
+    fn host(&self, gid: &Gid) -> Option<SocketAddr> {
+        let entry = self.0.iter().find(|entry| entry.has(gid))?;
+        Some(entry.host)
+    }
+
+    /// Each host once.
+    fn hosts(&self) -> Vec<SocketAddr> {
+        let mut hosts: Vec<_> = self.0.iter().map(|entry| entry.host).collect();
+        hosts.sort_unstable();
+        hosts.dedup();
+        hosts
+    }
+}
+
+/// This host's end of the network between hosts.
+#[derive(Debug)]
+pub struct Tunnel {
+    socket: UdpSocket,
+    directory: Directory,
+    hosts: Vec<SocketAddr>,
+    /// The longest IP packet in it, bytes.
+    mtu: usize,
+}
+
+impl Tunnel {
+    /// Opens it at an address of this host. IP packets between hosts have at most `mtu` bytes.
+    ///
+    /// # Errors
+    /// If the system refuses the socket.
+    pub fn open(address: SocketAddr, mtu: usize, directory: Directory) -> io::Result<Arc<Self>> {
+        let socket = UdpSocket::bind(address)?;
+        socket.set_nonblocking(true)?;
+        let mut hosts = directory.hosts();
+        hosts.retain(|host| *host != address);
+        Ok(Arc::new(Self {
+            socket,
+            directory,
+            hosts,
+            mtu: inner_mtu(address, mtu),
+        }))
+    }
+
+    /// The socket.
+    #[must_use]
+    pub fn socket(&self) -> &UdpSocket {
+        &self.socket
+    }
+
+    fn send(&self, datagram: &[u8], host: SocketAddr) -> Fate {
+        match self.socket.send_to(datagram, host) {
+            Ok(_) => Fate::Sent,
+            Err(_) => Fate::Refused,
+        }
+    }
+}
+
+/// The port.
+#[derive(Debug)]
+pub(crate) struct VxlanPort {
+    tunnel: Arc<Tunnel>,
+    /// The datagram that is written.
+    written: Vec<u8>,
+    /// The datagram that is read.
+    read: Vec<u8>,
+}
+
+impl VxlanPort {
+    pub(crate) fn new(tunnel: Arc<Tunnel>) -> Self {
+        Self {
+            tunnel,
+            written: Vec::with_capacity(LONGEST),
+            read: vec![0; LONGEST],
+        }
+    }
+
+    /// The network of the datagram of `length` bytes from `host`, if it is one for us.
+    fn accept(&self, length: usize, host: SocketAddr) -> Option<(u32, &[u8])> {
+        let datagram = self.read.get(..length)?;
+        let (header, frame) = datagram.split_first_chunk::<HEADER>()?;
+        let [flags, _, _, _, vni @ .., _] = *header;
+        let [high, middle, low] = vni;
+        let source = frame::source(frame)?;
+        // A kernel sends from any UDP port.
+        let there = self.tunnel.directory.host(&source)?.ip() == host.ip();
+        let vni = u32::from_be_bytes([0, high, middle, low]);
+        (flags & VALID != 0 && there).then_some((vni, frame))
+    }
+}
+
+impl Port for VxlanPort {
+    fn mtu(&self) -> usize {
+        self.tunnel.mtu
+    }
+
+    fn send(&mut self, _: u64, vni: u32, destination: Gid, frame: &[u8]) -> Fate {
+        let Self {
+            tunnel, written, ..
+        } = self;
+        let [_, high, middle, low] = vni.to_be_bytes();
+        written.clear();
+        written.extend_from_slice(&[VALID, 0, 0, 0, high, middle, low, 0]);
+        written.extend_from_slice(frame);
+        if is_multicast(&destination) {
+            let mut fate = Fate::NoHost;
+            for host in &tunnel.hosts {
+                fate = tunnel.send(written, *host);
+            }
+            return fate;
+        }
+        match tunnel.directory.host(&destination) {
+            Some(host) => tunnel.send(written, host),
+            None => Fate::NoHost,
+        }
+    }
+
+    fn receive(&mut self, _: u64, frame: &mut Vec<u8>) -> Option<u32> {
+        // What is not for us is skipped, as far as that goes. An error other than that there is none
+        // is of a frame that we sent.
+        for _ in 0..MOST_SKIPPED {
+            match self.tunnel.socket.recv_from(&mut self.read) {
+                Ok((length, host)) => {
+                    if let Some((vni, bytes)) = self.accept(length, host) {
+                        frame.clear();
+                        frame.extend_from_slice(bytes);
+                        return Some(vni);
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
+                Err(_) => {}
+            }
+        }
+        None
+    }
+
+    #[cfg(test)]
+    fn timer(&self) -> Option<u64> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gid(last: [u8; 4]) -> Gid {
+        let mut gid = [0; 16];
+        gid[10..12].fill(0xff);
+        gid[12..].copy_from_slice(&last);
+        gid
+    }
+
+    fn entry(prefix: Gid, bits: u8, port: u16) -> Entry {
+        let host = SocketAddr::from(([127, 0, 0, 1], port));
+        Entry { prefix, bits, host }
+    }
+
+    #[test]
+    fn the_longest_prefix_says_where_a_gid_is() {
+        let directory = Directory::new(vec![
+            entry(gid([10, 0, 0, 0]), 96 + 8, 1),
+            entry(gid([10, 0, 7, 0]), 96 + 24, 2),
+            entry(gid([10, 0, 7, 9]), 128, 3),
+        ]);
+        let port = |last| directory.host(&gid(last)).map(|host| host.port());
+        assert_eq!(port([10, 9, 0, 1]), Some(1));
+        assert_eq!(port([10, 0, 7, 1]), Some(2));
+        assert_eq!(port([10, 0, 7, 9]), Some(3));
+        assert_eq!(port([11, 0, 0, 1]), None);
+        assert_eq!(directory.hosts().len(), 3);
+        let all = Directory::new(vec![entry(Gid::default(), 0, 4)]);
+        assert_eq!(
+            all.host(&gid([1, 2, 3, 4])).map(|host| host.port()),
+            Some(4)
+        );
+    }
+
+    /// Two ends on this host, where 10.0.0.1 is at the first and 10.0.0.2 at the second.
+    fn two() -> [VxlanPort; 2] {
+        // Their addresses must be known before they are opened.
+        let sockets = [0, 1].map(|_| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let addresses = sockets.map(|socket| socket.local_addr().unwrap());
+        let entries = [1, 2].map(|last: u8| {
+            let host = addresses[usize::from(last) - 1];
+            Entry {
+                prefix: gid([10, 0, 0, last]),
+                bits: 128,
+                host,
+            }
+        });
+        addresses.map(|address| {
+            let directory = Directory::new(entries.to_vec());
+            VxlanPort::new(Tunnel::open(address, 1500, directory).unwrap())
+        })
+    }
+
+    /// An Ethernet frame with an IPv4 header, as far as ports look at it.
+    fn frame(source: [u8; 4]) -> Vec<u8> {
+        let mut frame = vec![0; 60];
+        frame[12..14].copy_from_slice(&[8, 0]);
+        frame[14] = 0x45;
+        frame[26..30].copy_from_slice(&source);
+        frame
+    }
+
+    fn receive(port: &mut VxlanPort) -> Option<(u32, Vec<u8>)> {
+        let mut frame = Vec::new();
+        let vni = port.receive(0, &mut frame)?;
+        Some((vni, frame))
+    }
+
+    #[test]
+    fn frames_arrive_with_their_network_at_the_host_of_their_gid() {
+        let [mut first, mut second] = two();
+        assert_eq!(first.mtu(), 1450);
+        let sent = frame([10, 0, 0, 1]);
+        let fate = first.send(0, 0x12_3456, gid([10, 0, 0, 2]), &sent);
+        assert_eq!(fate, Fate::Sent);
+        assert_eq!(receive(&mut second), Some((0x12_3456, sent.clone())));
+        assert_eq!(receive(&mut second), None);
+        // To a group: to all hosts but this one.
+        assert_eq!(first.send(0, 7, gid([224, 0, 0, 9]), &sent), Fate::Sent);
+        assert_eq!(receive(&mut second), Some((7, sent.clone())));
+        assert_eq!(receive(&mut first), None);
+        assert_eq!(first.send(0, 7, gid([10, 9, 9, 9]), &sent), Fate::NoHost);
+    }
+
+    #[test]
+    fn a_host_sends_for_its_own_gids_alone() {
+        let [mut first, mut second] = two();
+        let foreign = frame([10, 0, 0, 2]);
+        first.send(0, 7, gid([10, 0, 0, 2]), &foreign);
+        let ours = frame([10, 0, 0, 1]);
+        first.send(0, 7, gid([10, 0, 0, 2]), &ours);
+        // On one host both have the same address: another has neither.
+        let elsewhere = UdpSocket::bind("127.0.0.2:0").unwrap();
+        let to = second.tunnel.socket.local_addr().unwrap();
+        elsewhere.send_to(&first.written, to).unwrap();
+        elsewhere.send_to(&[0; 5], to).unwrap();
+        assert_eq!(receive(&mut second), Some((7, foreign)));
+        assert_eq!(receive(&mut second), Some((7, ours)));
+        assert_eq!(receive(&mut second), None);
+    }
+}

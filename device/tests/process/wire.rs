@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! VMs of two processes, as on two hosts, with VXLAN between them.
+use std::net::UdpSocket;
+use std::sync::Arc;
+
+use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
+use vhost_device_rdma_bare::spec::verbs::{
+    access, mtu, qp_state, qp_type, send_flag, wc_status, wr_opcode,
+};
+use vhost_device_rdma_bare::{
+    Address, Connection, DeviceProcess, ProcessOptions, QpOptions, Vm, VmOptions,
+};
+
+use crate::common::{
+    assert_status, assert_success, everything, pattern, Pair, Side, SideOptions, NOTHING, TIMEOUT,
+};
+
+const QKEY: u32 = 0x1111_1111;
+const GRH: usize = 40;
+
+/// The GID of the VM at a host, 10.0.0.1 or 10.0.0.2.
+fn gid(host: u8) -> [u8; 16] {
+    let mut gid = [0; 16];
+    gid[10..].copy_from_slice(&[0xff, 0xff, 10, 0, 0, host]);
+    gid
+}
+
+/// Two hosts, with a VM each.
+struct Hosts {
+    // Dropped first.
+    vms: [Arc<Vm>; 2],
+    processes: Vec<DeviceProcess>,
+    _directory: Directory,
+}
+
+/// A directory of its own, which goes when it is dropped.
+struct Directory(std::path::PathBuf);
+
+impl Directory {
+    fn new() -> Self {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("wire-{}-{number}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// UDP addresses of this host that nobody uses.
+fn free() -> [String; 2] {
+    let sockets = [0, 1].map(|_| UdpSocket::bind("127.0.0.1:0").unwrap());
+    sockets.map(|socket| socket.local_addr().unwrap().to_string())
+}
+
+impl Hosts {
+    fn new() -> Self {
+        Self::with_vnis([7, 7])
+    }
+
+    fn with_vnis(vnis: [u32; 2]) -> Self {
+        let directory = Directory::new();
+        let addresses = free();
+        let mut hosts = String::new();
+        for (host, address) in (1..).zip(&addresses) {
+            hosts +=
+                &format!("[[wire.host]]\naddress = '{address}'\ngids = ['10.0.0.{host}/32']\n");
+        }
+        let mut processes = Vec::new();
+        for ((host, address), vni) in (1..).zip(&addresses).zip(vnis) {
+            let socket = directory.0.join(format!("vm{host}"));
+            let file = directory.0.join(format!("{host}.toml"));
+            let text = format!(
+                "[wire]\naddress = '{address}'\n{hosts}\
+                 [[device]]\nsocket = '{}'\nmac = '52:54:00:00:01:0{host}'\nvni = {vni}\n",
+                socket.display()
+            );
+            std::fs::write(&file, text).unwrap();
+            let options = ProcessOptions::vms(0).binary(env!("CARGO_BIN_EXE_vhost-device-rdma"));
+            let arguments = ["--config", file.to_str().unwrap()];
+            processes.push(DeviceProcess::start(&options.arguments(&arguments)).unwrap());
+        }
+        let vms = [1, 2].map(|host: u8| {
+            let options = VmOptions {
+                gid: Some(gid(host)),
+                ..everything()
+            };
+            Vm::connect(&directory.0.join(format!("vm{host}")), options).unwrap()
+        });
+        Self {
+            vms,
+            processes,
+            _directory: directory,
+        }
+    }
+
+    fn pair(&self, of: u8, change: impl Fn(&mut Connection)) -> Pair {
+        let [a, b] = &self.vms;
+        let options = SideOptions {
+            qp: QpOptions::of(of),
+            ..SideOptions::default()
+        };
+        Pair::connect(a, b, &options, |connection| {
+            connection.path_mtu = mtu::MTU_1024;
+            change(connection);
+        })
+    }
+
+    fn assert_unharmed(&mut self) {
+        for process in &mut self.processes {
+            assert!(process.is_alive(), "{}", process.log());
+            assert!(!process.log().contains("panic"), "{}", process.log());
+        }
+    }
+}
+
+fn wqe(opcode: u8, wr_id: u64, pair: &Pair) -> SendWqe {
+    SendWqe {
+        opcode,
+        wr_id,
+        flags: send_flag::SIGNALED,
+        remote_addr: pair.b.mr.iova,
+        rkey: pair.b.mr.rkey,
+        ..SendWqe::default()
+    }
+}
+
+fn sge(side: &Side, len: usize) -> [Sge; 1] {
+    [side.mr.sge(0, len as u32)]
+}
+
+/// A message of each kind gets through, and its bytes.
+fn assert_works(pair: &Pair, len: usize) {
+    let (a, b) = (&pair.a, &pair.b);
+    let data = pattern(len as u64, len);
+    a.mr.write(0, &data);
+    a.qp.post_send(&wqe(wr_opcode::RDMA_WRITE, 1, pair), &sge(a, len))
+        .unwrap();
+    assert_success(&a.sent());
+    assert_eq!(b.mr.read(0, len), data);
+    b.mr.write(0, &vec![0; len]);
+    b.qp.post_recv(2, &sge(b, len)).unwrap();
+    a.qp.post_send(&wqe(wr_opcode::SEND, 3, pair), &sge(a, len))
+        .unwrap();
+    assert_success(&a.sent());
+    assert_success(&b.received());
+    assert_eq!(b.mr.read(0, len), data);
+    let other = pattern(len as u64 + 1, len);
+    b.mr.write(0, &other);
+    a.qp.post_send(&wqe(wr_opcode::RDMA_READ, 4, pair), &sge(a, len))
+        .unwrap();
+    assert_success(&a.sent());
+    assert_eq!(a.mr.read(0, len), other);
+}
+
+// D-WIRE-003, D-WIRE-007.
+#[test]
+fn messages_go_from_host_to_host() {
+    let mut hosts = Hosts::new();
+    let pair = hosts.pair(qp_type::RC, |_| {});
+    for len in [1, 1024, 1025, 70_000, 1 << 20] {
+        assert_works(&pair, len);
+    }
+    hosts.assert_unharmed();
+}
+
+#[test]
+fn a_receive_that_comes_late_is_waited_for() {
+    let hosts = Hosts::new();
+    let pair = hosts.pair(qp_type::RC, |_| {});
+    pair.a
+        .qp
+        .post_send(&wqe(wr_opcode::SEND, 1, &pair), &sge(&pair.a, 5000))
+        .unwrap();
+    pair.a.assert_quiet();
+    pair.b.qp.post_recv(2, &sge(&pair.b, 5000)).unwrap();
+    assert_success(&pair.a.sent());
+    assert_success(&pair.b.received());
+}
+
+#[test]
+fn a_key_that_gives_no_access_is_refused() {
+    let hosts = Hosts::new();
+    let pair = hosts.pair(qp_type::RC, |connection| {
+        connection.access = access::REMOTE_READ
+    });
+    let before = pair.b.mr.read(0, 8);
+    pair.a
+        .qp
+        .post_send(&wqe(wr_opcode::RDMA_WRITE, 1, &pair), &sge(&pair.a, 8))
+        .unwrap();
+    assert_status(&pair.a.sent(), wc_status::REM_INV_REQ_ERR);
+    assert_eq!(pair.b.mr.read(0, 8), before);
+}
+
+// D-WIRE-006.
+#[test]
+fn masked_atomic_operations_have_no_packets() {
+    let hosts = Hosts::new();
+    let pair = hosts.pair(qp_type::RC, |_| {});
+    let masked = wr_opcode::MASKED_ATOMIC_FETCH_AND_ADD;
+    pair.a
+        .qp
+        .post_send(&wqe(masked, 1, &pair), &sge(&pair.a, 8))
+        .unwrap();
+    assert_status(&pair.a.sent(), wc_status::LOC_QP_OP_ERR);
+}
+
+#[test]
+fn uc_messages_go_from_host_to_host() {
+    let hosts = Hosts::new();
+    let pair = hosts.pair(qp_type::UC, |_| {});
+    let data = pattern(1, 5000);
+    pair.a.mr.write(0, &data);
+    pair.b.qp.post_recv(1, &sge(&pair.b, 5000)).unwrap();
+    pair.a
+        .qp
+        .post_send(&wqe(wr_opcode::SEND, 2, &pair), &sge(&pair.a, 5000))
+        .unwrap();
+    assert_success(&pair.a.sent());
+    assert_success(&pair.b.received());
+    assert_eq!(pair.b.mr.read(0, 5000), data);
+}
+
+/// A UD queue pair that is ready, with a receive.
+fn datagram_side(vm: &Arc<Vm>) -> Side {
+    let options = SideOptions {
+        qp: QpOptions::of(qp_type::UD),
+        ..SideOptions::default()
+    };
+    let side = Side::new(vm, &options);
+    side.qp.connect(&Connection::datagram(QKEY)).unwrap();
+    side.qp.post_recv(9, &sge(&side, 2048)).unwrap();
+    side
+}
+
+#[test]
+fn datagrams_go_from_host_to_host_and_to_groups() {
+    let mut group = gid(0);
+    group[12..].copy_from_slice(&[224, 0, 7, 7]);
+    let hosts = Hosts::new();
+    let [a, b] = [0, 1].map(|host: usize| datagram_side(&hosts.vms[host]));
+    b.qp.attach(group).unwrap();
+    let data = pattern(3, 100);
+    for address in [Address::of(&b.qp, QKEY), Address::group(group, QKEY)] {
+        a.mr.write(4096, &data);
+        let wqe = address.send(1);
+        a.qp.post_send(&wqe, &[a.mr.sge(4096, 100)]).unwrap();
+        assert_success(&a.sent());
+        let cqe = b.recv_cq.wait(TIMEOUT).expect("a datagram");
+        assert_success(&cqe);
+        assert_eq!((cqe.src_qp, cqe.byte_len), (a.qp.number(), 140));
+        assert_eq!(b.mr.read(GRH, 100), data);
+        b.qp.post_recv(9, &sge(&b, 2048)).unwrap();
+    }
+}
+
+// D-WIRE-002.
+#[test]
+fn networks_with_different_numbers_do_not_meet() {
+    let hosts = Hosts::with_vnis([7, 8]);
+    let pair = hosts.pair(qp_type::RC, |connection| {
+        connection.timeout = 8;
+        connection.retry_cnt = 1;
+    });
+    pair.a
+        .qp
+        .post_send(&wqe(wr_opcode::RDMA_WRITE, 1, &pair), &sge(&pair.a, 8))
+        .unwrap();
+    assert_status(&pair.a.sent(), wc_status::RETRY_EXC_ERR);
+}
+
+// D-WIRE-004.
+#[test]
+fn a_host_that_goes_away_is_given_up_in_time() {
+    let mut hosts = Hosts::new();
+    let pair = hosts.pair(qp_type::RC, |connection| {
+        connection.timeout = 10;
+        connection.retry_cnt = 2;
+    });
+    assert_works(&pair, 100);
+    drop(hosts.processes.pop());
+    std::thread::sleep(NOTHING);
+    pair.a
+        .qp
+        .post_send(&wqe(wr_opcode::RDMA_WRITE, 1, &pair), &sge(&pair.a, 8))
+        .unwrap();
+    assert_status(&pair.a.sent(), wc_status::RETRY_EXC_ERR);
+    let state = pair.a.qp.query().unwrap().qp_state;
+    assert_eq!(state, qp_state::ERR);
+}
