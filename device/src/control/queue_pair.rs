@@ -357,6 +357,10 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     let qp = tables.qps.remove(number).ok_or(Error::NotFound)?;
     qp.dead.store(true, Ordering::SeqCst);
     qp.forget_peer(rnic.registry());
+    if qp.leaves() {
+        // Its worker forgets what the wire keeps of it.
+        qp.schedule();
+    }
     if let Some(sink) = &tables.sink {
         sink.forget_qp(number);
     }

@@ -29,7 +29,7 @@ use super::responder::Responder;
 use super::send_queue::SendQueue;
 use super::share::ShareSettings;
 use super::tables::{Gid, Pd};
-use super::vm::{Link, Network, Schedule, Vm, VmSettings, Warn};
+use super::vm::{Link, Network, Schedule, Uplink, Vm, VmSettings, Warn};
 use crate::footprint::Share;
 use crate::limits::Limits;
 use crate::memory::{fetch_bytes, region, GuestMemory, Pages};
@@ -183,10 +183,16 @@ pub(crate) struct Guest {
     cq_side: RingSide,
 }
 
-/// It is the only peer there is.
+/// The way out of guests that are on hosts of their own.
+pub(crate) const ON_HOSTS: Option<Uplink> = Some(Uplink {
+    vni: 7,
+    active_mtu: mtu::MTU_4096,
+});
+
+/// It is the only peer there is, unless it is on another host.
 impl Peers for Guest {
     fn connect(&self, _: &Vm, gid: Gid) -> (Binding, bool) {
-        let binding = if gid == self.gid {
+        let binding = if gid == self.gid && self.vm.uplink().is_none() {
             Binding::to(&self.vm)
         } else {
             Binding::default()
@@ -208,7 +214,12 @@ impl Drop for Guest {
 impl Guest {
     /// A guest with a GID that ends in `number`.
     pub(crate) fn new(readers: &Readers, number: u8) -> Self {
-        Self::with_qp_numbers(readers, number, NUMBERS)
+        Self::with(readers, number, NUMBERS, None)
+    }
+
+    /// The same, with a way out of its process.
+    pub(crate) fn with_uplink(readers: &Readers, number: u8, uplink: Option<Uplink>) -> Self {
+        Self::with(readers, number, NUMBERS, uplink)
     }
 
     /// The same, whose queue pairs have numbers of a range.
@@ -216,6 +227,15 @@ impl Guest {
         readers: &Readers,
         number: u8,
         qp_numbers: RangeInclusive<u32>,
+    ) -> Self {
+        Self::with(readers, number, qp_numbers, None)
+    }
+
+    fn with(
+        readers: &Readers,
+        number: u8,
+        qp_numbers: RangeInclusive<u32>,
+        uplink: Option<Uplink>,
     ) -> Self {
         let run_list = Arc::new(RunList::default());
         let warnings = Warnings::default();
@@ -228,7 +248,7 @@ impl Guest {
                 qp_order: Arc::default(),
                 link: Arc::new(Link::default()),
                 share: ShareSettings::default(),
-                uplink: None,
+                uplink,
                 workers: vec![run_list.clone()],
                 warnings: Box::new(warnings.clone()),
             },

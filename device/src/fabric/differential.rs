@@ -8,6 +8,8 @@ use virtio_rdma_spec::verbs::{mtu, qp_type};
 use super::local::tests::Process;
 use super::scenario::{carry_out, is_send, programs, requests, verify, Pair, Program, World};
 use super::wire::tests::Net;
+use crate::engine::fixture::ON_HOSTS;
+use crate::engine::vm::Uplink;
 
 /// What a driver has seen at one end.
 #[derive(Debug, PartialEq, Eq)]
@@ -53,11 +55,12 @@ impl Seen {
 
 fn run<W: World>(
     world: impl Fn(Reader, &Pair) -> W,
-    pair: impl Fn(&Readers) -> Pair,
+    uplink: Option<Uplink>,
+    pair: impl Fn((&Readers, Option<Uplink>)) -> Pair,
     program: &dyn Fn(&mut Pair, &mut W) -> Result<(), TestCaseError>,
 ) -> Result<[Seen; 2], TestCaseError> {
     let (readers, mut reader) = Readers::new(1);
-    let mut pair = pair(&readers);
+    let mut pair = pair((&readers, uplink));
     let mut world = world(reader.pop().unwrap(), &pair);
     program(&mut pair, &mut world)?;
     Ok([0, 1].map(|end| Seen::at(&mut pair, end)))
@@ -74,11 +77,11 @@ proptest! {
             (qp_type::RC, program.both)
         };
         let program = Program { both, ..program };
-        let pair = |readers: &Readers| {
-            Pair::of(of, readers, |attr| attr.path_mtu = program.path_mtu)
+        let pair = |on: (&Readers, Option<Uplink>)| {
+            Pair::of(of, on, |attr| attr.path_mtu = program.path_mtu)
         };
-        let local = run(Process::new, pair, &|pair, world| verify(&program, pair, world))?;
-        let wire = run(Net::clean, pair, &|pair, world| verify(&program, pair, world))?;
+        let local = run(Process::new, None, pair, &|pair, world| verify(&program, pair, world))?;
+        let wire = run(Net::clean, ON_HOSTS, pair, &|pair, world| verify(&program, pair, world))?;
         prop_assert_eq!(local, wire);
     }
 
@@ -90,9 +93,11 @@ proptest! {
         xrc: bool,
     ) {
         let of = if xrc { qp_type::XRC_INI } else { qp_type::RC };
-        let pair = |readers: &Readers| Pair::for_requests(of, readers, path_mtu, max_rd_atomic);
-        let local = run(Process::new, pair, &|pair, world| carry_out(&requests, pair, world))?;
-        let wire = run(Net::clean, pair, &|pair, world| carry_out(&requests, pair, world))?;
+        let pair = |on: (&Readers, Option<Uplink>)| {
+            Pair::for_requests(of, on, path_mtu, max_rd_atomic)
+        };
+        let local = run(Process::new, None, pair, &|pair, world| carry_out(&requests, pair, world))?;
+        let wire = run(Net::clean, ON_HOSTS, pair, &|pair, world| carry_out(&requests, pair, world))?;
         prop_assert_eq!(local, wire);
     }
 }

@@ -10,14 +10,14 @@ use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::facts::{completion_opcode, QpType};
 use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{
-    access, flush_type, mtu, qp_attr, qp_state, qp_type, send_flag, wc_flag, wc_opcode, wc_status,
+    access, flush_type, mtu, qp_attr, qp_state, send_flag, wc_flag, wc_opcode, wc_status,
     wr_opcode, MASK_24,
 };
 
 use crate::engine::fixture::{Guest, Send, TestQp, DATA, ENTRIES};
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::Polled;
-use crate::engine::vm::Schedule;
+use crate::engine::vm::{Schedule, Uplink};
 
 /// Time-out code of the queue pairs: 1.05 ms.
 const TIMEOUT: u8 = 8;
@@ -51,20 +51,15 @@ pub(super) struct Pair {
 }
 
 impl Pair {
-    /// Both ends have the same attributes, with what `change` changes.
-    pub(super) fn new(readers: &Readers, change: impl Fn(&mut QpAttr)) -> Self {
-        Self::of(qp_type::RC, readers, change)
-    }
-
     /// For [`requests`], of which the requester may have `max_rd_atomic` under way that bring
     /// something.
     pub(super) fn for_requests(
         qp_type: u8,
-        readers: &Readers,
+        (readers, uplink): (&Readers, Option<Uplink>),
         path_mtu: u8,
         max_rd_atomic: u8,
     ) -> Self {
-        Self::of(qp_type, readers, |attr| {
+        Self::of(qp_type, (readers, uplink), |attr| {
             attr.path_mtu = path_mtu;
             attr.max_rd_atomic = max_rd_atomic;
             attr.max_dest_rd_atomic = 4;
@@ -72,10 +67,18 @@ impl Pair {
         })
     }
 
-    /// Of queue pairs of another type, the first end's, and its peer's at the second.
-    pub(super) fn of(qp_type: u8, readers: &Readers, change: impl Fn(&mut QpAttr)) -> Self {
+    /// Of queue pairs of a type, the first end's, and its peer's at the second, of VMs of one process
+    /// or with a way out of theirs. Both ends have the same attributes, with what `change` changes.
+    pub(super) fn of(
+        qp_type: u8,
+        (readers, uplink): (&Readers, Option<Uplink>),
+        change: impl Fn(&mut QpAttr),
+    ) -> Self {
         let peer = QpType::of(qp_type).unwrap().peer;
-        let end = |number, qp_type| End::new(Guest::new(readers, number), qp_type);
+        let end = |number, qp_type| {
+            let guest = Guest::with_uplink(readers, number, uplink);
+            End::new(guest, qp_type)
+        };
         Self::between([end(1, qp_type), end(2, peer)], change)
     }
 

@@ -224,6 +224,9 @@ impl<'a> Scheduler<'a> {
         match polled {
             Polled::Idle if qp.dead.load(Ordering::SeqCst) => {
                 self.parked.cancel(qp);
+                if let Some(wire) = self.wire.as_deref_mut().filter(|_| qp.leaves()) {
+                    wire.fabric().forget(qp);
+                }
             }
             Polled::Idle => {}
             Polled::Again => self.again(qp),

@@ -83,6 +83,8 @@ impl WireEnd {
         self.networks = vms.iter().filter_map(of).collect();
         self.networks.sort_unstable();
         self.networks.dedup();
+        // Perhaps a VM has gone, or was reset.
+        self.wire.forget_destroyed();
     }
 
     /// The fabric.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! VMs of two processes, as on two hosts, with VXLAN between them.
 use std::net::UdpSocket;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
@@ -12,7 +13,8 @@ use vhost_device_rdma_bare::{
 };
 
 use crate::common::{
-    assert_status, assert_success, everything, pattern, Pair, Side, SideOptions, NOTHING, TIMEOUT,
+    assert_footprint_falls_to, assert_status, assert_success, everything, footprint, pattern, Pair,
+    Side, SideOptions, NOTHING, TIMEOUT,
 };
 
 const QKEY: u32 = 0x1111_1111;
@@ -30,11 +32,11 @@ struct Hosts {
     // Dropped first.
     vms: [Arc<Vm>; 2],
     processes: Vec<DeviceProcess>,
-    _directory: Directory,
+    directory: Directory,
 }
 
 /// A directory of its own, which goes when it is dropped.
-struct Directory(std::path::PathBuf);
+struct Directory(PathBuf);
 
 impl Directory {
     fn new() -> Self {
@@ -97,8 +99,12 @@ impl Hosts {
         Self {
             vms,
             processes,
-            _directory: directory,
+            directory,
         }
+    }
+
+    fn socket(&self, host: u8) -> PathBuf {
+        self.directory.0.join(format!("vm{host}"))
     }
 
     fn pair(&self, of: u8, change: impl Fn(&mut Connection)) -> Pair {
@@ -227,6 +233,21 @@ fn uc_messages_go_from_host_to_host() {
     assert_success(&pair.a.sent());
     assert_success(&pair.b.received());
     assert_eq!(pair.b.mr.read(0, 5000), data);
+}
+
+#[test]
+fn nothing_is_kept_of_queue_pairs_that_are_gone() {
+    let hosts = Hosts::new();
+    let socket = hosts.socket(1);
+    let process = &hosts.processes[0];
+    let before = footprint(process, &socket);
+    for _ in 0..3 {
+        let pair = hosts.pair(qp_type::RC, |_| {});
+        assert_works(&pair, 5000);
+        assert!(footprint(process, &socket) > before);
+        drop(pair);
+        assert_footprint_falls_to(process, &socket, before);
+    }
 }
 
 /// A UD queue pair that is ready, with a receive.

@@ -113,7 +113,7 @@ fn start(change: impl Fn(&mut QpAttr)) -> (Pair, Process) {
 
 fn start_with(qp_type: u8, change: impl Fn(&mut QpAttr)) -> (Pair, Process) {
     let (readers, mut each) = Readers::new(1);
-    let pair = Pair::of(qp_type, &readers, change);
+    let pair = Pair::of(qp_type, (&readers, None), change);
     let process = Process::new(each.pop().unwrap(), &pair);
     (pair, process)
 }

@@ -287,7 +287,9 @@ impl<P: Port> Wire<P> {
         let service = Service::of(qp.qp_type)?;
         let addresses = addresses(self, tables, &sq.path_attributes, sq.dest_gid);
         if !known {
-            self.forget_destroyed();
+            if self.connections.len() >= self.tidy_at {
+                self.forget_destroyed();
+            }
             let made = Connection {
                 share: tables.footprint.share(Connection::FOOTPRINT).ok()?,
                 of: Arc::downgrade(qp),
@@ -310,10 +312,13 @@ impl<P: Port> Wire<P> {
         Some(())
     }
 
-    fn forget_destroyed(&mut self) {
-        if self.connections.len() < self.tidy_at {
-            return;
-        }
+    /// Forgets a queue pair that was destroyed.
+    pub(crate) fn forget(&mut self, qp: &Qp) {
+        self.connections.remove(&qp.serial());
+    }
+
+    /// Forgets all queue pairs that were destroyed.
+    pub(crate) fn forget_destroyed(&mut self) {
         let lives = |qp: Arc<Qp>| !qp.dead.load(Ordering::SeqCst);
         self.connections
             .retain(|_, known| known.of.upgrade().is_some_and(lives));
@@ -367,7 +372,7 @@ impl<P: Port> Wire<P> {
         let qp = tables.qps.get(packet.dest_qp)?;
         // It has an address when it is ready to receive.
         let begun = !matches!(qp.state(), qp_state::RESET | qp_state::INIT);
-        if Service::of(qp.qp_type) != Some(packet.service) || !begun {
+        if Service::of(qp.qp_type) != Some(packet.service) || !begun || !qp.leaves() {
             return None;
         }
         if !qp.vm.port_is_up() {

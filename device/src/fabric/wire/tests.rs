@@ -23,7 +23,7 @@ use super::port::sim::{Network, SimPort};
 use super::port::Port;
 use super::verdict::Reason;
 use super::{Recipients, Wire};
-use crate::engine::fixture::{Destination, Guest, Send, DATA, QKEY};
+use crate::engine::fixture::{Destination, Guest, Send, DATA, ON_HOSTS, QKEY};
 use crate::engine::message::GRH;
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::{Gid, Tables};
@@ -127,7 +127,7 @@ struct Simulation {
 impl Simulation {
     fn new(faults: [FaultSettings; 2], change: impl Fn(&mut QpAttr)) -> Self {
         let (readers, mut each) = Readers::new(1);
-        let pair = Pair::new(&readers, change);
+        let pair = Pair::of(qp_type::RC, (&readers, ON_HOSTS), change);
         let net = Net::new(each.pop().unwrap(), faults, &pair);
         Self { pair, net }
     }
@@ -182,7 +182,7 @@ proptest! {
         faults in [fault_settings(), fault_settings()],
     ) {
         let (readers, mut reader) = Readers::new(1);
-        let mut pair = Pair::new(&readers, |attr| attr.path_mtu = program.path_mtu);
+        let mut pair = Pair::of(qp_type::RC, (&readers, ON_HOSTS), |attr| attr.path_mtu = program.path_mtu);
         let mut net = between(&pair, &mut reader, faults);
         let result = verify(&program, &mut pair, &mut net);
         net.explained(result)?;
@@ -197,7 +197,7 @@ proptest! {
         let program = Program { both: false, ..program };
         let (readers, mut reader) = Readers::new(1);
         let of = qp_type::XRC_INI;
-        let mut pair = Pair::of(of, &readers, |attr| attr.path_mtu = program.path_mtu);
+        let mut pair = Pair::of(of, (&readers, ON_HOSTS), |attr| attr.path_mtu = program.path_mtu);
         let mut net = between(&pair, &mut reader, faults);
         let result = verify(&program, &mut pair, &mut net);
         net.explained(result)?;
@@ -213,7 +213,7 @@ proptest! {
     ) {
         let (readers, mut reader) = Readers::new(1);
         let of = if xrc { qp_type::XRC_INI } else { qp_type::RC };
-        let mut pair = Pair::for_requests(of, &readers, path_mtu, max_rd_atomic);
+        let mut pair = Pair::for_requests(of, (&readers, ON_HOSTS), path_mtu, max_rd_atomic);
         let mut net = between(&pair, &mut reader, faults);
         let result = carry_out(&requests, &mut pair, &mut net);
         net.explained(result)?;
@@ -229,7 +229,7 @@ proptest! {
         path_mtu in mtu::MTU_256..=mtu::MTU_4096,
     ) {
         let (readers, mut reader) = Readers::new(1);
-        let mut pair = Pair::of(qp_type::UC, &readers, |attr| attr.path_mtu = path_mtu);
+        let mut pair = Pair::of(qp_type::UC, (&readers, ON_HOSTS), |attr| attr.path_mtu = path_mtu);
         let mut net = between(&pair, &mut reader, faults);
         let places = post_numbered(&mut pair, &lens, |_| {});
         net.run(&mut pair, SECOND);
@@ -248,7 +248,7 @@ proptest! {
         faults in [fault_settings(), fault_settings()],
     ) {
         let (readers, mut reader) = Readers::new(1);
-        let mut pair = Pair::of(qp_type::UD, &readers, |_| {});
+        let mut pair = Pair::of(qp_type::UD, (&readers, ON_HOSTS), |_| {});
         let mut net = between(&pair, &mut reader, faults);
         let to = destination(&pair);
         let places = post_numbered(&mut pair, &lens, |send| send.to = to);
@@ -426,7 +426,7 @@ fn destination(pair: &Pair) -> Destination {
 fn a_datagram(types: [u8; 2], change: impl Fn(&Pair, &mut Destination)) -> (Pair, Net) {
     let (readers, mut reader) = Readers::new(1);
     let ends = [1, 2].map(|number| {
-        let guest = Guest::new(&readers, number);
+        let guest = Guest::with_uplink(&readers, number, ON_HOSTS);
         End::new(guest, types[usize::from(number) - 1])
     });
     let mut pair = Pair::between(ends, |_| {});
@@ -512,7 +512,7 @@ fn datagrams_to_a_group_reach_those_in_it() {
 #[test]
 fn a_datagram_fits_the_port_or_fails() {
     let (readers, mut reader) = Readers::new(1);
-    let mut pair = Pair::of(qp_type::UD, &readers, |_| {});
+    let mut pair = Pair::of(qp_type::UD, (&readers, ON_HOSTS), |_| {});
     let mut net = between(&pair, &mut reader, clean());
     let network = Network::new(LATENCY);
     let port = network.port(pair.ends[0].mac(), 1500);
@@ -529,7 +529,7 @@ fn a_datagram_fits_the_port_or_fails() {
 /// What both ends of a pair of a type have captured: SENDs and WRITEs, and what else the type has.
 fn captured(of: u8, faults: FaultSettings) -> [Capture; 2] {
     let (readers, mut reader) = Readers::new(1);
-    let mut pair = Pair::for_requests(of, &readers, mtu::MTU_1024, 4);
+    let mut pair = Pair::for_requests(of, (&readers, ON_HOSTS), mtu::MTU_1024, 4);
     let mut net = between(&pair, &mut reader, [faults, clean()[1]]);
     match of {
         qp_type::UD => {
@@ -596,7 +596,7 @@ fn a_capture_has_all_that_went_over_the_wire_and_says_what_became_of_it() {
 #[test]
 fn uc_has_no_packet_with_a_key_to_invalidate() {
     let (readers, mut reader) = Readers::new(1);
-    let mut pair = Pair::of(qp_type::UC, &readers, |_| {});
+    let mut pair = Pair::of(qp_type::UC, (&readers, ON_HOSTS), |_| {});
     let mut net = between(&pair, &mut reader, clean());
     let mut send = pair.a_send(0, 1, 10);
     send.opcode = wr_opcode::SEND_WITH_INV;
@@ -856,6 +856,23 @@ fn a_port_has_the_largest_path_mtu_that_fits() {
         assert_eq!(payload_of(port.active_mtu), payload, "{ip}");
         assert!(port.up);
     }
+}
+
+/// Nobody on the wire is the peer of a queue pair whose peer is in its own process, whatever
+/// addresses its packets have.
+// D-WIRE-002.
+#[test]
+fn what_is_connected_within_a_process_takes_no_packets() {
+    let (readers, mut reader) = Readers::new(1);
+    let mut pair = Pair::of(qp_type::RC, (&readers, None), |attr| attr.retry_cnt = 1);
+    let mut net = between(&pair, &mut reader, clean());
+    let at = pair.ends[1].allocate(100);
+    pair.post_receive(1, RECEIVES, at, 100);
+    let send = pair.a_send(0, 1, 100);
+    pair.post_send(0, &send);
+    net.run(&mut pair, SECOND);
+    assert_eq!(net.wires[1].dropped.of(Reason::Stranger), 2);
+    assert_eq!(pair.completions(1), []);
 }
 
 // D-WIRE-002.

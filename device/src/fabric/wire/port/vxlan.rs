@@ -25,7 +25,7 @@ const VALID: u8 = 0x08;
 const OVERHEAD_IPV4: usize = 20 + 8 + HEADER + 14;
 const OVERHEAD_IPV6: usize = 40 + 8 + HEADER + 14;
 /// Datagrams that are not for us and are skipped at a time, at most.
-const MOST_SKIPPED: usize = 64;
+const MOST_SKIPPED: usize = 8;
 /// The longest UDP datagram.
 const LONGEST: usize = 1 << 16;
 
