@@ -28,6 +28,7 @@ pub fn run(kernel: Kernel) -> Result<bool> {
         vms: 2,
         memory: 1024,
         bare: 0,
+        hosts: false,
         disk: None,
         logs: shell::target().join("logs/demo"),
         interactive: false,

@@ -39,6 +39,7 @@ pub fn run(number: u8, kernel: Kernel, image: Image, plain: bool, memory: u32) -
         vms: number,
         memory,
         bare: 0,
+        hosts: false,
         disk: None,
         logs: shell::target().join("logs/vm"),
         interactive: true,

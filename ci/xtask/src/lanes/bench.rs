@@ -34,6 +34,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
+        hosts: false,
         image: Image::Plain,
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],
     }

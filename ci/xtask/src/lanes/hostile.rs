@@ -42,6 +42,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 1,
+        hosts: false,
         image: Image::Plain,
         // The attacks are on the device; on another kernel they are the same.
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],

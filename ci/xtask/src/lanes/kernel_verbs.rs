@@ -36,6 +36,7 @@ pub fn lane() -> Lane {
         vms: 1,
         memory: 1024,
         bare: 0,
+        hosts: false,
         image: Image::Plain,
         runs: || {
             Kernel::STABLE

@@ -54,6 +54,8 @@ pub struct Lane {
     pub memory: u32,
     /// For how many guests that are no VMs the device has sockets, behind those of the VMs.
     pub bare: u8,
+    /// Each VM has a device process of its own, as on a host of its own.
+    pub hosts: bool,
     /// What they boot. Those of storage have a disk each that outlives them.
     pub image: Image,
     /// The kernels it runs on, and the cases it runs there.
@@ -125,6 +127,7 @@ pub fn all() -> Vec<Lane> {
         kernel_verbs::lane(),
         scale::lane(),
         stock::lane(),
+        stock::wire(),
         perftest::lane(),
         ulp::lane(),
         recovery::lane(),
@@ -225,7 +228,7 @@ impl Fixture<'_> {
 
     /// What no case may leave behind.
     fn aftermath(&mut self) -> Result<()> {
-        if let Some(device) = &mut self.bed.device {
+        for device in self.bed.devices() {
             device.check()?;
         }
         for vm in &mut self.bed.vms {
@@ -409,6 +412,7 @@ fn run_on(
         vms: lane.vms,
         memory: lane.memory,
         bare: lane.bare,
+        hosts: lane.hosts,
         disk: (lane.image == Image::Storage).then_some(STORAGE_DISK),
         logs,
         interactive: false,

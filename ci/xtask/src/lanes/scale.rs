@@ -23,6 +23,7 @@ pub fn lane() -> Lane {
         vms: 1,
         memory: 4096,
         bare: 0,
+        hosts: false,
         image: Image::Plain,
         runs: || {
             let case = Case {

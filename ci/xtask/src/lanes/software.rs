@@ -37,6 +37,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1536,
         bare: 0,
+        hosts: false,
         image: Image::Software,
         runs,
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `tools`: the stock tools of libibverbs and librdmacm between two VMs, and perftest over
-//! rdma_cm.
+//! Lanes `tools` and `wire`: the stock tools of libibverbs and librdmacm between two VMs, and
+//! perftest over rdma_cm; between VMs of one device process, and as on two hosts.
 
 use std::time::Duration;
 
@@ -31,8 +31,19 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
+        hosts: false,
         image: Image::Plain,
         runs,
+    }
+}
+
+/// The same as on two hosts.
+pub fn wire() -> Lane {
+    Lane {
+        name: "wire",
+        about: "the same tools between VMs of two device processes, with VXLAN between them",
+        hosts: true,
+        ..lane()
     }
 }
 

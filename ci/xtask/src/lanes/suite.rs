@@ -126,6 +126,7 @@ pub fn lane_56() -> Lane {
         vms: 1,
         memory: 1024,
         bare: 0,
+        hosts: false,
         image: Image::Plain,
         runs: || {
             let cases = [
@@ -156,6 +157,7 @@ pub fn lane_65() -> Lane {
         vms: 1,
         memory: 1024,
         bare: 0,
+        hosts: false,
         image: Image::Plain,
         runs: || {
             let cases = [

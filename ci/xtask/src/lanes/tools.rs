@@ -200,18 +200,15 @@ impl Pair {
 
 /// What the device says of a VM.
 pub fn device_of(bed: &Bed, number: u8) -> Result<Value> {
-    let status = bed
-        .device
-        .as_ref()
-        .context("there is no device")?
-        .status()?;
     let of_vm = |device: &&Value| device["mac"] == mac(number).as_str();
-    let found = status["devices"]
-        .as_array()
-        .and_then(|devices| devices.iter().find(of_vm));
-    found
-        .cloned()
-        .with_context(|| format!("the device's status does not know vm{number}"))
+    for device in bed.device.iter().chain(&bed.others) {
+        let status = device.status()?;
+        let devices = status["devices"].as_array();
+        if let Some(found) = devices.and_then(|devices| devices.iter().find(of_vm)) {
+            return Ok(found.clone());
+        }
+    }
+    bail!("no device's status knows vm{number}")
 }
 
 /// Numbers of objects by their kinds.

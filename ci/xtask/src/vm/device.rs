@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The device process of a bed: started with one socket per VM, asked for its status.
 
+use std::fmt::Write;
+use std::fs;
 use std::io::Read;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -12,7 +14,15 @@ use anyhow::{bail, ensure, Context, Result};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::{signal_child, spawn, wait_for};
+use super::{mac, signal_child, spawn, wait_for};
+
+/// The longest IP packet between hosts, bytes: those of the loopback interface are longer.
+const WIRE_MTU: u16 = 9000;
+
+/// The link-local address of a VM, which comes from its MAC address.
+fn link_local(number: u8) -> String {
+    format!("fe80::5054:ff:fe12:34{number:02x}")
+}
 
 /// A running `vhost-device-rdma`.
 pub struct DeviceProcess {
@@ -38,12 +48,59 @@ impl DeviceProcess {
         }
         command.push("--status-socket".to_owned());
         command.push(status.display().to_string());
+        let sockets = sockets.iter().map(|(socket, _)| socket.clone());
+        Self::start_by(command, sockets.collect(), status, log)
+    }
+
+    /// Starts the process that serves VM `number` of `vms` alone, as on a host of its own. The others
+    /// are at the other end of the wire.
+    pub fn start_on_host(
+        binary: &Path,
+        directory: &Path,
+        number: u8,
+        vms: u8,
+        log: &Path,
+    ) -> Result<Self> {
+        let at = |name: &str| directory.join(format!("{name}-{number}"));
+        let (socket, status, file) = (at("rdma"), at("status"), at("config"));
+        // Hosts are addresses of this one.
+        let mut text = format!("[wire]\naddress = '127.0.1.{number}'\nmtu = {WIRE_MTU}\n");
+        for vm in 1..=vms {
+            let link_local = link_local(vm);
+            let _ = write!(
+                text,
+                "[[wire.host]]\naddress = '127.0.1.{vm}'\ngids = ['10.10.0.{vm}', '{link_local}']\n"
+            );
+        }
+        let _ = write!(
+            text,
+            "[[device]]\nsocket = '{}'\nmac = '{}'\nvni = 1\n",
+            socket.display(),
+            mac(number)
+        );
+        fs::write(&file, text)?;
+        let command = [
+            binary.display().to_string(),
+            "--config".to_owned(),
+            file.display().to_string(),
+            "--status-socket".to_owned(),
+            status.display().to_string(),
+        ];
+        Self::start_by(command.to_vec(), vec![socket], &status, log)
+    }
+
+    fn start_by(
+        command: Vec<String>,
+        sockets: Vec<PathBuf>,
+        status: &Path,
+        log: &Path,
+    ) -> Result<Self> {
         let mut device = DeviceProcess {
             child: spawn(&command, log)?,
             status: status.to_owned(),
             log: log.to_owned(),
             command,
-            sockets: sockets.iter().map(|(socket, _)| socket.clone()).collect(),
+            sockets,
         };
         device.wait_up()?;
         Ok(device)

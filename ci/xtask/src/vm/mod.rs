@@ -55,6 +55,8 @@ pub struct Plan<'a> {
     pub memory: u32,
     /// For how many guests that are no VMs the device has sockets, behind those of the VMs.
     pub bare: u8,
+    /// Each VM has a device process of its own, as on a host of its own.
+    pub hosts: bool,
     /// MiB of a disk for each that keeps its contents when the VM is killed, `/dev/vdc`.
     pub disk: Option<u64>,
     /// Where console and device logs go.
@@ -68,6 +70,9 @@ pub struct Plan<'a> {
 pub struct Bed {
     /// The device; None for stock guests.
     pub device: Option<DeviceProcess>,
+    /// The devices of other hosts: those of the VMs from the second on, if they are on hosts of
+    /// their own.
+    pub others: Vec<DeviceProcess>,
     /// The VMs; `vms[0]` is number 1.
     pub vms: Vec<Vm>,
     directory: PathBuf,
@@ -83,10 +88,22 @@ impl Bed {
         fs::create_dir_all(&plan.logs)?;
         let mut bed = Bed {
             device: None,
+            others: Vec::new(),
             vms: Vec::new(),
             directory,
         };
-        if let Some(stack) = plan.stack {
+        if let Some(stack) = plan.stack.filter(|_| plan.hosts) {
+            for number in 1..=plan.vms {
+                let log = plan.logs.join(format!("device-{number}.log"));
+                let (binary, vms) = (&stack.device, plan.vms);
+                let device =
+                    DeviceProcess::start_on_host(binary, &bed.directory, number, vms, &log)?;
+                match &bed.device {
+                    None => bed.device = Some(device),
+                    Some(_) => bed.others.push(device),
+                }
+            }
+        } else if let Some(stack) = plan.stack {
             let sockets: Vec<_> = (1..=plan.vms + plan.bare)
                 .map(|number| (bed.directory.join(format!("rdma-{number}")), mac(number)))
                 .collect();
@@ -120,12 +137,18 @@ impl Bed {
     pub fn stop(&mut self) {
         self.vms.clear();
         self.device = None;
+        self.others.clear();
         // The next bed of this process has the same directory, and may be there before this one is
         // dropped.
         let directory = std::mem::take(&mut self.directory);
         if !directory.as_os_str().is_empty() {
             let _ = fs::remove_dir_all(directory);
         }
+    }
+
+    /// Its device processes.
+    pub fn devices(&mut self) -> impl Iterator<Item = &mut DeviceProcess> {
+        self.device.iter_mut().chain(&mut self.others)
     }
 
     /// Where its sockets are.

@@ -60,6 +60,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: BARE,
+        hosts: false,
         image: Image::Plain,
         runs: || {
             let kernels = Kernel::STABLE.iter();
