@@ -34,8 +34,9 @@ use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
 
-/// Packets that may be under way.
+/// Packets that may be under way: at most, and at first.
 const WINDOW: u32 = 256;
+const FIRST_WINDOW: u32 = 16;
 /// Messages that may be under way.
 const MESSAGES: usize = 256;
 /// Bytes that are asked for by one request of an RDMA READ.
@@ -93,6 +94,44 @@ enum Wait {
     Receive(u64),
 }
 
+/// How many packets may be under way: more while none is lost, half as many when one is.
+#[derive(Debug, Clone, Copy)]
+struct Window {
+    packets: u32,
+    /// Packets that were acknowledged since it grew.
+    since: u32,
+    /// What was lost before this packet has halved it already.
+    halved: Psn,
+}
+
+impl Window {
+    fn new(first: Psn) -> Self {
+        Self {
+            packets: FIRST_WINDOW,
+            since: 0,
+            halved: first,
+        }
+    }
+
+    /// So many packets more were acknowledged.
+    fn acknowledged(&mut self, packets: u32) {
+        self.since = self.since.saturating_add(packets);
+        if self.since >= self.packets {
+            self.since = 0;
+            self.packets = (self.packets + 1).min(WINDOW);
+        }
+    }
+
+    /// The packet `lost` did not arrive, of those before `sent`.
+    fn lost(&mut self, lost: Psn, sent: Psn) {
+        let before = self.halved.since(lost);
+        if before == 0 || before > WINDOW {
+            self.packets = (self.packets / 2).max(1);
+            self.halved = sent;
+        }
+    }
+}
+
 /// The requester's half of a queue pair on a fabric with packets.
 #[derive(Debug)]
 pub(super) struct Sender {
@@ -119,6 +158,7 @@ pub(super) struct Sender {
     /// Memory of the message at `next` could not be read: it fails, when all before it is done.
     unreadable: Option<WcError>,
     wait: Wait,
+    window: Window,
     /// What is under way, and was, is in the account of the VM: so many messages.
     share: Share,
     accounted: usize,
@@ -144,6 +184,7 @@ impl Sender {
             refused: None,
             unreadable: None,
             wait: Wait::Nothing,
+            window: Window::new(first),
             packets: 0,
         }
     }
@@ -212,6 +253,7 @@ impl Sender {
     ) -> Result<(), Polled> {
         qp.vm.count_retry(qp.worker_index);
         self.wait = Wait::Nothing;
+        self.window.packets = 1;
         if sq.timeout != 0 {
             if sq.tries.no_answer >= sq.retry_cnt {
                 let error = WcError::new(wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
@@ -266,7 +308,7 @@ impl Sender {
             // While the queue drains, nothing more begins.
             let begins = qp.state() == qp_state::RTS && budget.messages != 0;
             let under_way = self.end.since(self.unacknowledged);
-            if !begins || under_way >= WINDOW || self.outstanding.len() >= MESSAGES {
+            if !begins || under_way >= self.window.packets || self.outstanding.len() >= MESSAGES {
                 return Ok(());
             }
             if !sq.posted() || !self.has_room(sq) {
@@ -356,7 +398,7 @@ impl Sender {
         let Out { payload, send } = out;
         while self.next != self.end && self.unreadable.is_none() {
             let in_flight = self.next.since(self.unacknowledged);
-            if in_flight >= WINDOW {
+            if in_flight >= self.window.packets {
                 return false;
             }
             if budget.bytes == 0 {
@@ -390,7 +432,8 @@ impl Sender {
                 if self.asked.len() >= usize::from(sq.max_rd_atomic.max(1)) {
                     return false;
                 }
-                if in_flight != 0 && in_flight.saturating_add(count) > WINDOW {
+                let with_it = in_flight.saturating_add(count);
+                if in_flight != 0 && with_it > self.window.packets {
                     return false;
                 }
                 // It must not be done if there is no place for what it brings.
@@ -426,7 +469,7 @@ impl Sender {
                 return false;
             };
             self.packets = self.packets.wrapping_add(1);
-            let window_ends = in_flight + 1 == WINDOW;
+            let window_ends = in_flight + 1 == self.window.packets;
             let reth = if request.has_range() {
                 let length = if reads { moved } else { what.length };
                 let length = u32::try_from(length).unwrap_or(u32::MAX);
@@ -514,7 +557,10 @@ impl Sender {
         }
         match syndrome {
             Syndrome::Ack => {}
-            Syndrome::Nak(Nak::Sequence) => self.go_back(),
+            Syndrome::Nak(Nak::Sequence) => {
+                self.window.lost(self.unacknowledged, self.sent);
+                self.go_back();
+            }
             Syndrome::RnrNak(timer) => {
                 qp.vm.count_rnr(qp.worker_index);
                 if sq.rnr_retry != 7 {
@@ -565,6 +611,7 @@ impl Sender {
         if acknowledged != 0 {
             self.progress(sq, tables, qp, acknowledged);
         }
+        self.window.lost(self.unacknowledged, self.sent);
         self.go_back();
     }
 
@@ -643,6 +690,7 @@ impl Sender {
         let before = self.unacknowledged;
         let behind = self.next.since(before) < packets;
         self.unacknowledged = before.after(packets);
+        self.window.acknowledged(packets);
         let answered = |end: &Psn| end.since(before) <= packets;
         while self.asked.front().is_some_and(answered) {
             self.asked.pop_front();
@@ -746,5 +794,34 @@ fn answer_time(sq: &SendQueue) -> u64 {
     match sq.timeout {
         0 => ENDLESS_RETRY,
         timeout => 4096 << timeout,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_window_grows_by_one_each_time_and_is_halved_once_for_each() {
+        let at = Psn::new;
+        let mut window = Window::new(at(0));
+        window.acknowledged(FIRST_WINDOW - 1);
+        assert_eq!(window.packets, FIRST_WINDOW);
+        window.acknowledged(1);
+        assert_eq!(window.packets, FIRST_WINDOW + 1);
+        // Several packets of the same window are lost.
+        window.lost(at(20), at(30));
+        window.lost(at(25), at(33));
+        assert_eq!(window.packets, FIRST_WINDOW / 2);
+        window.lost(at(30), at(40));
+        assert_eq!(window.packets, FIRST_WINDOW / 4);
+        for _ in 0..100_000 {
+            window.acknowledged(WINDOW);
+        }
+        assert_eq!(window.packets, WINDOW);
+        for n in 1..100 {
+            window.lost(at(1000 * n), at(1000 * n + 1));
+        }
+        assert_eq!(window.packets, 1);
     }
 }

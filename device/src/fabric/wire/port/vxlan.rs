@@ -8,6 +8,9 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 
+use nix::sys::socket::setsockopt;
+use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
+
 use super::super::frame;
 use super::{Fate, Port};
 use crate::engine::message::is_multicast;
@@ -26,6 +29,8 @@ const OVERHEAD_IPV4: usize = 20 + 8 + HEADER + 14;
 const OVERHEAD_IPV6: usize = 40 + 8 + HEADER + 14;
 /// Datagrams that are not for us and are skipped at a time, at most.
 const MOST_SKIPPED: usize = 8;
+/// Bytes of frames that may wait in the socket.
+const RECEIVED: usize = 8 << 20;
 /// The longest UDP datagram.
 const LONGEST: usize = 1 << 16;
 
@@ -101,6 +106,10 @@ impl Tunnel {
     pub fn open(address: SocketAddr, mtu: usize, directory: Directory) -> io::Result<Arc<Self>> {
         let socket = UdpSocket::bind(address)?;
         socket.set_nonblocking(true)?;
+        // Bursts wait here while the worker does other things. Without privileges there is less.
+        if setsockopt(&socket, RcvBufForce, &RECEIVED).is_err() {
+            setsockopt(&socket, RcvBuf, &RECEIVED)?;
+        }
         let mut hosts = directory.hosts();
         hosts.retain(|host| *host != address);
         Ok(Arc::new(Self {
