@@ -42,27 +42,26 @@ struct Here<'a> {
 }
 
 impl Recipients for Here<'_> {
-    fn visit(&self, vni: u32, gid: Gid, visit: &mut dyn FnMut(&Tables)) {
+    fn visit(&self, vni: u32, gid: Gid, visit: &mut dyn FnMut(&Tables)) -> bool {
         let known = self.networks.iter().find(|(known, _)| *known == vni);
         let Some((_, network)) = known else {
-            return;
+            return true;
         };
-        // Where a VM's tables are being changed, the frame is lost for it.
         let visit = |vm: &Arc<Vm>| {
-            if let Some(tables) = vm.read_in(self.section) {
-                visit(tables);
-            }
+            let tables = vm.read_in(self.section);
+            tables.map(&mut *visit).is_some()
         };
         if !is_multicast(&gid) {
             let owner = self.registry.owner(network, gid);
-            owner.iter().for_each(visit);
-            return;
+            return owner.as_ref().is_none_or(visit);
         }
+        // It is lost for those of a group whose tables are being changed.
         let members = self.registry.members(network, gid);
         let mut vms: Vec<_> = members.iter().map(|member| &member.vm).collect();
         vms.sort_unstable_by_key(|vm| Arc::as_ptr(vm));
         vms.dedup_by_key(|vm| Arc::as_ptr(vm));
-        vms.into_iter().for_each(visit);
+        vms.into_iter().map(visit).for_each(drop);
+        true
     }
 }
 
@@ -121,7 +120,7 @@ impl WireEnd {
             registry,
             networks: &self.networks,
         };
-        let came = self.wire.receive(now, MOST_FRAMES, &here) != 0;
+        let came = self.wire.receive(now, MOST_FRAMES, &here) != 0 || self.wire.is_waiting();
         if came {
             self.busy_until = now.saturating_add(BUSY);
         }

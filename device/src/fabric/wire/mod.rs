@@ -72,6 +72,9 @@ pub(crate) fn path_mtu_within(longest: usize) -> u8 {
     largest.unwrap_or(mtu::MTU_256)
 }
 
+/// How long a frame waits for a VM whose objects are being changed, at most, nanoseconds.
+const MOST_WAIT: u64 = 10_000_000;
+
 /// How long to wait where the account of a VM has no room, nanoseconds.
 const NO_ROOM_RETRY: u64 = 10_000_000;
 
@@ -232,8 +235,8 @@ impl<P: Port> Egress<P> {
 /// Who a frame may be for.
 pub(crate) trait Recipients {
     /// Calls `visit` with the tables of each VM of network `vni` that has `gid`, or has queue pairs
-    /// in that group.
-    fn visit(&self, vni: u32, gid: Gid, visit: &mut dyn FnMut(&Tables));
+    /// in that group. Returns false, and calls nothing, if the VM is busy for a moment.
+    fn visit(&self, vni: u32, gid: Gid, visit: &mut dyn FnMut(&Tables)) -> bool;
 }
 
 /// The fabric, as one worker has it: a port, and what it keeps of the queue pairs.
@@ -247,6 +250,8 @@ pub(crate) struct Wire<P> {
     dropped: DropCounts,
     /// The frame that is read.
     received: Vec<u8>,
+    /// It waits for its VM: its network, and since when, nanoseconds.
+    waiting: Option<(u32, u64)>,
     /// The payload of the packet that is written.
     payload: Vec<u8>,
 }
@@ -264,6 +269,7 @@ impl<P: Port> Wire<P> {
             tidy_at: 64,
             dropped: DropCounts::default(),
             received: Vec::new(),
+            waiting: None,
             payload: Vec::new(),
         }
     }
@@ -331,29 +337,48 @@ impl<P: Port> Wire<P> {
         let mut bytes = std::mem::take(&mut self.received);
         let mut taken = 0;
         while taken < most {
-            let Some(vni) = self.out.port.receive(now, &mut bytes) else {
+            let waiting = self.waiting.take();
+            let next = waiting.or_else(|| Some((self.out.port.receive(now, &mut bytes)?, now)));
+            let Some((vni, since)) = next else {
                 break;
             };
-            self.take(now, vni, &bytes, to);
+            let late = now.saturating_sub(since) >= MOST_WAIT;
+            if !self.take(now, vni, &bytes, to) && !late {
+                self.waiting = Some((vni, since));
+                break;
+            }
             taken += 1;
         }
         self.received = bytes;
         taken
     }
 
-    fn take(&mut self, now: u64, vni: u32, bytes: &[u8], to: &impl Recipients) {
+    /// Whether a frame waits for its VM, and nothing is received before.
+    pub(crate) fn is_waiting(&self) -> bool {
+        self.waiting.is_some()
+    }
+
+    /// Takes a frame. Returns false if its VM is busy for a moment.
+    fn take(&mut self, now: u64, vni: u32, bytes: &[u8], to: &impl Recipients) -> bool {
+        let mut there = true;
         let mut verdict = Verdict::Dropped(Reason::Stranger);
         match frame::read(bytes) {
             Err(reason) => verdict = Verdict::Dropped(reason),
-            Ok(frame) => to.visit(vni, frame.addresses.destination, &mut |tables| {
-                let running = tables.running;
-                let delivered = running.then(|| self.deliver(tables, now, &frame)).flatten();
-                verdict = match delivered {
-                    Some(delivered) => delivered,
-                    None if running => return,
-                    None => Verdict::Dropped(Reason::Down),
-                };
-            }),
+            Ok(frame) => {
+                let gid = frame.addresses.destination;
+                there = to.visit(vni, gid, &mut |tables| {
+                    let running = tables.running;
+                    let delivered = running.then(|| self.deliver(tables, now, &frame)).flatten();
+                    verdict = match delivered {
+                        Some(delivered) => delivered,
+                        None if running => return,
+                        None => Verdict::Dropped(Reason::Down),
+                    };
+                });
+            }
+        }
+        if !there {
+            return false;
         }
         if let Verdict::Dropped(reason) = verdict {
             self.dropped.count(reason);
@@ -361,6 +386,7 @@ impl<P: Port> Wire<P> {
         if let Some(capture) = &mut self.out.capture {
             capture.add(now, Direction::In, bytes, Some(verdict.to_string()));
         }
+        true
     }
 
     /// Hands a packet to its queue pair; `None` if it is for none of ours, or not from its peer.

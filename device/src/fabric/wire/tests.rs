@@ -47,8 +47,9 @@ const CAPTURED: usize = 10_000;
 struct Only<'a>(&'a Tables);
 
 impl Recipients for Only<'_> {
-    fn visit(&self, _: u32, _: Gid, visit: &mut dyn FnMut(&Tables)) {
+    fn visit(&self, _: u32, _: Gid, visit: &mut dyn FnMut(&Tables)) -> bool {
         visit(self.0);
+        true
     }
 }
 
