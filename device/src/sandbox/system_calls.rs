@@ -83,8 +83,8 @@ const EVENTS: &[Call] = &[
     (libc::SYS_write, Any),
 ];
 
-/// What a worker does besides: it sets its timer, and sends and receives frames. (The standard library asks for flags before it
-/// closes a descriptor, if it is built for debugging.)
+/// What a worker does besides: it sets its timer, and sends and receives frames. (The standard
+/// library asks for flags before it closes a descriptor, if it is built for debugging.)
 const WORKER: &[Call] = &[
     (libc::SYS_fcntl, OneOf(1, &[libc::F_GETFD as u32])),
     (libc::SYS_recvfrom, Any),

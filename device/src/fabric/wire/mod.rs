@@ -98,6 +98,10 @@ struct Connection {
 impl Connection {
     /// What it takes of its VM's account, bytes: an entry of a map that is half empty.
     const FOOTPRINT: u64 = 3 * size_of::<Self>() as u64;
+
+    fn is_of(&self, qp: &Arc<Qp>) -> bool {
+        std::ptr::eq(self.of.as_ptr(), Arc::as_ptr(qp)) && self.life == qp.life()
+    }
 }
 
 /// The requester's half of a connected queue pair.
@@ -105,12 +109,6 @@ impl Connection {
 enum Requester {
     Acknowledged(Sender),
     Unacknowledged(Stream),
-}
-
-impl Connection {
-    fn is_of(&self, qp: &Arc<Qp>) -> bool {
-        std::ptr::eq(self.of.as_ptr(), Arc::as_ptr(qp)) && self.life == qp.life()
-    }
 }
 
 /// The addresses of frames on a path; `None` if its source is no GID.

@@ -173,10 +173,10 @@ impl Receiver {
             }
             return Verdict::Dropped(Reason::State);
         }
-        let ahead = packet.psn.since(self.expected);
         if !qp.facts.acknowledged {
             return self.take(responder, tables, qp, mtu, packet, request);
         }
+        let ahead = packet.psn.since(self.expected);
         if ahead >= HALF {
             return self.again(packet, request, mtu);
         }
