@@ -166,12 +166,7 @@ impl Receiver {
             return Verdict::Dropped(Reason::NoRoom);
         }
         if !qp.listens() {
-            // The requester learns the reason, though its first answer may be lost.
-            if let Some((psn, nak)) = self.fatal.filter(|(psn, _)| *psn == packet.psn) {
-                self.acknowledge(psn, Syndrome::Nak(nak));
-                return Verdict::Again;
-            }
-            return Verdict::Dropped(Reason::State);
+            return self.refuse_again(packet.psn, request.request.kind);
         }
         if !qp.facts.acknowledged {
             return self.take(responder, tables, qp, mtu, packet, request);
@@ -255,6 +250,21 @@ impl Receiver {
         };
         self.fatal = Some((psn, nak));
         self.refuse(psn, Syndrome::Nak(nak), error.vendor)
+    }
+
+    /// A packet came after everything has ended. Its requester learns the reason, though its first
+    /// answer may be lost, and those to packets before it: the NAK acknowledges them. It does not
+    /// bring what they were to bring, so one of those has no answer.
+    fn refuse_again(&mut self, psn: Psn, kind: Kind) -> Verdict {
+        let Some((fatal, nak)) = self.fatal else {
+            return Verdict::Dropped(Reason::State);
+        };
+        let ahead = psn.since(fatal);
+        if ahead != 0 && (ahead < HALF || brings(kind)) {
+            return Verdict::Dropped(Reason::State);
+        }
+        self.acknowledge(fatal, Syndrome::Nak(nak));
+        Verdict::Again
     }
 
     /// A request that brings something was carried out.

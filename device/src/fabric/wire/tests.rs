@@ -670,6 +670,29 @@ fn a_peer_that_is_cut_off_is_given_up_after_all_attempts_and_not_before() {
 }
 
 #[test]
+fn why_a_message_was_refused_is_told_again_to_a_requester_that_went_back_further() {
+    // The first answers: to a message that arrived, and to one that does not fit its receive.
+    let answers = FaultSettings {
+        lost: 255,
+        limit: Some((2, u64::MAX)),
+        ..NO_FAULTS
+    };
+    let mut simulation = Simulation::new([clean()[0], answers], |_| {});
+    for (wr_id, room) in [(1, 100), (2, 10)] {
+        let at = simulation.pair.ends[1].allocate(100);
+        simulation.pair.post_receive(1, RECEIVES + wr_id, at, room);
+        let send = simulation.pair.a_send(0, wr_id, 100);
+        simulation.pair.post_send(0, &send);
+    }
+    simulation.run(SECOND);
+    assert_eq!(simulation.net.wires[1].out.port.counts.lost, 2);
+    let sent = simulation.pair.completions(0);
+    let sent: Vec<_> = sent.iter().map(|cqe| (cqe.wr_id, cqe.status)).collect();
+    let refused = wc_status::REM_INV_REQ_ERR;
+    assert_eq!(sent, [(1, wc_status::SUCCESS), (2, refused)]);
+}
+
+#[test]
 fn a_receive_that_never_comes_ends_the_retries() {
     let mut simulation = Simulation::new(clean(), |attr| attr.rnr_retry = 2);
     for wr_id in 0..3 {
