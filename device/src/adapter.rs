@@ -12,7 +12,7 @@ use crate::engine::tables::Gid;
 use crate::engine::vm::Link;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
-use crate::fabric::wire::port::vxlan::Tunnel;
+use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
 use crate::sandbox::Sandbox;
@@ -48,8 +48,8 @@ pub struct AdapterSettings {
     pub reserved_gids: Vec<(String, Gid)>,
     /// What confines its threads.
     pub sandbox: Sandbox,
-    /// The way out of this process for VMs that have one.
-    pub tunnel: Option<Arc<Tunnel>>,
+    /// The ways out of this process, for VMs that have one.
+    pub uplinks: Uplinks,
 }
 
 impl Default for AdapterSettings {
@@ -60,15 +60,18 @@ impl Default for AdapterSettings {
             cpus: Vec::new(),
             reserved_gids: Vec::new(),
             sandbox: Sandbox::default(),
-            tunnel: None,
+            uplinks: Uplinks::default(),
         }
     }
 }
 
 impl AdapterSettings {
-    /// The way out of this process, if it is that worker's: the first has it.
-    fn tunnel_of(&self, worker: u16) -> Option<Arc<Tunnel>> {
-        self.tunnel.clone().filter(|_| worker == 0)
+    /// The ways out of this process that are a worker's: the first has them all.
+    fn uplinks_of(&self, worker: u16) -> Uplinks {
+        if worker == 0 {
+            return self.uplinks.clone();
+        }
+        Uplinks::default()
     }
 
     /// Keeps the own GIDs of a device for it.
@@ -104,7 +107,7 @@ impl Adapter {
             let options = ThreadOptions {
                 cpu,
                 sandbox,
-                tunnel: settings.tunnel_of(index),
+                uplinks: settings.uplinks_of(index),
             };
             let budget = settings.poll_budget;
             Worker::start(index, reader, registry, budget, options, failed.clone())
@@ -137,8 +140,9 @@ impl Adapter {
         let adapter = Self::with(settings, |index, reader, registry, _| {
             let (worker, mut work) =
                 Worker::without_thread(index, reader, registry, settings.poll_budget)?;
-            if let Some(tunnel) = settings.tunnel_of(index) {
-                work.set_tunnel(&tunnel)?;
+            let uplinks = settings.uplinks_of(index);
+            if !uplinks.is_empty() {
+                work.set_uplinks(uplinks)?;
             }
             loops.push(work);
             Ok(worker)

@@ -5,7 +5,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -14,8 +13,10 @@ use serde::Deserialize;
 
 use crate::adapter::AdapterSettings;
 use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
-use crate::engine::vm::Uplink;
+use crate::engine::vm::{Segment, Uplink};
 use crate::fabric::wire::path_mtu_within;
+use crate::fabric::wire::port::interface::Interface;
+use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::fabric::wire::port::vxlan::{self, inner_mtu, Directory, Entry, Tunnel, MAX_VNI};
 use crate::limits::{memory_of_each, Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::rnic::RnicSettings;
@@ -137,6 +138,9 @@ pub enum Error {
         /// Asked for.
         vni: u32,
     },
+    /// A VM has two ways out.
+    #[error("{0} has both a vni and dgram: there is one way out")]
+    TwoWays(PathBuf),
     /// Two networks are the same one on the wire.
     #[error("vni {0} is given to two networks")]
     TwoNetworks(u32),
@@ -301,8 +305,10 @@ pub struct DeviceConfig {
     pub footprint: Option<u64>,
     /// Memory that its VM may have, bytes; otherwise as `[limits]` says.
     pub memory: Option<u64>,
-    /// What its network is called between hosts; without, no message leaves this process.
+    /// What its network is called between hosts.
     pub vni: Option<u32>,
+    /// Its own interface. Without this and `vni`, no message leaves this process.
+    pub dgram: Option<DgramConfig>,
 }
 
 impl FromStr for DeviceConfig {
@@ -328,6 +334,7 @@ impl FromStr for DeviceConfig {
             footprint: None,
             memory: None,
             vni: None,
+            dgram: None,
         };
         let bytes = |n: &str| {
             let bytes = n.parse::<u64>();
@@ -525,7 +532,76 @@ pub struct HostConfig {
     pub gids: Vec<Range>,
 }
 
-/// The way out of this process.
+/// An interface of a VM: its frames are UDP datagrams between two addresses, as with QEMU's
+/// `-netdev dgram`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct DgramConfig {
+    /// Where this process receives them.
+    pub local: SocketAddr,
+    /// Where the switch does.
+    pub remote: SocketAddr,
+    /// The longest IP packet, bytes.
+    pub mtu: Option<usize>,
+}
+
+impl DgramConfig {
+    /// The way that the VM of interface `number` has.
+    fn uplink(&self, number: u32) -> Result<Uplink, Error> {
+        Ok(Uplink {
+            segment: Segment::Own(number),
+            active_mtu: path_mtu_within(mtu_or_usual(self.mtu)?),
+        })
+    }
+}
+
+fn mtu_or_usual(mtu: Option<usize>) -> Result<usize, Error> {
+    let mtu = mtu.unwrap_or(USUAL_MTU);
+    let good = (LEAST_MTU..=MOST_MTU).contains(&mtu);
+    good.then_some(mtu).ok_or(Error::WireMtu(mtu))
+}
+
+/// All ways out of this process.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct UplinksConfig {
+    /// The network between hosts.
+    pub wire: Option<Wire>,
+    /// Interfaces of VMs, by their numbers.
+    pub interfaces: Vec<DgramConfig>,
+}
+
+/// A way out of this process cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenUplink {
+    /// The network between hosts.
+    #[error("cannot open the address of [wire]")]
+    Wire(#[source] std::io::Error),
+    /// An interface.
+    #[error("cannot open dgram at {0}")]
+    Dgram(SocketAddr, #[source] std::io::Error),
+}
+
+impl UplinksConfig {
+    /// Opens them.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn open(self) -> Result<Uplinks, OpenUplink> {
+        let tunnel = |wire: Wire| Tunnel::open(wire.address, wire.directory);
+        let interface = |dgram: DgramConfig| {
+            let opened = Interface::open(dgram.local, dgram.remote);
+            opened.map_err(|error| OpenUplink::Dgram(dgram.local, error))
+        };
+        let tunnel = self.wire.map(tunnel).transpose();
+        let interfaces = self.interfaces.into_iter().map(interface);
+        Ok(Uplinks {
+            tunnel: tunnel.map_err(OpenUplink::Wire)?,
+            interfaces: interfaces.collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+/// The network between hosts, and this one's place in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wire {
     /// This host's address.
@@ -538,10 +614,7 @@ pub struct Wire {
 
 impl WireConfig {
     fn settings(self) -> Result<Wire, Error> {
-        let mtu = self.mtu.unwrap_or(USUAL_MTU);
-        if !(LEAST_MTU..=MOST_MTU).contains(&mtu) {
-            return Err(Error::WireMtu(mtu));
-        }
+        let mtu = mtu_or_usual(self.mtu)?;
         let at = |host: HostConfig| {
             let address = host.address.0;
             host.gids.into_iter().map(move |range| range.at(address))
@@ -558,17 +631,9 @@ impl Wire {
     /// The way that VMs of network `vni` have.
     fn uplink(&self, vni: u32) -> Uplink {
         Uplink {
-            vni,
+            segment: Segment::Vxlan(vni),
             active_mtu: path_mtu_within(inner_mtu(self.address, self.mtu)),
         }
-    }
-
-    /// Opens it.
-    ///
-    /// # Errors
-    /// If the system refuses.
-    pub fn open(self) -> std::io::Result<Arc<Tunnel>> {
-        Tunnel::open(self.address, self.mtu, self.directory)
     }
 }
 
@@ -604,8 +669,8 @@ pub struct Config {
     pub devices: Vec<(PathBuf, RnicSettings)>,
     /// Where the status is given.
     pub status_socket: Option<PathBuf>,
-    /// The way out of this process, if there is one.
-    pub wire: Option<Wire>,
+    /// The ways out of this process.
+    pub uplinks: UplinksConfig,
     /// Who may connect to the sockets.
     pub access: Access,
     /// What the process gives up.
@@ -646,7 +711,10 @@ impl Config {
             return Err(Error::Poll(adapter.poll_budget));
         }
 
-        let wire = file.wire.map(WireConfig::settings).transpose()?;
+        let mut uplinks = UplinksConfig {
+            wire: file.wire.map(WireConfig::settings).transpose()?,
+            interfaces: Vec::new(),
+        };
         let mut seen = HashSet::new();
         let count = file.device.len() + args.socket_path.len();
         let limits = Limits {
@@ -661,7 +729,7 @@ impl Config {
                 if !seen.insert(device.socket.clone()) {
                     return Err(Error::Twice(device.socket));
                 }
-                device.settings(limits, wire.as_ref())
+                device.settings(limits, &mut uplinks)
             })
             .collect::<Result<Vec<_>, _>>()?;
         if devices.is_empty() {
@@ -670,7 +738,7 @@ impl Config {
         let mut networks = HashMap::new();
         for (_, device) in &devices {
             adapter.reserve_gids_of(device);
-            let Some(Uplink { vni, .. }) = device.uplink else {
+            let Some(Segment::Vxlan(vni)) = device.uplink.map(|uplink| uplink.segment) else {
                 continue;
             };
             if *networks.entry(vni).or_insert(&device.network) != &device.network {
@@ -690,7 +758,7 @@ impl Config {
             adapter,
             devices,
             status_socket,
-            wire,
+            uplinks,
             sandbox,
             access: Access {
                 mode: args
@@ -717,7 +785,7 @@ impl DeviceConfig {
     fn settings(
         self,
         limits: Limits,
-        wire: Option<&Wire>,
+        uplinks: &mut UplinksConfig,
     ) -> Result<(PathBuf, RnicSettings), Error> {
         let mut settings = RnicSettings {
             name: self.socket.display().to_string(),
@@ -741,8 +809,16 @@ impl DeviceConfig {
         if let Some(network) = self.network {
             settings.network = network;
         }
+        if let Some(dgram) = self.dgram {
+            if self.vni.is_some() {
+                return Err(Error::TwoWays(self.socket));
+            }
+            let number = u32::try_from(uplinks.interfaces.len()).unwrap_or(u32::MAX);
+            settings.uplink = Some(dgram.uplink(number)?);
+            uplinks.interfaces.push(dgram);
+        }
         if let Some(vni) = self.vni {
-            let Some(wire) = wire else {
+            let Some(wire) = &uplinks.wire else {
                 return Err(Error::NoWire(self.socket));
             };
             if !(1..=MAX_VNI).contains(&vni) {
@@ -1020,7 +1096,7 @@ mod tests {
     fn the_wire_is_given_in_the_file() {
         let file = format!("{WIRE}[[device]]\nsocket = 'a'\nvni = 7\n[[device]]\nsocket = 'b'\n");
         let config = config(&[], &file).unwrap();
-        let wire = config.wire.unwrap();
+        let wire = config.uplinks.wire.unwrap();
         assert_eq!(
             (wire.address, wire.mtu),
             ("192.0.2.1:4789".parse().unwrap(), 1500)
@@ -1032,10 +1108,39 @@ mod tests {
         assert_eq!(wire.directory, directory);
         let uplinks = config.devices.iter().map(|(_, device)| device.uplink);
         let uplink = Uplink {
-            vni: 7,
+            segment: Segment::Vxlan(7),
             active_mtu: mtu::MTU_1024,
         };
         assert_eq!(uplinks.collect::<Vec<_>>(), [Some(uplink), None]);
+    }
+
+    #[test]
+    fn interfaces_are_given_in_the_file() {
+        let dgram = |socket: &str, port: u16, more: &str| {
+            format!(
+                "[[device]]\nsocket = '{socket}'\n\
+                 dgram = {{ local = '127.0.0.1:{port}', remote = '[::1]:9'{more} }}\n"
+            )
+        };
+        let file = dgram("a", 1, "") + &dgram("b", 2, ", mtu = 9000");
+        let both = config(&[], &file).unwrap();
+        let uplinks = both
+            .devices
+            .iter()
+            .map(|(_, device)| device.uplink.unwrap());
+        let uplink = |number, active_mtu| Uplink {
+            segment: Segment::Own(number),
+            active_mtu,
+        };
+        let expected = [uplink(0, mtu::MTU_1024), uplink(1, mtu::MTU_4096)];
+        assert_eq!(uplinks.collect::<Vec<_>>(), expected);
+        let ports = both.uplinks.interfaces.iter();
+        let ports: Vec<_> = ports.map(|interface| interface.local.port()).collect();
+        assert_eq!(ports, [1, 2]);
+        let said = config(&[], &format!("{WIRE}{}vni = 7\n", dgram("a", 1, ""))).unwrap_err();
+        assert!(said.contains("a has both a vni and dgram"), "{said}");
+        let said = config(&[], &dgram("a", 1, ", mtu = 100")).unwrap_err();
+        assert!(said.contains("an mtu of 100"), "{said}");
     }
 
     #[test]

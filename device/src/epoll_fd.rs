@@ -66,6 +66,12 @@ impl EpollFd {
     }
 }
 
+impl AsRawFd for EpollFd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0
+    }
+}
+
 impl Drop for EpollFd {
     fn drop(&mut self) {
         // It is ours, and nobody else closes it.

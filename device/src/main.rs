@@ -12,7 +12,7 @@ use clap::Parser;
 use log::info;
 use nix::sys::signal::{SigSet, Signal};
 use vhost_device_rdma::adapter::Adapter;
-use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs, Wire};
+use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
 use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
 use vhost_device_rdma::rnic::RnicSettings;
@@ -57,15 +57,14 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let signals: SigSet = signals.into_iter().collect();
     signals.thread_block()?;
     let sockets = Sockets::bind(&config)?;
-    let open = |wire: Wire| wire.open().map_err(OpenWire);
-    let tunnel = config.wire.take().map(open).transpose()?;
+    let uplinks = std::mem::take(&mut config.uplinks).open()?;
     let sandbox = Sandbox::enter(&config.sandbox)?;
     if config.sandbox.mode != Mode::Off {
         // A confined thread could not read what a backtrace takes.
         log_panics();
     }
     config.adapter.sandbox = sandbox.clone();
-    config.adapter.tunnel = tunnel;
+    config.adapter.uplinks = uplinks;
     let adapter = Adapter::new(&config.adapter)?;
     let mut running = Running::default();
     let result = running.start(sockets, config.devices, &adapter, &sandbox);
@@ -78,11 +77,6 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     adapter.shutdown();
     result.map(drop)
 }
-
-/// The network between hosts cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot open the address of [wire]")]
-struct OpenWire(#[source] std::io::Error);
 
 /// The sockets of the process, bound.
 struct Sockets {

@@ -111,11 +111,20 @@ pub struct Totals {
     pub contended_ns: u64,
 }
 
+/// The Ethernet segment that frames are on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Segment {
+    /// That of VXLAN with this network identifier.
+    Vxlan(u32),
+    /// The one that an interface leads to, by its number: a VM's own.
+    Own(u32),
+}
+
 /// The way that a VM's messages have out of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Uplink {
-    /// What its network is called on the wire: the network identifier of VXLAN.
-    pub vni: u32,
+    /// Where its frames are.
+    pub segment: Segment,
     /// The path MTU that its port has (`mtu`).
     pub active_mtu: u8,
 }

@@ -98,10 +98,12 @@ impl Registry {
     pub fn join(&self, gid: Gid, vm: &Arc<Vm>, qpn: u32) {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         let members = groups.entry((vm.network.clone(), gid)).or_default();
-        Arc::make_mut(members).push(Member {
-            vm: vm.clone(),
-            qpn,
-        });
+        // Those of a VM are together.
+        let place = |member: &Member| Arc::as_ptr(&member.vm) <= Arc::as_ptr(vm);
+        let members = Arc::make_mut(members);
+        let at = members.partition_point(place);
+        let vm = vm.clone();
+        members.insert(at, Member { vm, qpn });
     }
 
     /// Detaches a queue pair of a VM from a multicast group, or all that it has in it.
@@ -142,7 +144,7 @@ impl Registry {
 
     /// A worker whose read section begins after a writer has waited for the readers must see what
     /// the writer changed before: so the order is sequential, as that of entering and waiting is.
-    fn generation(&self) -> u64 {
+    pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::SeqCst)
     }
 
@@ -172,6 +174,11 @@ impl Registry {
         self.refresh(path, from, gid);
         path.vm().is_some()
     }
+}
+
+/// The members of a group, those of each VM together.
+pub(crate) fn by_vm(members: &[Member]) -> impl Iterator<Item = &[Member]> {
+    members.chunk_by(|one, next| Arc::ptr_eq(&one.vm, &next.vm))
 }
 
 impl Peers for Registry {

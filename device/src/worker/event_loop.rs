@@ -26,7 +26,7 @@ use crate::engine::{BUDGET, LONE_BUDGET};
 use crate::epoll_fd::NO_EVENT;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::registry::Registry;
-use crate::fabric::wire::port::vxlan::Tunnel;
+use crate::fabric::wire::port::uplinks::{UplinkPort, Uplinks};
 use crate::verbs::cq::clock;
 
 /// Queue pairs that are polled at once during a scan.
@@ -84,7 +84,7 @@ pub struct Loop {
     timed: bool,
     /// How long to poll for work before sleeping.
     idle_policy: IdlePolicy,
-    /// The way out of this process, if it is this worker's.
+    /// The ways out of this process, if they are this worker's.
     wire: Option<WireEnd>,
 }
 
@@ -172,13 +172,15 @@ impl Loop {
         }
     }
 
-    /// The way out of this process is this worker's.
+    /// The ways out of this process are this worker's.
     ///
     /// # Errors
-    /// If the system refuses to wait for it.
-    pub fn set_tunnel(&mut self, tunnel: &Arc<Tunnel>) -> io::Result<()> {
-        self.worker.epoll.add(tunnel.socket(), WIRE)?;
-        self.wire = Some(WireEnd::new(tunnel.clone()));
+    /// If the system refuses to wait for them.
+    pub fn set_uplinks(&mut self, uplinks: Uplinks) -> io::Result<()> {
+        let port = UplinkPort::new(uplinks)?;
+        port.wait_in(&self.worker.epoll, WIRE)?;
+        let counters = self.worker.wire.get_or_init(Arc::default).clone();
+        self.wire = Some(WireEnd::new(port, counters));
         // The list of VMs is taken over anew.
         self.generation = u64::MAX;
         Ok(())
@@ -257,7 +259,8 @@ impl Loop {
             return false;
         };
         let section = self.reader.enter();
-        wire.look(self.time, &section, &self.registry)
+        let (queue, worker) = (&mut self.queue, self.worker.index);
+        wire.look(self.time, &section, &self.registry, queue, worker)
     }
 
     /// What the worker does again and again while it polls: a poll iteration, and then the run

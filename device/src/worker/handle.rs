@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::thread::{sched_setaffinity, CpuSet};
-use serde_json::{json, Value};
+use serde_json::{json, Map, Value};
 use vhost_device_rdma_sync::{lock, Reader};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use vmm_sys_util::timerfd::TimerFd;
@@ -21,7 +21,8 @@ use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
-use crate::fabric::wire::port::vxlan::Tunnel;
+use crate::fabric::wire::counters::Counters;
+use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::sandbox::{Kind, Sandbox};
 use crate::verbs::cq::Cq;
 
@@ -84,6 +85,8 @@ pub struct Worker {
     pub(super) account: OnceLock<Account>,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) stats: Stats,
+    /// What is counted of the ways out of this process, if they are this worker's.
+    pub(super) wire: OnceLock<Arc<Counters>>,
 }
 
 /// How a worker's thread is started.
@@ -93,8 +96,8 @@ pub struct ThreadOptions {
     pub cpu: Option<usize>,
     /// What confines it.
     pub sandbox: Sandbox,
-    /// The way out of this process, if it is this worker's.
-    pub tunnel: Option<Arc<Tunnel>>,
+    /// The ways out of this process, as far as they are this worker's.
+    pub uplinks: Uplinks,
 }
 
 impl Worker {
@@ -112,8 +115,8 @@ impl Worker {
         failed: OnFailure,
     ) -> std::io::Result<Arc<Self>> {
         let (worker, mut work) = Self::without_thread(index, reader, registry, poll_budget)?;
-        if let Some(tunnel) = &options.tunnel {
-            work.set_tunnel(tunnel)?;
+        if !options.uplinks.is_empty() {
+            work.set_uplinks(options.uplinks.clone())?;
         }
         worker.run(work, options, failed, Loop::run)?;
         Ok(worker)
@@ -184,6 +187,7 @@ impl Worker {
             account: OnceLock::new(),
             thread: Mutex::default(),
             stats: Stats::default(),
+            wire: OnceLock::new(),
         });
         let work = Loop::new(worker.clone(), reader, registry, timer, poll_budget);
         Ok((worker, work))
@@ -294,7 +298,7 @@ impl Worker {
     /// Counters and state, for people and programs.
     #[must_use]
     pub fn status(&self) -> Value {
-        json!({
+        let mut status = json!({
             "index": self.index,
             "asleep": self.asleep.load(Ordering::Relaxed),
             "polls": self.stats.polls.load(Ordering::Relaxed),
@@ -302,7 +306,15 @@ impl Worker {
             "back_offs": self.stats.back_offs.load(Ordering::Relaxed),
             "kicks": self.stats.kicks.load(Ordering::Relaxed),
             "doorbells": self.stats.doorbells.load(Ordering::Relaxed),
-        })
+        });
+        if let Some(counters) = self.wire.get() {
+            let numbers = |(name, count): (&str, u64)| (name.to_owned(), json!(count));
+            let mut wire: Map<_, _> = counters.list().map(numbers).collect();
+            let dropped: Map<_, _> = counters.dropped().map(numbers).collect();
+            wire.insert("dropped".to_owned(), dropped.into());
+            status["wire"] = wire.into();
+        }
+        status
     }
 }
 

@@ -15,6 +15,7 @@ use super::wire::WireEnd;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::Polled;
 use crate::engine::tables::Tables;
+use crate::engine::vm::Vm;
 use crate::engine::{Budget, BUDGET, LONE_BUDGET};
 use crate::fabric;
 use crate::fabric::local::lookup_cache::LookupCache;
@@ -142,6 +143,16 @@ impl QpQueue {
             vm.use_worker(worker, used - before);
             used
         });
+    }
+
+    /// A frame of so many bytes came for a VM, perhaps while others have waited.
+    pub(super) fn charge_frame(&mut self, vm: &Vm, worker: u16, bytes: u64) {
+        let owner = std::ptr::from_ref(vm).addr();
+        if self.has_others(owner) {
+            let weighed = vm.weighed(MESSAGE + bytes);
+            vm.use_worker(worker, weighed);
+            self.charge(owner, weighed);
+        }
     }
 }
 

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The way out of this process, as a worker has it: when it looks for frames, and which VMs they are
 //! for.
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use vhost_device_rdma_sync::ReadSection;
 
+use super::scheduler::QpQueue;
 use crate::engine::message::is_multicast;
-use crate::engine::tables::{Gid, Tables};
-use crate::engine::vm::{Network, Vm};
+use crate::engine::tables::Tables;
+use crate::engine::vm::{Network, Segment, Vm};
 use crate::engine::Budget;
-use crate::fabric::registry::Registry;
-use crate::fabric::wire::port::vxlan::{Tunnel, VxlanPort};
-use crate::fabric::wire::{Recipients, Wire};
+use crate::fabric::registry::{by_vm, Registry};
+use crate::fabric::wire::counters::Counters;
+use crate::fabric::wire::port::uplinks::UplinkPort;
+use crate::fabric::wire::{Destination, Recipients, Wire};
 
 /// Frames that are taken in one poll iteration, at most.
 const MOST_FRAMES: usize = 64;
@@ -23,9 +26,12 @@ const SELDOM: u64 = 20_000;
 /// A worker's end of the wire.
 #[derive(Debug)]
 pub(super) struct WireEnd {
-    wire: Wire<VxlanPort>,
+    wire: Wire<UplinkPort>,
     /// The networks of VMs with a way out, by what they are called on the wire.
-    networks: Vec<(u32, Network)>,
+    networks: Vec<(Segment, Network)>,
+    /// Which VM has which GID, as far as that was asked since the registry changed last.
+    owners: HashMap<Destination, Arc<Vm>>,
+    generation: u64,
     /// Nothing is looked for before this time.
     look_at: u64,
     /// Until then, each poll iteration looks.
@@ -38,38 +44,74 @@ pub(super) struct WireEnd {
 struct Here<'a> {
     section: &'a ReadSection<'a>,
     registry: &'a Registry,
-    networks: &'a [(u32, Network)],
+    networks: &'a [(Segment, Network)],
+    owners: &'a mut HashMap<Destination, Arc<Vm>>,
+    queue: &'a mut QpQueue,
+    worker: u16,
 }
 
-impl Recipients for Here<'_> {
-    fn visit(&self, vni: u32, gid: Gid, visit: &mut dyn FnMut(&Tables)) -> bool {
-        let known = self.networks.iter().find(|(known, _)| *known == vni);
-        let Some((_, network)) = known else {
-            return true;
+/// Whether a VM has its frames on this segment.
+fn is_on(vm: &Vm, segment: Segment) -> bool {
+    vm.uplink().is_some_and(|uplink| uplink.segment == segment)
+}
+
+impl Here<'_> {
+    /// The network that is on a segment.
+    fn network(&self, segment: Segment) -> Option<&Network> {
+        let mut networks = self.networks.iter();
+        networks.find_map(|(known, network)| (*known == segment).then_some(network))
+    }
+
+    /// Visits a VM, for which a frame of so many bytes has come.
+    fn visit_one(&mut self, vm: &Vm, bytes: usize, visit: &mut dyn FnMut(&Tables)) -> bool {
+        let Some(tables) = vm.read_in(self.section) else {
+            return false;
         };
-        let visit = |vm: &Arc<Vm>| {
-            let tables = vm.read_in(self.section);
-            tables.map(&mut *visit).is_some()
-        };
-        if !is_multicast(&gid) {
-            let owner = self.registry.owner(network, gid);
-            return owner.as_ref().is_none_or(visit);
-        }
-        // It is lost for those of a group whose tables are being changed.
-        let members = self.registry.members(network, gid);
-        let mut vms: Vec<_> = members.iter().map(|member| &member.vm).collect();
-        vms.sort_unstable_by_key(|vm| Arc::as_ptr(vm));
-        vms.dedup_by_key(|vm| Arc::as_ptr(vm));
-        vms.into_iter().map(visit).for_each(drop);
+        visit(tables);
+        self.queue.charge_frame(vm, self.worker, bytes as u64);
         true
     }
 }
 
+impl Recipients for Here<'_> {
+    fn visit(&mut self, to: Destination, bytes: usize, visit: &mut dyn FnMut(&Tables)) -> bool {
+        if is_multicast(&to.gid) {
+            let network = self.network(to.segment);
+            let members = network.map(|network| self.registry.members(network, to.gid));
+            // It is lost for those of a group whose tables are being changed.
+            for members in members.iter().flat_map(|members| by_vm(members)) {
+                let member = members
+                    .first()
+                    .filter(|member| is_on(&member.vm, to.segment));
+                if let Some(member) = member {
+                    self.visit_one(&member.vm, bytes, visit);
+                }
+            }
+            return true;
+        }
+        let vm = match self.owners.get(&to) {
+            Some(vm) => vm.clone(),
+            None => {
+                let network = self.network(to.segment);
+                let owner = network.and_then(|network| self.registry.owner(network, to.gid));
+                let Some(vm) = owner.filter(|vm| is_on(vm, to.segment)) else {
+                    return true;
+                };
+                self.owners.insert(to, vm.clone());
+                vm
+            }
+        };
+        self.visit_one(&vm, bytes, visit)
+    }
+}
+
 impl WireEnd {
-    pub(super) fn new(tunnel: Arc<Tunnel>) -> Self {
+    pub(super) fn new(port: UplinkPort, counters: Arc<Counters>) -> Self {
         Self {
-            wire: Wire::new(VxlanPort::new(tunnel)),
+            wire: Wire::new(port, counters),
             networks: Vec::new(),
+            owners: HashMap::new(),
+            generation: 0,
             look_at: 0,
             busy_until: 0,
             sent: Budget::NONE,
@@ -78,16 +120,17 @@ impl WireEnd {
 
     /// Takes over changes of the list of VMs.
     pub(super) fn set_vms(&mut self, vms: &[Arc<Vm>]) {
-        let of = |vm: &Arc<Vm>| Some((vm.uplink()?.vni, vm.network.clone()));
+        let of = |vm: &Arc<Vm>| Some((vm.uplink()?.segment, vm.network.clone()));
         self.networks = vms.iter().filter_map(of).collect();
         self.networks.sort_unstable();
         self.networks.dedup();
         // Perhaps a VM has gone, or was reset.
+        self.owners.clear();
         self.wire.forget_destroyed();
     }
 
     /// The fabric.
-    pub(super) fn fabric(&mut self) -> &mut Wire<VxlanPort> {
+    pub(super) fn fabric(&mut self) -> &mut Wire<UplinkPort> {
         &mut self.wire
     }
 
@@ -107,6 +150,8 @@ impl WireEnd {
         now: u64,
         section: &ReadSection<'_>,
         registry: &Registry,
+        queue: &mut QpQueue,
+        worker: u16,
     ) -> bool {
         let sent = self.wire.sent();
         if sent.messages != self.sent.messages {
@@ -115,12 +160,20 @@ impl WireEnd {
         } else if now < self.look_at {
             return false;
         }
-        let here = Here {
+        let generation = registry.generation();
+        if generation != self.generation {
+            self.generation = generation;
+            self.owners.clear();
+        }
+        let mut here = Here {
             section,
             registry,
             networks: &self.networks,
+            owners: &mut self.owners,
+            queue,
+            worker,
         };
-        let came = self.wire.receive(now, MOST_FRAMES, &here) != 0 || self.wire.is_waiting();
+        let came = self.wire.receive(now, MOST_FRAMES, &mut here) != 0 || self.wire.is_waiting();
         if came {
             self.busy_until = now.saturating_add(BUSY);
         }

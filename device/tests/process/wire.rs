@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! VMs of two processes, as on two hosts, with VXLAN between them.
+//! VMs of two processes, as on two hosts, with VXLAN or plain frames between them.
 use std::net::UdpSocket;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -67,21 +67,42 @@ impl Hosts {
         Self::with_vnis([7, 7])
     }
 
+    /// With VXLAN between them, and these network identifiers.
     fn with_vnis(vnis: [u32; 2]) -> Self {
-        let directory = Directory::new();
         let addresses = free();
         let mut hosts = String::new();
         for (host, address) in (1..).zip(&addresses) {
             hosts +=
                 &format!("[[wire.host]]\naddress = '{address}'\ngids = ['10.0.0.{host}/32']\n");
         }
+        let of = |host: usize| {
+            let process = format!("[wire]\naddress = '{}'\n{hosts}", addresses[host]);
+            (process, format!("vni = {}", vnis[host]))
+        };
+        Self::start([0, 1].map(of))
+    }
+
+    /// With frames in datagrams from one to the other.
+    fn with_frames() -> Self {
+        let addresses = free();
+        let of = |host: usize| {
+            let (local, remote) = (&addresses[host], &addresses[1 - host]);
+            let dgram = format!("dgram = {{ local = '{local}', remote = '{remote}' }}");
+            (String::new(), dgram)
+        };
+        Self::start([0, 1].map(of))
+    }
+
+    /// With these lines for the processes and for their devices.
+    fn start(lines: [(String, String); 2]) -> Self {
+        let directory = Directory::new();
         let mut processes = Vec::new();
-        for ((host, address), vni) in (1..).zip(&addresses).zip(vnis) {
+        for (host, (of_process, of_device)) in (1..).zip(lines) {
             let socket = directory.0.join(format!("vm{host}"));
             let file = directory.0.join(format!("{host}.toml"));
             let text = format!(
-                "[wire]\naddress = '{address}'\n{hosts}\
-                 [[device]]\nsocket = '{}'\nmac = '52:54:00:00:01:0{host}'\nvni = {vni}\n",
+                "{of_process}\
+                 [[device]]\nsocket = '{}'\nmac = '52:54:00:00:01:0{host}'\n{of_device}\n",
                 socket.display()
             );
             std::fs::write(&file, text).unwrap();
@@ -175,6 +196,49 @@ fn messages_go_from_host_to_host() {
         assert_works(&pair, len);
     }
     hosts.assert_unharmed();
+}
+
+#[test]
+fn messages_go_from_switch_port_to_switch_port() {
+    let mut hosts = Hosts::with_frames();
+    let pair = hosts.pair(qp_type::RC, |_| {});
+    for len in [1, 1025, 1 << 20] {
+        assert_works(&pair, len);
+    }
+    hosts.assert_unharmed();
+}
+
+#[test]
+fn what_goes_over_the_wire_is_counted_and_why_frames_are_dropped() {
+    let hosts = Hosts::new();
+    let pair = hosts.pair(qp_type::RC, |_| {});
+    assert_works(&pair, 5000);
+    let wires = hosts.processes.iter().map(|process| {
+        let status = process.status().unwrap();
+        status["workers"][0]["wire"].clone()
+    });
+    let [a, b] = wires.collect::<Vec<_>>().try_into().unwrap();
+    let number = |wire: &serde_json::Value, name: &str| wire[name].as_u64().unwrap();
+    // Five packets each of WRITE, SEND and READ, and what acknowledges and asks.
+    assert!(number(&a, "sent_frames") >= 11, "{a}");
+    assert!(number(&a, "sent_bytes") >= 10_000, "{a}");
+    assert!(number(&b, "sent_frames") >= 6, "{b}");
+    assert!(number(&b, "received_frames") <= number(&a, "sent_frames"));
+    assert_eq!(number(&a["dropped"], "icrc_wrong"), 0);
+    // Others drop what is for nobody.
+    let pair = hosts.pair(qp_type::RC, |connection| {
+        connection.timeout = 8;
+        connection.retry_cnt = 1;
+    });
+    pair.b.qp.set_state(qp_state::RESET).unwrap();
+    pair.a
+        .qp
+        .post_send(&wqe(wr_opcode::RDMA_WRITE, 1, &pair), &sge(&pair.a, 8))
+        .unwrap();
+    assert_status(&pair.a.sent(), wc_status::RETRY_EXC_ERR);
+    let status = hosts.processes[1].status().unwrap();
+    let dropped = &status["workers"][0]["wire"]["dropped"];
+    assert_eq!(number(dropped, "stranger"), 2, "{dropped}");
 }
 
 #[test]

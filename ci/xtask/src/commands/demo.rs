@@ -8,7 +8,7 @@ use anyhow::{ensure, Context, Result};
 use crate::artifacts;
 use crate::images::{Image, Kernel};
 use crate::lanes::tools::Pair;
-use crate::vm::{kvm, Bed, Plan};
+use crate::vm::{kvm, Bed, Hosts, Plan};
 use crate::{setup, shell};
 
 /// How long one run may take on a busy machine without KVM.
@@ -28,7 +28,7 @@ pub fn run(kernel: Kernel) -> Result<bool> {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         disk: None,
         logs: shell::target().join("logs/demo"),
         interactive: false,

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::artifacts;
 use crate::images::{Image, Kernel};
-use crate::vm::{Bed, Plan};
+use crate::vm::{Bed, Hosts, Plan};
 use crate::{setup, shell};
 
 /// Boots VMs and attaches the terminal to them until the shells are left, or until the command is
@@ -39,7 +39,7 @@ pub fn run(number: u8, kernel: Kernel, image: Image, plain: bool, memory: u32) -
         vms: number,
         memory,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         disk: None,
         logs: shell::target().join("logs/vm"),
         interactive: true,

@@ -16,7 +16,7 @@ use super::tools::Table;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
-use crate::vm::kvm;
+use crate::vm::{kvm, Hosts};
 
 /// How often everything is measured.
 const ROUNDS: usize = 5;
@@ -34,7 +34,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],
     }

@@ -9,7 +9,7 @@ use anyhow::{ensure, Result};
 
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, SHORT};
+use crate::vm::{wait_for, Hosts, SHORT};
 
 /// The lane.
 pub fn lane() -> Lane {
@@ -26,7 +26,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs: cases,
     }

@@ -14,6 +14,7 @@ use super::tools::{counts, settled};
 use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
+use crate::vm::Hosts;
 
 /// Longer than any of the tests takes: they give up waiting before.
 const LONG: Duration = Duration::from_secs(150);
@@ -36,7 +37,7 @@ pub fn lane() -> Lane {
         vms: 1,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs: || {
             Kernel::STABLE

@@ -9,6 +9,7 @@
 pub mod bench;
 mod boot;
 mod hostile;
+mod interop;
 mod kernel_verbs;
 mod perftest;
 mod recovery;
@@ -37,7 +38,7 @@ use crate::artifacts::{self, Everything, Images};
 use crate::images::{Image, Kernel};
 use crate::report::{self, CaseReport, Outcome, Report};
 use crate::shell;
-use crate::vm::{Bed, Plan, Vm};
+use crate::vm::{Bed, Hosts, Plan, Vm};
 use soak::Soak;
 
 /// A lane.
@@ -54,8 +55,8 @@ pub struct Lane {
     pub memory: u32,
     /// For how many guests that are no VMs the device has sockets, behind those of the VMs.
     pub bare: u8,
-    /// Each VM has a device process of its own, as on a host of its own.
-    pub hosts: bool,
+    /// Which device process each VM has.
+    pub hosts: Hosts,
     /// What they boot. Those of storage have a disk each that outlives them.
     pub image: Image,
     /// The kernels it runs on, and the cases it runs there.
@@ -128,6 +129,8 @@ pub fn all() -> Vec<Lane> {
         scale::lane(),
         stock::lane(),
         stock::wire(),
+        stock::wire_switch(),
+        interop::lane(),
         perftest::lane(),
         ulp::lane(),
         recovery::lane(),

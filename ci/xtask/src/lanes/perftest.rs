@@ -9,10 +9,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Result};
 
+use super::stock::Ends;
 use super::tools::{Ready, Table};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
+use crate::vm::Hosts;
 
 /// How long one run may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(120);
@@ -29,7 +31,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],
     }
@@ -106,7 +108,7 @@ impl Variant {
 
 /// One combination.
 #[derive(Clone, Copy, Debug)]
-struct Combination {
+pub struct Combination {
     operation: &'static str,
     transport: &'static str,
     kind: Kind,
@@ -142,6 +144,24 @@ impl Combination {
 
     fn row(self) -> String {
         format!("{} {}", self.tool(), self.transport)
+    }
+
+    /// Those of an operation and a transport that exist.
+    pub fn all_of(operation: &'static str, transport: &'static str) -> Vec<Self> {
+        let of = |kind, variant| Self {
+            operation,
+            transport,
+            kind,
+            variant,
+        };
+        let kinds = [Kind::Bandwidth, Kind::Latency].into_iter();
+        let all = kinds.flat_map(|kind| Variant::ALL.map(|variant| of(kind, variant)));
+        all.filter(|combination| combination.exists()).collect()
+    }
+
+    /// What it is called.
+    pub fn title(self) -> String {
+        format!("{}, {}", self.row(), self.variant.column())
     }
 
     /// True if it goes through all message sizes. Atomic operations have one size, and 64 queue
@@ -191,7 +211,7 @@ fn one(fixture: &mut Fixture, combination: Combination) -> Result<()> {
     let start = Instant::now();
     let exists = combination.exists();
     let result = if exists {
-        measure(fixture, combination)
+        measure(fixture, (2, 1), combination)
     } else {
         refusal(fixture, combination)
     };
@@ -220,9 +240,13 @@ fn one(fixture: &mut Fixture, combination: Combination) -> Result<()> {
     Ok(())
 }
 
-/// Runs a combination between the VMs; its figure.
-fn measure(fixture: &mut Fixture, combination: Combination) -> Result<String> {
-    let pair = fixture.pair(2, 1);
+/// Runs a combination between the VMs of server and client; its figure.
+pub fn measure(
+    fixture: &mut Fixture,
+    (server, client): Ends,
+    combination: Combination,
+) -> Result<String> {
+    let pair = fixture.pair(server, client);
     let (tool, arguments) = (combination.tool(), combination.arguments());
     let (text, table) = if combination.variant == Variant::RdmaCm {
         let start = |host: &str| format!("{tool} -F -p {} {arguments} {host}", pair.port);

@@ -8,6 +8,7 @@ use anyhow::{ensure, Context, Result};
 use super::tools::{counts, device_memory, settled};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
+use crate::vm::Hosts;
 
 /// Queue pairs and as many completion queues.
 const COUNT: u64 = 65_536;
@@ -23,7 +24,7 @@ pub fn lane() -> Lane {
         vms: 1,
         memory: 4096,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs: || {
             let case = Case {

@@ -10,7 +10,7 @@ use anyhow::{ensure, Context, Result};
 use super::tools::{counts, device_of, progress, settled, wait_progress, Table};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, Bed, SHORT};
+use crate::vm::{wait_for, Bed, Hosts, SHORT};
 
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(240);
@@ -30,7 +30,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs,
     }

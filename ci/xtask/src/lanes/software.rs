@@ -13,7 +13,7 @@ use anyhow::{bail, ensure, Context, Result};
 use super::tools::{counts, device_of, settled, Ready};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::SHORT;
+use crate::vm::{Hosts, SHORT};
 
 const CLIENT: u8 = 1;
 const SERVER: u8 = 2;
@@ -37,7 +37,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1536,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Software,
         runs,
     }

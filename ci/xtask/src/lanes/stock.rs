@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lanes `tools` and `wire`: the stock tools of libibverbs and librdmacm between two VMs, and
+//! Lanes `tools`, `wire` and `wire-switch`: the stock tools of libibverbs and librdmacm between two VMs, and
 //! perftest over rdma_cm; between VMs of one device process, and as on two hosts.
 
 use std::time::Duration;
@@ -9,12 +9,18 @@ use anyhow::{ensure, Result};
 use super::tools::Ready;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
+use crate::vm::Hosts;
 
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(240);
 
 /// The port of the tools that have no option for it.
 const FIXED_PORT: u16 = 7174;
+
+/// In which VMs server and client are.
+pub type Ends = (u8, u8);
+
+const USUAL: Ends = (2, 1);
 
 /// The lane.
 pub fn lane() -> Lane {
@@ -31,7 +37,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs,
     }
@@ -42,7 +48,17 @@ pub fn wire() -> Lane {
     Lane {
         name: "wire",
         about: "the same tools between VMs of two device processes, with VXLAN between them",
-        hosts: true,
+        hosts: Hosts::Vxlan,
+        ..lane()
+    }
+}
+
+/// The same over a switch, at the MTU of most networks.
+pub fn wire_switch() -> Lane {
+    Lane {
+        name: "wire-switch",
+        about: "the same tools between VMs of two device processes, with a switch between them",
+        hosts: Hosts::Switch(1500),
         ..lane()
     }
 }
@@ -50,72 +66,108 @@ pub fn wire() -> Lane {
 const CASES: &[Case] = &[
     Case {
         name: "ibv_rc_pingpong",
-        run: |fixture| pingpong(fixture, "ibv_rc_pingpong", &["-c", "-c -e", "-c -s 65536"]),
+        run: |fixture| {
+            pingpong(
+                fixture,
+                USUAL,
+                "ibv_rc_pingpong",
+                &["-c", "-c -e", "-c -s 65536"],
+            )
+        },
     },
     Case {
         name: "ibv_rc_pingpong with the extended post-send interface",
-        run: |fixture| pingpong(fixture, "ibv_rc_pingpong", &["-c -N"]),
+        run: |fixture| pingpong(fixture, USUAL, "ibv_rc_pingpong", &["-c -N"]),
     },
     // Not with events as well: the tool then takes an event whose completion it has polled already
     // for an error.
     Case {
         name: "ibv_rc_pingpong with completion time stamps",
-        run: |fixture| pingpong(fixture, "ibv_rc_pingpong", &["-c -t"]),
+        run: |fixture| pingpong(fixture, USUAL, "ibv_rc_pingpong", &["-c -t"]),
     },
     Case {
         name: "ibv_rc_pingpong with device memory",
-        run: |fixture| pingpong(fixture, "ibv_rc_pingpong", &["-c -j"]),
+        run: |fixture| pingpong(fixture, USUAL, "ibv_rc_pingpong", &["-c -j"]),
     },
     Case {
         name: "ibv_uc_pingpong",
-        run: |fixture| pingpong(fixture, "ibv_uc_pingpong", &["-c", "-c -e", "-c -s 65536"]),
+        run: |fixture| {
+            pingpong(
+                fixture,
+                USUAL,
+                "ibv_uc_pingpong",
+                &["-c", "-c -e", "-c -s 65536"],
+            )
+        },
     },
     Case {
         name: "ibv_ud_pingpong",
-        run: |fixture| pingpong(fixture, "ibv_ud_pingpong", &["-c -s 1024", "-c -s 1024 -e"]),
+        run: |fixture| {
+            pingpong(
+                fixture,
+                USUAL,
+                "ibv_ud_pingpong",
+                &["-c -s 1024", "-c -s 1024 -e"],
+            )
+        },
     },
     Case {
         name: "ibv_srq_pingpong",
-        run: |fixture| pingpong(fixture, "ibv_srq_pingpong", &["-c", "-c -e", "-c -q 64"]),
+        run: |fixture| {
+            pingpong(
+                fixture,
+                USUAL,
+                "ibv_srq_pingpong",
+                &["-c", "-c -e", "-c -q 64"],
+            )
+        },
     },
     Case {
         name: "ibv_xsrq_pingpong",
-        run: |fixture| pingpong(fixture, "ibv_xsrq_pingpong", &["", "-e"]),
+        run: |fixture| pingpong(fixture, USUAL, "ibv_xsrq_pingpong", &["", "-e"]),
     },
     Case {
         name: "rping",
-        run: rping,
+        run: |fixture| {
+            [(2, 1), (1, 2), (1, 1)]
+                .into_iter()
+                .try_for_each(|ends| rping(fixture, ends))
+        },
     },
     Case {
         name: "ucmatose",
-        run: ucmatose,
+        run: |fixture| ucmatose(fixture, USUAL),
     },
     Case {
         name: "udaddy",
-        run: udaddy,
+        run: |fixture| udaddy(fixture, USUAL),
     },
     Case {
         name: "mckey",
-        run: mckey,
+        run: |fixture| {
+            [(2, 1), (1, 2), (1, 1)]
+                .into_iter()
+                .try_for_each(|ends| mckey(fixture, ends))
+        },
     },
     Case {
         name: "rstream",
-        run: rstream,
+        run: |fixture| rstream(fixture, USUAL),
     },
     Case {
         name: "cmtime",
-        run: cmtime,
+        run: |fixture| cmtime(fixture, USUAL),
     },
     Case {
         name: "ib_send_bw -R",
-        run: send_bw,
+        run: |fixture| send_bw(fixture, USUAL),
     },
 ];
 
 /// Runs a ping-pong of libibverbs with each of the options.
-fn pingpong(fixture: &mut Fixture, tool: &str, options: &[&str]) -> Result<()> {
+pub fn pingpong(fixture: &mut Fixture, ends: Ends, tool: &str, options: &[&str]) -> Result<()> {
     for option in options {
-        let pair = fixture.pair(2, 1);
+        let pair = fixture.pair(ends.0, ends.1);
         let start = format!("{tool} -g $(/payload/gid) -p {} {option}", pair.port);
         let client = format!("{start} {}", pair.host());
         pair.run(&fixture.bed, &start, &client, LONG)?;
@@ -123,32 +175,30 @@ fn pingpong(fixture: &mut Fixture, tool: &str, options: &[&str]) -> Result<()> {
     Ok(())
 }
 
-fn rping(fixture: &mut Fixture) -> Result<()> {
-    for (server, client) in [(2, 1), (1, 2), (1, 1)] {
-        for size in [64, 4096, 65000] {
-            let pair = fixture.pair(server, client);
-            let start = |side: &str| {
-                format!(
-                    "rping {side} -a {} -p {} -C 20 -V -S {size}",
-                    pair.host(),
-                    pair.port
-                )
-            };
-            pair.run_when(
-                Ready::Cm(pair.port),
-                &fixture.bed,
-                &start("-s"),
-                &start("-c"),
-                LONG,
-            )?;
-        }
+pub fn rping(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    for size in [64, 4096, 65000] {
+        let pair = fixture.pair(ends.0, ends.1);
+        let start = |side: &str| {
+            format!(
+                "rping {side} -a {} -p {} -C 20 -V -S {size}",
+                pair.host(),
+                pair.port
+            )
+        };
+        pair.run_when(
+            Ready::Cm(pair.port),
+            &fixture.bed,
+            &start("-s"),
+            &start("-c"),
+            LONG,
+        )?;
     }
     Ok(())
 }
 
-fn ucmatose(fixture: &mut Fixture) -> Result<()> {
+pub fn ucmatose(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     for options in ["-c 1 -C 10 -S 100", "-c 16 -C 4 -S 4096"] {
-        let pair = fixture.pair(2, 1);
+        let pair = fixture.pair(ends.0, ends.1);
         let (host, port) = (pair.host(), pair.port);
         let start = |side: &str| format!("ucmatose {side} {host} -p {port} {options}");
         let (client, server) = pair.run_when(
@@ -164,9 +214,9 @@ fn ucmatose(fixture: &mut Fixture) -> Result<()> {
     Ok(())
 }
 
-fn udaddy(fixture: &mut Fixture) -> Result<()> {
+pub fn udaddy(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     for options in ["-c 1 -C 10 -S 100", "-c 8 -C 4 -S 1024"] {
-        let pair = fixture.pair(2, 1);
+        let pair = fixture.pair(ends.0, ends.1);
         let start = |side: &str| format!("udaddy {side} {} {options}", pair.host());
         let (client, server) = pair.run_when(
             Ready::Cm(FIXED_PORT),
@@ -181,33 +231,29 @@ fn udaddy(fixture: &mut Fixture) -> Result<()> {
     Ok(())
 }
 
-fn mckey(fixture: &mut Fixture) -> Result<()> {
-    for (receiver, sender) in [(2, 1), (1, 2), (1, 1)] {
-        let pair = fixture.pair(receiver, sender);
-        // The receiver says in time that it has joined only if its lines are not held back.
-        let start = |number: u8, side: &str| {
-            format!(
-                "stdbuf -oL mckey -m 239.7.7.{receiver} -b 10.10.0.{number} {side} -C 10 -S 1000"
-            )
-        };
-        let (client, server) = pair.run_when(
-            Ready::Says("joined dgid"),
-            &fixture.bed,
-            &start(receiver, ""),
-            &start(sender, "-s"),
-            LONG,
-        )?;
-        good_status(&client)?;
-        good_status(&server)?;
-        ensure!(
-            server.contains("data transfers complete"),
-            "the receiver did not get all:\n{server}"
-        );
-    }
+pub fn mckey(fixture: &mut Fixture, (receiver, sender): Ends) -> Result<()> {
+    let pair = fixture.pair(receiver, sender);
+    // The receiver says in time that it has joined only if its lines are not held back.
+    let start = |number: u8, side: &str| {
+        format!("stdbuf -oL mckey -m 239.7.7.{receiver} -b 10.10.0.{number} {side} -C 10 -S 1000")
+    };
+    let (client, server) = pair.run_when(
+        Ready::Says("joined dgid"),
+        &fixture.bed,
+        &start(receiver, ""),
+        &start(sender, "-s"),
+        LONG,
+    )?;
+    good_status(&client)?;
+    good_status(&server)?;
+    ensure!(
+        server.contains("data transfers complete"),
+        "the receiver did not get all:\n{server}"
+    );
     Ok(())
 }
 
-fn rstream(fixture: &mut Fixture) -> Result<()> {
+pub fn rstream(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     for options in [
         "-S 64 -I 500 -C 1",
         "-S 65536 -I 20 -C 10",
@@ -216,7 +262,7 @@ fn rstream(fixture: &mut Fixture) -> Result<()> {
         // Not asynchronously (-T a): the tool then takes the end of the connection behind the last
         // message for an error.
         for test in ["-T v", "-T v -T b"] {
-            let pair = fixture.pair(2, 1);
+            let pair = fixture.pair(ends.0, ends.1);
             let (host, port) = (pair.host(), pair.port);
             let start = |side: &str| format!("rstream {side} {host} -p {port} {options} {test}");
             let (text, _) = pair.run_when(
@@ -235,8 +281,8 @@ fn rstream(fixture: &mut Fixture) -> Result<()> {
     Ok(())
 }
 
-fn cmtime(fixture: &mut Fixture) -> Result<()> {
-    let pair = fixture.pair(2, 1);
+pub fn cmtime(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let pair = fixture.pair(ends.0, ends.1);
     let (host, port) = (pair.host(), pair.port);
     let start = |side: &str| format!("cmtime {side} {host} -p {port} -c 50");
     // It listens with rdma_cm first, and then on the same port of TCP, where the two ends agree on
@@ -245,8 +291,8 @@ fn cmtime(fixture: &mut Fixture) -> Result<()> {
         .map(drop)
 }
 
-fn send_bw(fixture: &mut Fixture) -> Result<()> {
-    let pair = fixture.pair(2, 1);
+pub fn send_bw(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let pair = fixture.pair(ends.0, ends.1);
     let start = |host: &str| format!("ib_send_bw -F -R -a -n 100 -p {} {host}", pair.port);
     let (text, _) = pair.run_when(
         Ready::Cm(pair.port),

@@ -18,6 +18,7 @@ use super::tools::{counts, settled};
 use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
+use crate::vm::Hosts;
 
 /// How long all tests may take on one device. Most of it is for tests that hang.
 const LONG: Duration = Duration::from_secs(45 * 60);
@@ -126,7 +127,7 @@ pub fn lane_56() -> Lane {
         vms: 1,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs: || {
             let cases = [
@@ -157,7 +158,7 @@ pub fn lane_65() -> Lane {
         vms: 1,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs: || {
             let cases = [

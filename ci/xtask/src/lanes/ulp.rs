@@ -16,7 +16,7 @@ use super::storage::{
 use super::tools::device_memory;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::SHORT;
+use crate::vm::{Hosts, SHORT};
 
 /// How long a tree of files may take.
 const TREE: Duration = Duration::from_secs(600);
@@ -36,7 +36,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Storage,
         runs,
     }

@@ -9,6 +9,7 @@ use anyhow::{bail, Result};
 use super::tools::{counts, settled, Pair};
 use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
+use crate::vm::Hosts;
 
 /// Longer than any of the tests takes before it ends itself.
 const LONG: Duration = Duration::from_secs(400);
@@ -28,7 +29,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs,
     }

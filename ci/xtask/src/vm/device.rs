@@ -14,7 +14,7 @@ use anyhow::{bail, ensure, Context, Result};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::{mac, signal_child, spawn, wait_for};
+use super::{mac, signal_child, spawn, switch, wait_for};
 
 /// The longest IP packet between hosts, bytes: those of the loopback interface are longer.
 const WIRE_MTU: u16 = 9000;
@@ -22,6 +22,15 @@ const WIRE_MTU: u16 = 9000;
 /// The link-local address of a VM, which comes from its MAC address.
 fn link_local(number: u8) -> String {
     format!("fe80::5054:ff:fe12:34{number:02x}")
+}
+
+/// What is between hosts.
+#[derive(Clone, Copy)]
+pub enum Wire {
+    /// VXLAN between so many VMs.
+    Vxlan(u8),
+    /// A switch, with IP packets of so many bytes at most.
+    Switch(u16),
 }
 
 /// A running `vhost-device-rdma`.
@@ -52,29 +61,40 @@ impl DeviceProcess {
         Self::start_by(command, sockets.collect(), status, log)
     }
 
-    /// Starts the process that serves VM `number` of `vms` alone, as on a host of its own. The others
-    /// are at the other end of the wire.
+    /// Starts the process that serves VM `number` alone, as on a host of its own. The others are at
+    /// the other end of the wire.
     pub fn start_on_host(
         binary: &Path,
         directory: &Path,
         number: u8,
-        vms: u8,
+        wire: Wire,
         log: &Path,
     ) -> Result<Self> {
         let at = |name: &str| directory.join(format!("{name}-{number}"));
         let (socket, status, file) = (at("rdma"), at("status"), at("config"));
-        // Hosts are addresses of this one.
-        let mut text = format!("[wire]\naddress = '127.0.1.{number}'\nmtu = {WIRE_MTU}\n");
-        for vm in 1..=vms {
-            let link_local = link_local(vm);
-            let _ = write!(
-                text,
-                "[[wire.host]]\naddress = '127.0.1.{vm}'\ngids = ['10.10.0.{vm}', '{link_local}']\n"
-            );
-        }
+        let mut text = String::new();
+        let way_out = match wire {
+            Wire::Vxlan(vms) => {
+                // Hosts are addresses of this one.
+                text = format!("[wire]\naddress = '127.0.1.{number}'\nmtu = {WIRE_MTU}\n");
+                for vm in 1..=vms {
+                    let link_local = link_local(vm);
+                    let _ = write!(
+                        text,
+                        "[[wire.host]]\naddress = '127.0.1.{vm}'\n\
+                         gids = ['10.10.0.{vm}', '{link_local}']\n"
+                    );
+                }
+                "vni = 1".to_owned()
+            }
+            Wire::Switch(mtu) => {
+                let (remote, local) = switch::addresses(number);
+                format!("dgram = {{ local = '{local}', remote = '{remote}', mtu = {mtu} }}")
+            }
+        };
         let _ = write!(
             text,
-            "[[device]]\nsocket = '{}'\nmac = '{}'\nvni = 1\n",
+            "[[device]]\nsocket = '{}'\nmac = '{}'\n{way_out}\n",
             socket.display(),
             mac(number)
         );

@@ -8,6 +8,7 @@
 mod agent;
 mod device;
 mod qmp;
+mod switch;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -20,6 +21,7 @@ use serde_json::{json, Value};
 
 pub use agent::{Job, Output};
 pub use device::DeviceProcess;
+pub use switch::Switch;
 
 use crate::artifacts::Stack;
 use crate::images::KernelImage;
@@ -39,6 +41,18 @@ const NIC: &str = "nic";
 /// How long a short command may take.
 pub const SHORT: Duration = Duration::from_secs(60);
 
+/// Which device process VMs have, and what is between them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hosts {
+    /// All have the same.
+    One,
+    /// Each has one of its own, as on a host of its own, with VXLAN between them.
+    Vxlan,
+    /// Each has one of its own, whose frames go through the same switch as those of the VM's
+    /// network interface; IP packets have so many bytes at most.
+    Switch(u16),
+}
+
 /// What to start.
 pub struct Plan<'a> {
     /// Binaries, and what the guests get. Without it: stock guests on the QEMU given by `qemu`.
@@ -55,8 +69,8 @@ pub struct Plan<'a> {
     pub memory: u32,
     /// For how many guests that are no VMs the device has sockets, behind those of the VMs.
     pub bare: u8,
-    /// Each VM has a device process of its own, as on a host of its own.
-    pub hosts: bool,
+    /// Which device process each VM has.
+    pub hosts: Hosts,
     /// MiB of a disk for each that keeps its contents when the VM is killed, `/dev/vdc`.
     pub disk: Option<u64>,
     /// Where console and device logs go.
@@ -75,6 +89,8 @@ pub struct Bed {
     pub others: Vec<DeviceProcess>,
     /// The VMs; `vms[0]` is number 1.
     pub vms: Vec<Vm>,
+    /// What is between their network interfaces, if it is not QEMU itself.
+    pub switch: Option<Switch>,
     directory: PathBuf,
 }
 
@@ -90,14 +106,22 @@ impl Bed {
             device: None,
             others: Vec::new(),
             vms: Vec::new(),
+            switch: None,
             directory,
         };
-        if let Some(stack) = plan.stack.filter(|_| plan.hosts) {
+        if let Hosts::Switch(_) = plan.hosts {
+            bed.switch = Some(Switch::start(&bed.directory, plan.vms)?);
+        }
+        if let Some(stack) = plan.stack.filter(|_| plan.hosts != Hosts::One) {
             for number in 1..=plan.vms {
                 let log = plan.logs.join(format!("device-{number}.log"));
-                let (binary, vms) = (&stack.device, plan.vms);
+                let wire = match plan.hosts {
+                    Hosts::Switch(mtu) => device::Wire::Switch(mtu),
+                    _ => device::Wire::Vxlan(plan.vms),
+                };
+                let directory = &bed.directory;
                 let device =
-                    DeviceProcess::start_on_host(binary, &bed.directory, number, vms, &log)?;
+                    DeviceProcess::start_on_host(&stack.device, directory, number, wire, &log)?;
                 match &bed.device {
                     None => bed.device = Some(device),
                     Some(_) => bed.others.push(device),
@@ -138,6 +162,7 @@ impl Bed {
         self.vms.clear();
         self.device = None;
         self.others.clear();
+        self.switch = None;
         // The next bed of this process has the same directory, and may be there before this one is
         // dropped.
         let directory = std::mem::take(&mut self.directory);
@@ -217,7 +242,7 @@ impl Vm {
             qemu_log,
             control: path("control"),
             qmp_path: path("qmp"),
-            links: if number == 1 {
+            links: if number == 1 && !matches!(plan.hosts, Hosts::Switch(_)) {
                 (2..=plan.vms).map(|peer| link(directory, peer)).collect()
             } else {
                 Vec::new()
@@ -447,6 +472,17 @@ fn link(directory: &Path, number: u8) -> PathBuf {
     directory.join(format!("net-{number}"))
 }
 
+/// QEMU's words for a network device that connects to the socket of a VM's link, again and again if
+/// asked to.
+fn stream_to(directory: &Path, number: u8, again: bool) -> String {
+    let again = if again { ",reconnect-ms=500" } else { "" };
+    let path = link(directory, number);
+    format!(
+        "stream,id=net,server=off,addr.type=unix,addr.path={}{again}",
+        path.display()
+    )
+}
+
 /// The image of a VM's own disk.
 fn disk(directory: &Path, number: u8) -> PathBuf {
     directory.join(format!("disk-{number}"))
@@ -556,8 +592,17 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     );
     add("-qmp", format!("unix:{},server=on,wait=off", socket("qmp")));
 
-    // vm1 is the hub that connects the network devices of all.
+    let switched = match plan.hosts {
+        Hosts::Switch(mtu) => Some(mtu),
+        Hosts::One | Hosts::Vxlan => None,
+    };
+    let host_mtu = switched.map_or_else(String::new, |mtu| format!(",host_mtu={mtu}"));
+    // vm1 is the hub that connects the network devices of all, unless a switch does.
     let device_net = match (number, plan.vms) {
+        (1, _) if switched.is_some() => {
+            add("-netdev", stream_to(directory, number, true));
+            "net"
+        }
         (1, 0 | 1) => {
             // Nobody is there; something has to take its packets, or the guest complains of a
             // transmitter that hangs.
@@ -590,26 +635,15 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
         }
         _ => {
             // A stock QEMU may be too old to know how to reconnect.
-            let again = if plan.stack.is_some() {
-                ",reconnect-ms=500"
-            } else {
-                ""
-            };
-            let path = link(directory, number);
-            add(
-                "-netdev",
-                format!(
-                    "stream,id=net,server=off,addr.type=unix,addr.path={}{again}",
-                    path.display()
-                ),
-            );
+            let again = plan.stack.is_some();
+            add("-netdev", stream_to(directory, number, again));
             "net"
         }
     };
     add(
         "-device",
         format!(
-            "virtio-net-pci,id={NIC},netdev={device_net},mac={},romfile=",
+            "virtio-net-pci,id={NIC},netdev={device_net},mac={},romfile={host_mtu}",
             mac(number)
         ),
     );

@@ -150,6 +150,15 @@ pub(super) fn source(bytes: &[u8]) -> Option<[u8; 16]> {
     }
 }
 
+/// The GID that a frame goes to, if it is one of IP.
+pub(super) fn destination(bytes: &[u8]) -> Option<[u8; 16]> {
+    match u16_at(bytes, 12)? {
+        TYPE_IPV4 => mapped(bytes.get(ETHERNET + 16..)?),
+        TYPE_IPV6 => gid_at(bytes, ETHERNET + 24),
+        _ => None,
+    }
+}
+
 /// Reads a frame.
 ///
 /// # Errors

@@ -3,8 +3,8 @@
 //! them under way at a time, and answers come back as frames.
 //!
 //! It carries all messages but those that RoCEv2 does not have: atomic operations with masks, and
-//! SEND_WITH_INV of UC. Its ports are VXLAN between hosts and, for tests, a network that is simulated
-//! in virtual time.
+//! SEND_WITH_INV of UC. Its ports are VXLAN between hosts, interfaces of VMs and, for tests, a
+//! network that is simulated in virtual time.
 //!
 //! [`packet`], [`frame`] and [`icrc`] are bytes and values. The [`sender`] is the requester of a
 //! queue pair whose packets are acknowledged, what is in [`unacknowledged`] that of the others; the
@@ -13,6 +13,7 @@
 //! far `layer::faults`, for tests).
 #[cfg_attr(not(test), expect(dead_code, reason = "only tests capture so far"))]
 mod capture;
+pub(crate) mod counters;
 mod frame;
 mod icrc;
 #[cfg(test)]
@@ -31,7 +32,7 @@ pub(super) mod tests;
 mod unacknowledged;
 mod verdict;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -39,6 +40,7 @@ use std::sync::{Arc, Weak};
 use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
 use self::capture::Capture;
+use self::counters::Counters;
 use self::frame::{Addresses, Frame};
 use self::packet::{Body, Packet, Psn, RequestPacket, Service};
 use self::pcapng::Direction;
@@ -46,7 +48,7 @@ use self::port::{Fate, Port};
 use self::receiver::Receiver;
 use self::sender::{Brought, Out, Peer, Sender};
 use self::unacknowledged::{datagram, datagrams, Stream};
-use self::verdict::{DropCounts, Reason, Verdict};
+use self::verdict::{Reason, Verdict};
 use super::{Carrier, Elsewhere, Fabric};
 use crate::engine::cursor::DataSource;
 use crate::engine::message::{Answer, Datagram, Message};
@@ -54,7 +56,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::responder::Origin;
 use crate::engine::send_queue::{Active, PathAttributes, Polled, SendQueue};
 use crate::engine::tables::{Gid, Tables};
-use crate::engine::vm::Vm;
+use crate::engine::vm::{Segment, Uplink, Vm};
 use crate::engine::{payload_of, Budget, BUDGET};
 use crate::footprint::Share;
 use crate::verbs::cq::{L2Source, NO_VLAN};
@@ -72,8 +74,17 @@ pub(crate) fn path_mtu_within(longest: usize) -> u8 {
     largest.unwrap_or(mtu::MTU_256)
 }
 
-/// How long a frame waits for a VM whose objects are being changed, at most, nanoseconds.
+/// The path MTU of a VM's port.
+fn active_mtu(vm: &Vm) -> u8 {
+    let uplink = vm.uplink();
+    uplink.map_or(mtu::MTU_4096, |uplink| uplink.active_mtu)
+}
+
+/// How long a frame waits for a VM whose objects are being changed, at most, nanoseconds;
 const MOST_WAIT: u64 = 10_000_000;
+/// how many frames wait for one destination, at most, and how many in all.
+const MOST_WAITING_FOR_ONE: usize = 32;
+const MOST_WAITING: usize = 128;
 
 /// How long to wait where the account of a VM has no room, nanoseconds.
 const NO_ROOM_RETRY: u64 = 10_000_000;
@@ -204,8 +215,7 @@ fn deliver_datagram(
 #[derive(Debug)]
 struct Egress<P> {
     port: P,
-    /// Frames, and bytes in them.
-    sent: Budget,
+    counters: Arc<Counters>,
     frame: Vec<u8>,
     /// The last frames, both ways, if somebody wants to see them.
     capture: Option<Capture>,
@@ -215,14 +225,14 @@ impl<P: Port> Egress<P> {
     /// Sends a packet of a VM at time `now`, if there is a way out. Otherwise it is lost, as packets
     /// may be.
     fn send(&mut self, now: u64, vm: &Vm, addresses: Option<&Addresses>, packet: &Packet<'_>) {
-        let Some(addresses) = addresses.filter(|_| vm.port_is_up()) else {
+        let uplink = vm.uplink().filter(|_| vm.port_is_up());
+        let Some((addresses, Uplink { segment, .. })) = addresses.zip(uplink) else {
             return;
         };
         frame::write(&mut self.frame, addresses, packet);
-        self.sent.messages = self.sent.messages.wrapping_add(1);
-        self.sent.bytes = self.sent.bytes.wrapping_add(self.frame.len() as u64);
-        let vni = vm.uplink().map_or(0, |uplink| uplink.vni);
-        let fate = self.port.send(now, vni, addresses.destination, &self.frame);
+        let destination = addresses.destination;
+        let fate = self.port.send(now, segment, destination, &self.frame);
+        self.counters.sent(self.frame.len(), fate);
         if let Some(capture) = &mut self.capture {
             let comment = (fate != Fate::Sent).then(|| fate.to_string());
             capture.add(now, Direction::Out, &self.frame, comment);
@@ -232,9 +242,26 @@ impl<P: Port> Egress<P> {
 
 /// Who a frame may be for.
 pub(crate) trait Recipients {
-    /// Calls `visit` with the tables of each VM of network `vni` that has `gid`, or has queue pairs
-    /// in that group. Returns false, and calls nothing, if the VM is busy for a moment.
-    fn visit(&self, vni: u32, gid: Gid, visit: &mut dyn FnMut(&Tables)) -> bool;
+    /// Calls `visit` with the tables of each VM that has the destination of a frame, or has queue
+    /// pairs in that group. The frame, of so many bytes, is work that is done for the VM. Returns
+    /// false, and calls nothing, if the VM is busy for a moment.
+    fn visit(&mut self, to: Destination, bytes: usize, visit: &mut dyn FnMut(&Tables)) -> bool;
+}
+
+/// Where a frame goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Destination {
+    pub segment: Segment,
+    pub gid: Gid,
+}
+
+/// A frame that waits for its VM.
+#[derive(Debug)]
+struct Waiting {
+    to: Destination,
+    /// Since when, nanoseconds.
+    since: u64,
+    bytes: Vec<u8>,
 }
 
 /// The fabric, as one worker has it: a port, and what it keeps of the queue pairs.
@@ -245,36 +272,37 @@ pub(crate) struct Wire<P> {
     connections: HashMap<u64, Connection>,
     /// Those of queue pairs that are gone are forgotten when there are as many as this.
     tidy_at: usize,
-    dropped: DropCounts,
     /// The frame that is read.
     received: Vec<u8>,
-    /// It waits for its VM: its network, and since when, nanoseconds.
-    waiting: Option<(u32, u64)>,
+    /// Frames that wait for their VMs, the oldest first; and room for more.
+    waiting: VecDeque<Waiting>,
+    spare: Vec<Vec<u8>>,
     /// The payload of the packet that is written.
     payload: Vec<u8>,
 }
 
 impl<P: Port> Wire<P> {
-    pub(crate) fn new(port: P) -> Self {
+    /// One that counts in `counters`.
+    pub(crate) fn new(port: P, counters: Arc<Counters>) -> Self {
         Self {
             out: Egress {
                 port,
-                sent: Budget::NONE,
+                counters,
                 frame: Vec::new(),
                 capture: None,
             },
             connections: HashMap::new(),
             tidy_at: 64,
-            dropped: DropCounts::default(),
             received: Vec::new(),
-            waiting: None,
+            waiting: VecDeque::new(),
+            spare: Vec::new(),
             payload: Vec::new(),
         }
     }
 
     /// Frames and bytes that were sent in all, modulo 2^32 and 2^64.
     pub(crate) fn sent(&self) -> Budget {
-        self.out.sent
+        self.out.counters.all_sent()
     }
 
     /// Makes sure that a connection is kept of a queue pair, of this life of it, and with the path
@@ -331,60 +359,100 @@ impl<P: Port> Wire<P> {
 
     /// Takes the frames that have come by time `now`, at most `most` of them. Returns how many
     /// there were.
-    pub(crate) fn receive(&mut self, now: u64, most: usize, to: &impl Recipients) -> usize {
+    pub(crate) fn receive(&mut self, now: u64, most: usize, vms: &mut impl Recipients) -> usize {
+        let mut taken = self.take_waiting(now, vms);
         let mut bytes = std::mem::take(&mut self.received);
-        let mut taken = 0;
         while taken < most {
-            let waiting = self.waiting.take();
-            let next = waiting.or_else(|| Some((self.out.port.receive(now, &mut bytes)?, now)));
-            let Some((vni, since)) = next else {
+            let Some(segment) = self.out.port.receive(now, &mut bytes) else {
                 break;
             };
-            let late = now.saturating_sub(since) >= MOST_WAIT;
-            if !self.take(now, vni, &bytes, to) && !late {
-                self.waiting = Some((vni, since));
-                break;
-            }
             taken += 1;
+            let Some(gid) = frame::destination(&bytes) else {
+                self.judged(now, &bytes, Verdict::Dropped(Reason::Other));
+                continue;
+            };
+            let to = Destination { segment, gid };
+            // It does not overtake those that wait for the same VM.
+            let ahead = self.waiting.iter().filter(|one| one.to == to).count();
+            if ahead != 0 || !self.take(now, to, &bytes, vms) {
+                self.wait(now, to, &mut bytes, ahead);
+            }
         }
         self.received = bytes;
         taken
     }
 
-    /// Whether a frame waits for its VM, and nothing is received before.
+    /// A frame waits for its VM, behind so many others.
+    fn wait(&mut self, now: u64, to: Destination, bytes: &mut Vec<u8>, ahead: usize) {
+        if ahead >= MOST_WAITING_FOR_ONE || self.waiting.len() >= MOST_WAITING {
+            self.judged(now, bytes, Verdict::Dropped(Reason::Busy));
+            return;
+        }
+        let next = self.spare.pop().unwrap_or_default();
+        let bytes = std::mem::replace(bytes, next);
+        let since = now;
+        self.waiting.push_back(Waiting { to, since, bytes });
+    }
+
+    /// Takes the frames that have waited for their VMs. Returns how many there were.
+    fn take_waiting(&mut self, now: u64, vms: &mut impl Recipients) -> usize {
+        let before = self.waiting.len();
+        // Those that go on waiting are at the back.
+        let mut kept = 0;
+        for _ in 0..before {
+            let Some(one) = self.waiting.pop_front() else {
+                break;
+            };
+            let mut behind = self.waiting.iter().rev().take(kept);
+            let behind = behind.any(|other| other.to == one.to);
+            if !behind && self.take(now, one.to, &one.bytes, vms) {
+                self.spare.push(one.bytes);
+            } else if now.saturating_sub(one.since) >= MOST_WAIT {
+                self.judged(now, &one.bytes, Verdict::Dropped(Reason::Busy));
+                self.spare.push(one.bytes);
+            } else {
+                self.waiting.push_back(one);
+                kept += 1;
+            }
+        }
+        before - kept
+    }
+
+    /// Whether frames wait for their VMs.
     pub(crate) fn is_waiting(&self) -> bool {
-        self.waiting.is_some()
+        !self.waiting.is_empty()
     }
 
     /// Takes a frame. Returns false if its VM is busy for a moment.
-    fn take(&mut self, now: u64, vni: u32, bytes: &[u8], to: &impl Recipients) -> bool {
-        let mut there = true;
+    fn take(&mut self, now: u64, to: Destination, bytes: &[u8], vms: &mut impl Recipients) -> bool {
         let mut verdict = Verdict::Dropped(Reason::Stranger);
-        match frame::read(bytes) {
-            Err(reason) => verdict = Verdict::Dropped(reason),
-            Ok(frame) => {
-                let gid = frame.addresses.destination;
-                there = to.visit(vni, gid, &mut |tables| {
-                    let running = tables.running;
-                    let delivered = running.then(|| self.deliver(tables, now, &frame)).flatten();
-                    verdict = match delivered {
-                        Some(delivered) => delivered,
-                        None if running => return,
-                        None => Verdict::Dropped(Reason::Down),
-                    };
-                });
+        let mut frame = None;
+        let there = vms.visit(to, bytes.len(), &mut |tables| {
+            if !tables.running {
+                verdict = Verdict::Dropped(Reason::Down);
+                return;
             }
+            match frame.get_or_insert_with(|| frame::read(bytes)) {
+                Err(reason) => verdict = Verdict::Dropped(*reason),
+                Ok(frame) => {
+                    if let Some(delivered) = self.deliver(tables, now, frame) {
+                        verdict = delivered;
+                    }
+                }
+            }
+        });
+        if there {
+            self.judged(now, bytes, verdict);
         }
-        if !there {
-            return false;
-        }
-        if let Verdict::Dropped(reason) = verdict {
-            self.dropped.count(reason);
-        }
+        there
+    }
+
+    /// A frame is done with.
+    fn judged(&mut self, now: u64, bytes: &[u8], verdict: Verdict) {
+        self.out.counters.received(bytes.len(), verdict);
         if let Some(capture) = &mut self.out.capture {
             capture.add(now, Direction::In, bytes, Some(verdict.to_string()));
         }
-        true
     }
 
     /// Hands a packet to its queue pair; `None` if it is for none of ours, or not from its peer.
@@ -462,24 +530,26 @@ impl<P: Port> Wire<P> {
         if qp.qp_type == qp_type::XRC_INI {
             return None;
         }
-        let connection = self.connections.get_mut(&qp.serial())?;
-        if connection.receiver.is_none() {
-            // It is known since the queue pair is ready to receive.
-            let (path, _) = connection.path;
-            let at_a_time = qp.responder().max_rd_atomic;
-            if connection
-                .share
-                .grow(Receiver::footprint(at_a_time))
-                .is_err()
-            {
-                return Some(Verdict::Dropped(Reason::NoRoom));
-            }
-            let receiver = Receiver::new(Psn::new(path.rq_psn), at_a_time);
-            connection.receiver = Some(receiver);
-        }
-        let receiver = connection.receiver.as_mut()?;
-        let mtu = connection.peer.mtu;
+        let Connection {
+            path: (path, _),
+            peer,
+            receiver,
+            share,
+            ..
+        } = self.connections.get_mut(&qp.serial())?;
         let mut responder = qp.responder();
+        let at_a_time = responder.max_rd_atomic;
+        if receiver.is_none() {
+            // The PSN is known since the queue pair is ready to receive.
+            *receiver = Receiver::new(Psn::new(path.rq_psn), at_a_time, share);
+        }
+        let Some(receiver) = receiver else {
+            return Some(Verdict::Dropped(Reason::NoRoom));
+        };
+        if !receiver.set_at_a_time(at_a_time, share) {
+            return Some(Verdict::Dropped(Reason::NoRoom));
+        }
+        let mtu = peer.mtu;
         let verdict = receiver.receive(&mut responder, tables, qp, mtu, packet, request);
         drop(responder);
         if self.send_answers(tables, qp, now) {
@@ -496,16 +566,12 @@ impl<P: Port> Wire<P> {
         now: u64,
         budget: Budget,
     ) -> Polled {
-        let mtu = payload_of(self.active_mtu());
+        let mtu = payload_of(active_mtu(&qp.vm));
         let Self { out, payload, .. } = self;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>| {
             out.send(now, &qp.vm, Some(addresses), packet);
         };
         datagrams(sq, tables, qp, mtu, budget, payload, &mut send)
-    }
-
-    fn active_mtu(&self) -> u8 {
-        path_mtu_within(self.out.port.mtu())
     }
 
     /// Sends what a queue pair has to answer, within a budget. Returns whether there is more.
@@ -554,7 +620,7 @@ impl<P: Port> Fabric for Wire<P> {
         super::Port {
             up: vm.port_is_up(),
             max_mtu: mtu::MTU_4096,
-            active_mtu: self.active_mtu(),
+            active_mtu: active_mtu(vm),
         }
     }
 
@@ -576,7 +642,7 @@ impl<P: Port> Elsewhere for Wire<P> {
         active: &Active,
         now: u64,
     ) -> Result<(), WcError> {
-        let mtu = payload_of(self.active_mtu());
+        let mtu = payload_of(active_mtu(&qp.vm));
         let Self { out, payload, .. } = self;
         let (addresses, packet) = datagram(sq, tables, qp, active, mtu, payload)?;
         out.send(now, &qp.vm, Some(&addresses), &packet);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Packets of the transport, as bytes and as values (InfiniBand architecture specification, volume
 //! 1, chapter 9): base transport header, extension headers, payload, padding.
-use virtio_rdma_spec::facts::{Imm, Kind, Opcode};
+use virtio_rdma_spec::facts::{Imm, Kind, OPCODES};
 use virtio_rdma_spec::verbs::{qp_type, wr_opcode, MASK_24};
 
 /// A packet sequence number: 24 bits, which wrap.
@@ -74,6 +74,8 @@ pub(super) enum Service {
 
 /// The lower bits of an opcode, which say what a packet is.
 const OPCODE_BITS: u8 = 0x1f;
+/// How many values they have.
+const PACKET_OPCODES: usize = 1 << OPCODE_BITS.count_ones();
 
 impl Service {
     const ALL: [Self; 4] = [Self::Rc, Self::Uc, Self::Ud, Self::Xrc];
@@ -99,7 +101,7 @@ impl Service {
     }
 
     /// The type of the queue pairs that send its requests.
-    fn requester(self) -> u8 {
+    const fn requester(self) -> u8 {
         match self {
             Self::Rc => qp_type::RC,
             Self::Uc => qp_type::UC,
@@ -128,15 +130,37 @@ pub(super) struct Request {
     pub wr_opcode: u8,
     /// What its four bytes of immediate data are, if it has any.
     pub imm: Imm,
+    /// The services that have it, a bit each.
+    services: u8,
 }
 
 const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8, imm: Imm) -> Request {
+    let mut services = 0;
+    let mut i = 0;
+    while i < Service::ALL.len() {
+        let service = Service::ALL[i];
+        // A datagram is one packet, and UC has no packet with a key to invalidate.
+        let there = match service {
+            Service::Rc | Service::Xrc => true,
+            Service::Uc => !matches!(imm, Imm::RemoteKey),
+            Service::Ud => matches!(place, Place::Only),
+        };
+        let mut j = 0;
+        while there && j < OPCODES.len() {
+            if OPCODES[j].opcode == wr_opcode && OPCODES[j].is_for(service.requester()) {
+                services |= 1 << service as u8;
+            }
+            j += 1;
+        }
+        i += 1;
+    }
     Request {
         opcode,
         kind,
         place,
         wr_opcode,
         imm,
+        services,
     }
 }
 
@@ -178,37 +202,71 @@ const READ_RESPONSE_ONLY: u8 = 0x10;
 const ACKNOWLEDGE: u8 = 0x11;
 const ATOMIC_ACKNOWLEDGE: u8 = 0x12;
 
+/// The requests by the lower bits of their opcodes.
+static BY_OPCODE: [Option<Request>; PACKET_OPCODES] = {
+    let mut all = [None; PACKET_OPCODES];
+    let mut i = 0;
+    while i < REQUESTS.len() {
+        all[REQUESTS[i].opcode as usize] = Some(REQUESTS[i]);
+        i += 1;
+    }
+    all
+};
+
+/// Opcodes of work requests are below this.
+const WR_OPCODES: usize = {
+    let mut end = 0;
+    let mut i = 0;
+    while i < OPCODES.len() {
+        if OPCODES[i].opcode as usize >= end {
+            end = OPCODES[i].opcode as usize + 1;
+        }
+        i += 1;
+    }
+    end
+};
+
+/// The requests by the opcodes of work requests and the place of the packet in the message.
+static BY_PLACE: [[Option<Request>; 4]; WR_OPCODES] = {
+    let mut all = [[None; 4]; WR_OPCODES];
+    let mut i = 0;
+    while i < OPCODES.len() {
+        let mut j = 0;
+        while j < REQUESTS.len() {
+            let (of, request) = (&OPCODES[i], REQUESTS[j]);
+            let ends = matches!(request.place, Place::Last | Place::Only);
+            let imm = if ends { of.imm } else { Imm::None };
+            let same = of.kind as u8 == request.kind as u8 && imm as u8 == request.imm as u8;
+            // There are two atomic operations. (Those with masks are not of this protocol.)
+            let atomic = matches!(of.kind, Kind::Atomic);
+            if same && (!atomic || of.opcode == request.wr_opcode) {
+                all[of.opcode as usize][request.place as usize] = Some(request);
+            }
+            j += 1;
+        }
+        i += 1;
+    }
+    all
+};
+
 impl Request {
     /// That of a service with these lower bits of the opcode.
     fn of(service: Service, opcode: u8) -> Option<Self> {
-        let mut requests = REQUESTS.into_iter();
-        requests.find(|known| known.opcode == opcode && known.is_of(service))
+        let request = *BY_OPCODE.get(usize::from(opcode))?;
+        request.filter(|request| request.is_of(service))
     }
 
     /// That of the packet at `place` of a work request's message; `None` if such a message does not
     /// go over a fabric with packets.
     pub(super) fn at(service: Service, wr_opcode: u8, place: Place) -> Option<Self> {
-        let of = Opcode::of(wr_opcode)?;
-        let imm = if place.ends() { of.imm } else { Imm::None };
-        let mut requests = REQUESTS.into_iter();
-        requests.find(|known| {
-            let same = (known.place, known.kind, known.imm) == (place, of.kind, imm);
-            // There are two atomic operations. (Those with masks are not of this protocol.)
-            let atomic = known.kind == Kind::Atomic;
-            same && (!atomic || known.wr_opcode == wr_opcode) && known.is_of(service)
-        })
+        let places = BY_PLACE.get(usize::from(wr_opcode))?;
+        let request = *places.get(place as usize)?;
+        request.filter(|request| request.is_of(service))
     }
 
     /// Whether a service has it.
     fn is_of(self, service: Service) -> bool {
-        let of = Opcode::of(self.wr_opcode);
-        // A datagram is one packet, and UC has no packet with a key to invalidate.
-        let there = match service {
-            Service::Rc | Service::Xrc => true,
-            Service::Uc => self.imm != Imm::RemoteKey,
-            Service::Ud => self.place == Place::Only,
-        };
-        there && of.is_some_and(|of| of.is_for(service.requester()))
+        self.services & 1 << service as u8 != 0
     }
 
     /// Whether it has the address and the key of a remote range.

@@ -21,7 +21,7 @@ use crate::engine::operation::flush_access;
 use crate::engine::queue_pair::Qp;
 use crate::engine::responder::{Origin, Payload, Responder, Slice};
 use crate::engine::tables::Tables;
-use crate::footprint::listed;
+use crate::footprint::{listed, Share};
 use crate::memory::atomic::AtomicOperation;
 use crate::verbs::WcError;
 
@@ -105,8 +105,8 @@ pub(super) struct Receiver {
     told: bool,
     /// What was answered to the packet that ended it all: its requester may ask again.
     fatal: Option<(Psn, Nak)>,
-    /// Answers that may wait.
-    most_replies: usize,
+    /// Requests that bring something that its requester may have under way, as far as it has room.
+    at_a_time: u8,
     /// Answers in the order in which they are sent.
     replies: VecDeque<Reply>,
     /// The last requests that brought something, as many as the requester may have under way.
@@ -116,15 +116,17 @@ pub(super) struct Receiver {
 impl Receiver {
     /// What one that takes so many requests that bring something at a time takes of its VM's
     /// account, bytes, beside itself.
-    pub(super) fn footprint(max_rd_atomic: u8) -> u64 {
-        let bringing = usize::from(max_rd_atomic);
+    fn footprint(at_a_time: u8) -> u64 {
+        let bringing = usize::from(at_a_time);
         // The lists grow to twice what they need.
-        listed::<Reply>(2 * most_replies(max_rd_atomic)) + listed::<Brought>(2 * bringing)
+        listed::<Reply>(2 * most_replies(at_a_time)) + listed::<Brought>(2 * bringing)
     }
 
-    pub(super) fn new(first: Psn, max_rd_atomic: u8) -> Self {
-        Self {
-            most_replies: most_replies(max_rd_atomic),
+    /// One that is in the account that `share` is of; `None` if there is no room in it.
+    pub(super) fn new(first: Psn, at_a_time: u8, share: &mut Share) -> Option<Self> {
+        share.grow(Self::footprint(at_a_time)).ok()?;
+        Some(Self {
+            at_a_time,
             expected: first,
             messages: 0,
             under_way: None,
@@ -132,7 +134,18 @@ impl Receiver {
             fatal: None,
             replies: VecDeque::new(),
             brought: VecDeque::new(),
+        })
+    }
+
+    /// Its requester may have so many requests that bring something under way from now on. Returns
+    /// false if there is no room for that in the account that `share` is of.
+    pub(super) fn set_at_a_time(&mut self, at_a_time: u8, share: &mut Share) -> bool {
+        let more = Self::footprint(at_a_time).saturating_sub(Self::footprint(self.at_a_time));
+        let grown = more == 0 || share.grow(more).is_ok();
+        if grown {
+            self.at_a_time = self.at_a_time.max(at_a_time);
         }
+        grown
     }
 
     fn acknowledge(&mut self, psn: Psn, syndrome: Syndrome) {
@@ -161,7 +174,7 @@ impl Receiver {
         packet: &Packet<'_>,
         request: &RequestPacket<'_>,
     ) -> Verdict {
-        if self.replies.len() >= self.most_replies {
+        if self.replies.len() >= most_replies(self.at_a_time) {
             // As if it were lost.
             return Verdict::Dropped(Reason::NoRoom);
         }
@@ -609,8 +622,9 @@ impl Receiver {
     }
 }
 
-fn most_replies(max_rd_atomic: u8) -> usize {
-    2 * usize::from(max_rd_atomic) + MORE_REPLIES
+/// Answers that may wait.
+fn most_replies(at_a_time: u8) -> usize {
+    2 * usize::from(at_a_time) + MORE_REPLIES
 }
 
 /// Whether a request is answered by something of its own.

@@ -75,6 +75,13 @@ struct Outstanding {
     inline: Vec<u8>,
 }
 
+impl Outstanding {
+    /// Whether it is answered by something of its own.
+    fn brings(&self) -> bool {
+        brings(self.active.message.kind)
+    }
+}
+
 /// What an answer brings.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Brought<'a> {
@@ -145,6 +152,8 @@ pub(super) struct Sender {
     end: Psn,
     /// What is under way, the oldest first.
     outstanding: VecDeque<Outstanding>,
+    /// So many of them are to bring something.
+    bringing: usize,
     /// Where `next` is: index in `outstanding`.
     at: usize,
     /// The ends of requests that are to bring something, and whose answers are waited for.
@@ -177,6 +186,7 @@ impl Sender {
             sent: first,
             end: first,
             outstanding: VecDeque::new(),
+            bringing: 0,
             at: 0,
             asked: VecDeque::new(),
             fenced: false,
@@ -284,8 +294,7 @@ impl Sender {
     ) -> Result<(), Polled> {
         loop {
             if self.fenced {
-                let bring = |message: &Outstanding| brings(message.active.message.kind);
-                if self.outstanding.iter().any(bring) {
+                if self.bringing != 0 {
                     return Ok(());
                 }
                 self.fenced = false;
@@ -380,6 +389,7 @@ impl Sender {
             message.sges.extend_from_slice(&sq.sges);
         }
         self.end = self.end.after(message.packets);
+        self.bringing += usize::from(message.brings());
         self.outstanding.push_back(message);
         sq.take_begun();
     }
@@ -590,10 +600,10 @@ impl Sender {
     /// How many packets after `unacknowledged` the first one is that an acknowledgement does not
     /// answer.
     fn first_to_bring(&self) -> u32 {
-        let first = self
-            .outstanding
-            .iter()
-            .find(|message| brings(message.active.message.kind));
+        if self.bringing == 0 {
+            return u32::MAX;
+        }
+        let first = self.outstanding.iter().find(|message| message.brings());
         let Some(message) = first else {
             return u32::MAX;
         };
@@ -702,7 +712,7 @@ impl Sender {
             if end.since(before) > packets {
                 break;
             }
-            let Some(done) = self.outstanding.pop_front() else {
+            let Some(done) = self.take_oldest() else {
                 break;
             };
             self.at = self.at.saturating_sub(1);
@@ -725,9 +735,15 @@ impl Sender {
         }
     }
 
+    fn take_oldest(&mut self) -> Option<Outstanding> {
+        let oldest = self.outstanding.pop_front()?;
+        self.bringing -= usize::from(oldest.brings());
+        Some(oldest)
+    }
+
     /// The oldest message fails, and the queue pair with it.
     fn fail_oldest(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>, error: WcError) {
-        if let Some(oldest) = self.outstanding.pop_front() {
+        if let Some(oldest) = self.take_oldest() {
             sq.fail_begun(tables, qp, &oldest.active, error);
             self.spare.push(oldest);
         }
@@ -735,7 +751,7 @@ impl Sender {
 
     /// Flushes all that is under way. The send queue flushes what it has itself.
     pub(super) fn flush(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>) {
-        while let Some(message) = self.outstanding.pop_front() {
+        while let Some(message) = self.take_oldest() {
             sq.flush_begun(tables, qp, &message.active);
             self.spare.push(message);
         }

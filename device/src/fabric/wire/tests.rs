@@ -21,12 +21,12 @@ use super::packet::{
 };
 use super::port::sim::{Network, SimPort};
 use super::port::Port;
-use super::verdict::Reason;
-use super::{Recipients, Wire};
+use super::{path_mtu_within, Destination as To, Recipients, Wire, MOST_WAIT};
 use crate::engine::fixture::{Destination, Guest, Send, DATA, ON_HOSTS, QKEY};
 use crate::engine::message::GRH;
 use crate::engine::queue_pair::Qp;
-use crate::engine::tables::{Gid, Tables};
+use crate::engine::tables::Tables;
+use crate::engine::vm::{Segment, Uplink};
 use crate::engine::{payload_of, BUDGET};
 use crate::fabric::scenario::{
     carry_out, content, programs, requests, verify, Clock, End, Pair, Program, Wanted, World,
@@ -42,12 +42,14 @@ const PORT_MTU: usize = 4200;
 const LATENCY: u64 = 5_000;
 /// Frames of each end that are captured, at most.
 const CAPTURED: usize = 10_000;
+/// The segment of both ends.
+const SEGMENT: Segment = Segment::Vxlan(7);
 
 /// The only VM behind a port.
 struct Only<'a>(&'a Tables);
 
 impl Recipients for Only<'_> {
-    fn visit(&self, _: u32, _: Gid, visit: &mut dyn FnMut(&Tables)) -> bool {
+    fn visit(&mut self, _: To, _: usize, visit: &mut dyn FnMut(&Tables)) -> bool {
         visit(self.0);
         true
     }
@@ -64,6 +66,13 @@ impl Net {
     /// Without faults.
     pub(in super::super) fn clean(reader: Reader, pair: &Pair) -> Self {
         Self::new(reader, clean(), pair)
+    }
+
+    /// How many frames an end has dropped for a reason.
+    fn dropped(&self, end: usize, reason: &str) -> u64 {
+        let mut counts = self.wires[end].out.counters.dropped();
+        let count = counts.find_map(|(name, count)| (name == reason).then_some(count));
+        count.unwrap()
     }
 
     /// What both ends have sent and received.
@@ -87,7 +96,7 @@ impl Net {
         let network = Network::new(LATENCY);
         let wire = |end: usize| {
             let port = network.port(pair.ends[end].mac(), PORT_MTU);
-            let mut wire = Wire::new(Faults::new(port, faults[end]));
+            let mut wire = Wire::new(Faults::new(port, faults[end]), Arc::default());
             wire.out.capture = Some(Capture::new(CAPTURED));
             wire
         };
@@ -108,7 +117,7 @@ impl World for Net {
         let section = self.reader.enter();
         let tables = pair.ends[end].guest.vm.read_in(&section).unwrap();
         let (wire, now) = (&mut self.wires[end], self.clock.now);
-        let came = wire.receive(now, 16, &Only(tables)) != 0;
+        let came = wire.receive(now, 16, &mut Only(tables)) != 0;
         let poll = |qp: &Arc<Qp>| fabric::poll(wire, tables, qp, now, BUDGET);
         self.clock.poll(pair, end, poll) || came
     }
@@ -311,7 +320,7 @@ proptest! {
             };
             let mut bytes = Vec::new();
             frame::write(&mut bytes, &addresses, &packet);
-            simulation.net.wires[0].out.port.send(0, 0, Gid::default(), &bytes);
+            simulation.net.wires[0].out.port.send(0, SEGMENT, [0; 16], &bytes);
         }
         simulation.run(simulation.net.clock.now + 2 * TIMEOUT_NANOSECONDS);
         prop_assert_eq!(simulation.pair.ends[1].guest.read(secret, 4096), before);
@@ -513,11 +522,12 @@ fn datagrams_to_a_group_reach_those_in_it() {
 #[test]
 fn a_datagram_fits_the_port_or_fails() {
     let (readers, mut reader) = Readers::new(1);
-    let mut pair = Pair::of(qp_type::UD, (&readers, ON_HOSTS), |_| {});
+    let narrow = ON_HOSTS.map(|uplink| Uplink {
+        active_mtu: mtu::MTU_1024,
+        ..uplink
+    });
+    let mut pair = Pair::of(qp_type::UD, (&readers, narrow), |_| {});
     let mut net = between(&pair, &mut reader, clean());
-    let network = Network::new(LATENCY);
-    let port = network.port(pair.ends[0].mac(), 1500);
-    net.wires[0] = Wire::new(Faults::new(port, NO_FAULTS));
     let to = destination(&pair);
     post_numbered(&mut pair, &[1024, 1025], |send| send.to = to);
     net.run(&mut pair, SECOND);
@@ -814,7 +824,7 @@ fn a_port_that_is_down_carries_nothing_and_is_waited_for() {
     simulation.run(2 * TIMEOUT_NANOSECONDS);
     assert!(!simulation.net.wires[1].port(&vm).up);
     assert_eq!(simulation.pair.completions(1), []);
-    assert!(simulation.net.wires[1].dropped.of(Reason::Down) > 0);
+    assert!(simulation.net.dropped(1, "port_down") > 0);
     vm.link().set(true);
     simulation.run(SECOND);
     assert_eq!(simulation.pair.completions(0).len(), 1);
@@ -822,6 +832,96 @@ fn a_port_that_is_down_carries_nothing_and_is_waited_for() {
 }
 
 /// A queue that drains may be given another path; what goes on then takes it.
+/// VMs of which one may be busy.
+#[derive(Default)]
+struct Busy {
+    busy: Option<[u8; 16]>,
+    /// Where frames went, and how long they were.
+    taken: Vec<(u8, usize)>,
+}
+
+impl Recipients for Busy {
+    fn visit(&mut self, to: To, bytes: usize, _: &mut dyn FnMut(&Tables)) -> bool {
+        if self.busy == Some(to.gid) {
+            return false;
+        }
+        self.taken.push((to.gid[15], bytes));
+        true
+    }
+}
+
+/// A wire to which frames come that are of IP, and nothing else.
+struct FramesCome {
+    port: SimPort,
+    wire: Wire<SimPort>,
+    vms: Busy,
+}
+
+impl FramesCome {
+    /// The VM at 0.0.0.1 is busy.
+    fn new() -> Self {
+        let network = Network::new(0);
+        let [port, at] = [1, 2].map(|last| network.port([last; 6], PORT_MTU));
+        let mut vms = Busy::default();
+        let mut gid = [0; 16];
+        gid[10..].copy_from_slice(&[0xff, 0xff, 0, 0, 0, 1]);
+        vms.busy = Some(gid);
+        let wire = Wire::new(at, Arc::default());
+        Self { port, wire, vms }
+    }
+
+    fn send(&mut self, to: u8, len: usize) {
+        let mut frame = vec![0; len];
+        frame[..6].fill(2);
+        frame[12..14].copy_from_slice(&[8, 0]);
+        frame[33] = to;
+        self.port.send(0, SEGMENT, [0; 16], &frame);
+    }
+
+    fn receive(&mut self, now: u64) -> usize {
+        self.wire.receive(now, 64, &mut self.vms)
+    }
+
+    fn busy_drops(&self) -> u64 {
+        let mut counts = self.wire.out.counters.dropped();
+        counts.find(|(name, _)| *name == "vm_busy").unwrap().1
+    }
+}
+
+#[test]
+fn frames_for_a_busy_vm_wait_in_order_and_others_do_not() {
+    let mut come = FramesCome::new();
+    for (to, len) in [(1, 60), (2, 61), (1, 62), (2, 63)] {
+        come.send(to, len);
+    }
+    assert_eq!(come.receive(0), 4);
+    assert_eq!(come.vms.taken, [(2, 61), (2, 63)]);
+    assert!(come.wire.is_waiting());
+    assert_eq!(come.receive(1), 0);
+    // What comes now does not overtake those that wait.
+    come.send(1, 64);
+    come.vms.busy = None;
+    assert_eq!(come.receive(2), 3);
+    assert_eq!(come.vms.taken[2..], [(1, 60), (1, 62), (1, 64)]);
+    assert!(!come.wire.is_waiting());
+    assert_eq!(come.busy_drops(), 0);
+}
+
+#[test]
+fn frames_for_a_busy_vm_wait_for_a_while_and_not_too_many() {
+    let mut come = FramesCome::new();
+    for len in 60..100 {
+        come.send(1, len);
+    }
+    come.receive(0);
+    assert_eq!(come.busy_drops(), 8);
+    come.receive(MOST_WAIT - 1);
+    assert_eq!(come.busy_drops(), 8);
+    come.receive(MOST_WAIT);
+    assert_eq!(come.busy_drops(), 40);
+    assert!(!come.wire.is_waiting());
+}
+
 #[test]
 fn a_new_path_is_taken() {
     let mut simulation = Simulation::new(clean(), |attr| attr.av.dmac = [3; 6]);
@@ -866,8 +966,6 @@ fn a_new_path_is_taken() {
 
 #[test]
 fn a_port_has_the_largest_path_mtu_that_fits() {
-    let (readers, _) = Readers::new(1);
-    let guest = Guest::new(&readers, 1);
     for (ip, payload) in [
         (1500, 1024),
         (4200, 4096),
@@ -875,11 +973,13 @@ fn a_port_has_the_largest_path_mtu_that_fits() {
         (400, 256),
         (60, 256),
     ] {
-        let wire = Wire::new(Network::new(0).port([1; 6], ip));
-        let port = wire.port(&guest.vm);
-        assert_eq!(payload_of(port.active_mtu), payload, "{ip}");
-        assert!(port.up);
+        assert_eq!(payload_of(path_mtu_within(ip)), payload, "{ip}");
     }
+    let (readers, _) = Readers::new(1);
+    let guest = Guest::with_uplink(&readers, 1, ON_HOSTS);
+    let wire = Wire::new(Network::new(0).port([1; 6], PORT_MTU), Arc::default());
+    let port = wire.port(&guest.vm);
+    assert_eq!((port.active_mtu, port.up), (mtu::MTU_4096, true));
 }
 
 /// Nobody on the wire is the peer of a queue pair whose peer is in its own process, whatever
@@ -888,14 +988,17 @@ fn a_port_has_the_largest_path_mtu_that_fits() {
 #[test]
 fn what_is_connected_within_a_process_takes_no_packets() {
     let (readers, mut reader) = Readers::new(1);
-    let mut pair = Pair::of(qp_type::RC, (&readers, None), |attr| attr.retry_cnt = 1);
+    let ends = [(1, ON_HOSTS), (2, None)].map(|(number, uplink)| {
+        End::new(Guest::with_uplink(&readers, number, uplink), qp_type::RC)
+    });
+    let mut pair = Pair::between(ends, |attr| attr.retry_cnt = 1);
     let mut net = between(&pair, &mut reader, clean());
     let at = pair.ends[1].allocate(100);
     pair.post_receive(1, RECEIVES, at, 100);
     let send = pair.a_send(0, 1, 100);
     pair.post_send(0, &send);
     net.run(&mut pair, SECOND);
-    assert_eq!(net.wires[1].dropped.of(Reason::Stranger), 2);
+    assert_eq!(net.dropped(1, "stranger"), 2);
     assert_eq!(pair.completions(1), []);
 }
 
@@ -938,16 +1041,16 @@ fn a_stranger_does_not_reach_a_queue_pair() {
         simulation.net.wires[0]
             .out
             .port
-            .send(0, 0, Gid::default(), &bytes);
+            .send(0, SEGMENT, [0; 16], &bytes);
     }
     simulation.run(SECOND);
-    assert_eq!(simulation.net.wires[1].dropped.of(Reason::Stranger), 3);
+    assert_eq!(simulation.net.dropped(1, "stranger"), 3);
     assert_eq!(simulation.pair.completions(1), []);
     frame::write(&mut bytes, &good, &packet);
     simulation.net.wires[0]
         .out
         .port
-        .send(SECOND, 0, Gid::default(), &bytes);
+        .send(SECOND, SEGMENT, [0; 16], &bytes);
     simulation.run(2 * SECOND);
     assert_eq!(simulation.pair.completions(1).len(), 1);
     assert_eq!(simulation.pair.ends[1].guest.read(at, 4), b"here");

@@ -18,7 +18,7 @@ use anyhow::{ensure, Context, Result};
 use super::tools::device_of;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, SHORT};
+use crate::vm::{wait_for, Hosts, SHORT};
 
 /// How long an application may take to end when its device is gone.
 const ENDS: Duration = Duration::from_secs(20);
@@ -45,7 +45,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Storage,
         runs,
     }

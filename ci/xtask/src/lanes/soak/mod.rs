@@ -23,7 +23,7 @@ use super::recovery::{nothing_stuck, rping, wait_active_in, wait_noticed};
 use super::tools::{counts, resident_memory, settled};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, SHORT};
+use crate::vm::{wait_for, Hosts, SHORT};
 use flow::{Flows, Seen};
 
 /// How long it runs, and what its events are drawn from.
@@ -60,7 +60,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: BARE,
-        hosts: false,
+        hosts: Hosts::One,
         image: Image::Plain,
         runs: || {
             let kernels = Kernel::STABLE.iter();

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::super::port::{Fate, Port};
 use crate::engine::tables::Gid;
+use crate::engine::vm::Segment;
 
 /// How often what happens to a frame, each of 256, and how.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -36,8 +37,8 @@ pub(in super::super) struct FaultCounts {
     pub delayed: u64,
 }
 
-/// Network and destination of a frame.
-type Target = (u32, Gid);
+/// Segment and destination of a frame.
+type Target = (Segment, Gid);
 
 /// A port with faults.
 #[derive(Debug)]
@@ -85,8 +86,8 @@ impl<P: Port> Faults<P> {
             if at > now {
                 break;
             }
-            let ((vni, destination), frame) = entry.remove();
-            self.inner.send(at, vni, destination, &frame);
+            let ((segment, destination), frame) = entry.remove();
+            self.inner.send(at, segment, destination, &frame);
         }
     }
 
@@ -117,18 +118,14 @@ impl<P: Port> Faults<P> {
             let key = (at, number * 2 + what % 2);
             self.held.insert(key, (to, frame.to_vec()));
         } else {
-            let (vni, destination) = to;
-            self.inner.send(now, vni, destination, frame);
+            let (segment, destination) = to;
+            self.inner.send(now, segment, destination, frame);
         }
     }
 }
 
 impl<P: Port> Port for Faults<P> {
-    fn mtu(&self) -> usize {
-        self.inner.mtu()
-    }
-
-    fn send(&mut self, now: u64, vni: u32, destination: Gid, frame: &[u8]) -> Fate {
+    fn send(&mut self, now: u64, segment: Segment, destination: Gid, frame: &[u8]) -> Fate {
         self.release(now);
         let (settings, number) = (self.settings, self.counts.sent);
         self.counts.sent += 1;
@@ -155,7 +152,7 @@ impl<P: Port> Port for Faults<P> {
         }
         let late = settings.happens(number, 3, settings.delayed);
         self.counts.delayed += u64::from(late);
-        let to = (vni, destination);
+        let to = (segment, destination);
         self.pass(now, number, late.then_some(4), to, frame);
         let again = settings.happens(number, 5, settings.repeated);
         if again {
@@ -169,7 +166,7 @@ impl<P: Port> Port for Faults<P> {
         }
     }
 
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<u32> {
+    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<Segment> {
         self.release(now);
         self.inner.receive(now, frame)
     }

@@ -2,11 +2,34 @@
 //! Ports: where frames leave and come. Nothing of them blocks, and time is a parameter.
 use std::fmt;
 
-use crate::engine::tables::Gid;
+use std::io;
+use std::net::UdpSocket;
 
+use nix::sys::socket::setsockopt;
+use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
+
+use crate::engine::tables::Gid;
+use crate::engine::vm::Segment;
+
+pub(crate) mod interface;
 #[cfg(test)]
 pub(super) mod sim;
+pub(crate) mod uplinks;
 pub(crate) mod vxlan;
+
+/// Bytes of frames that may wait in a socket.
+const RECEIVED: usize = 8 << 20;
+/// The longest datagram, bytes.
+const LONGEST: usize = 1 << 16;
+
+/// Makes room in a socket for bursts, which wait there while the worker does other things. Without
+/// privileges there is less.
+fn receive_buffer(socket: &UdpSocket) -> io::Result<()> {
+    if setsockopt(socket, RcvBufForce, &RECEIVED).is_err() {
+        setsockopt(socket, RcvBuf, &RECEIVED)?;
+    }
+    Ok(())
+}
 
 /// What became of a frame that was to be sent, as far as the port knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,15 +67,12 @@ impl fmt::Display for Fate {
 
 /// A port. Layers, as for faults, are ports around another one.
 pub(crate) trait Port {
-    /// The longest IP packet that it carries, bytes.
-    fn mtu(&self) -> usize;
+    /// Sends a frame to `destination` at time `now`, nanoseconds. It may be lost.
+    fn send(&mut self, now: u64, segment: Segment, destination: Gid, frame: &[u8]) -> Fate;
 
-    /// Sends a frame of network `vni` to `destination` at time `now`, nanoseconds. It may be lost.
-    fn send(&mut self, now: u64, vni: u32, destination: Gid, frame: &[u8]) -> Fate;
-
-    /// Takes the next frame that has come by `now` into `frame`, and returns its network, if there
-    /// is one.
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<u32>;
+    /// Takes the next frame that has come by `now` into `frame`, and returns where it came from, if
+    /// there is one.
+    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<Segment>;
 
     /// When it is worth a look though nobody sends, nanoseconds.
     #[cfg(test)]

@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use super::{Fate, Port};
 use crate::engine::tables::Gid;
+use crate::engine::vm::Segment;
 
 type Mac = [u8; 6];
 
@@ -50,11 +51,7 @@ impl Network {
 }
 
 impl Port for SimPort {
-    fn mtu(&self) -> usize {
-        self.mtu
-    }
-
-    fn send(&mut self, now: u64, _: u32, _: Gid, frame: &[u8]) -> Fate {
+    fn send(&mut self, now: u64, _: Segment, _: Gid, frame: &[u8]) -> Fate {
         assert!(frame.len() <= self.mtu + 14, "the frame is too long");
         let destination: &Mac = frame.first_chunk().unwrap();
         let group = destination[0] & 1 != 0;
@@ -67,13 +64,13 @@ impl Port for SimPort {
         Fate::Sent
     }
 
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<u32> {
+    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<Segment> {
         let mut links = self.network.links.borrow_mut();
         let link = links.0.get_mut(&self.mac).unwrap();
         match link.front() {
             Some((at, _)) if *at <= now => {
                 *frame = link.pop_front().unwrap().1;
-                Some(0)
+                Some(Segment::Vxlan(0))
             }
             _ => None,
         }

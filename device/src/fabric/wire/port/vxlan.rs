@@ -8,11 +8,8 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 
-use nix::sys::socket::setsockopt;
-use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
-
 use super::super::frame;
-use super::{Fate, Port};
+use super::{receive_buffer, Fate, LONGEST};
 use crate::engine::message::is_multicast;
 use crate::engine::tables::Gid;
 
@@ -29,10 +26,6 @@ const OVERHEAD_IPV4: usize = 20 + 8 + HEADER + 14;
 const OVERHEAD_IPV6: usize = 40 + 8 + HEADER + 14;
 /// Datagrams that are not for us and are skipped at a time, at most.
 const MOST_SKIPPED: usize = 8;
-/// Bytes of frames that may wait in the socket.
-const RECEIVED: usize = 8 << 20;
-/// The longest UDP datagram.
-const LONGEST: usize = 1 << 16;
 
 /// The longest IP packet in a tunnel of a host with this address, bytes, where IP packets between
 /// hosts have at most `mtu` bytes.
@@ -94,36 +87,24 @@ pub struct Tunnel {
     socket: UdpSocket,
     directory: Directory,
     hosts: Vec<SocketAddr>,
-    /// The longest IP packet in it, bytes.
-    mtu: usize,
 }
 
 impl Tunnel {
-    /// Opens it at an address of this host. IP packets between hosts have at most `mtu` bytes.
+    /// Opens it at an address of this host.
     ///
     /// # Errors
     /// If the system refuses the socket.
-    pub fn open(address: SocketAddr, mtu: usize, directory: Directory) -> io::Result<Arc<Self>> {
+    pub fn open(address: SocketAddr, directory: Directory) -> io::Result<Arc<Self>> {
         let socket = UdpSocket::bind(address)?;
         socket.set_nonblocking(true)?;
-        // Bursts wait here while the worker does other things. Without privileges there is less.
-        if setsockopt(&socket, RcvBufForce, &RECEIVED).is_err() {
-            setsockopt(&socket, RcvBuf, &RECEIVED)?;
-        }
+        receive_buffer(&socket)?;
         let mut hosts = directory.hosts();
         hosts.retain(|host| *host != address);
         Ok(Arc::new(Self {
             socket,
             directory,
             hosts,
-            mtu: inner_mtu(address, mtu),
         }))
-    }
-
-    /// The socket.
-    #[must_use]
-    pub fn socket(&self) -> &UdpSocket {
-        &self.socket
     }
 
     fn send(&self, datagram: &[u8], host: SocketAddr) -> Fate {
@@ -136,7 +117,7 @@ impl Tunnel {
 
 /// The port.
 #[derive(Debug)]
-pub(crate) struct VxlanPort {
+pub(super) struct VxlanPort {
     tunnel: Arc<Tunnel>,
     /// The datagram that is written.
     written: Vec<u8>,
@@ -145,12 +126,16 @@ pub(crate) struct VxlanPort {
 }
 
 impl VxlanPort {
-    pub(crate) fn new(tunnel: Arc<Tunnel>) -> Self {
+    pub(super) fn new(tunnel: Arc<Tunnel>) -> Self {
         Self {
             tunnel,
             written: Vec::with_capacity(LONGEST),
             read: vec![0; LONGEST],
         }
+    }
+
+    pub(super) fn socket(&self) -> &UdpSocket {
+        &self.tunnel.socket
     }
 
     /// The network of the datagram of `length` bytes from `host`, if it is one for us.
@@ -165,14 +150,9 @@ impl VxlanPort {
         let vni = u32::from_be_bytes([0, high, middle, low]);
         (flags & VALID != 0 && there).then_some((vni, frame))
     }
-}
 
-impl Port for VxlanPort {
-    fn mtu(&self) -> usize {
-        self.tunnel.mtu
-    }
-
-    fn send(&mut self, _: u64, vni: u32, destination: Gid, frame: &[u8]) -> Fate {
+    /// Sends a frame of network `vni` to `destination`.
+    pub(super) fn send(&mut self, vni: u32, destination: Gid, frame: &[u8]) -> Fate {
         let Self {
             tunnel, written, ..
         } = self;
@@ -193,7 +173,8 @@ impl Port for VxlanPort {
         }
     }
 
-    fn receive(&mut self, _: u64, frame: &mut Vec<u8>) -> Option<u32> {
+    /// Takes the next frame that has come into `frame`, and returns its network, if there is one.
+    pub(super) fn receive(&mut self, frame: &mut Vec<u8>) -> Option<u32> {
         // What is not for us is skipped, as far as that goes. An error other than that there is none
         // is of a frame that we sent.
         for _ in 0..MOST_SKIPPED {
@@ -209,11 +190,6 @@ impl Port for VxlanPort {
                 Err(_) => {}
             }
         }
-        None
-    }
-
-    #[cfg(test)]
-    fn timer(&self) -> Option<u64> {
         None
     }
 }
@@ -269,7 +245,7 @@ mod tests {
         });
         addresses.map(|address| {
             let directory = Directory::new(entries.to_vec());
-            VxlanPort::new(Tunnel::open(address, 1500, directory).unwrap())
+            VxlanPort::new(Tunnel::open(address, directory).unwrap())
         })
     }
 
@@ -284,33 +260,32 @@ mod tests {
 
     fn receive(port: &mut VxlanPort) -> Option<(u32, Vec<u8>)> {
         let mut frame = Vec::new();
-        let vni = port.receive(0, &mut frame)?;
+        let vni = port.receive(&mut frame)?;
         Some((vni, frame))
     }
 
     #[test]
     fn frames_arrive_with_their_network_at_the_host_of_their_gid() {
         let [mut first, mut second] = two();
-        assert_eq!(first.mtu(), 1450);
         let sent = frame([10, 0, 0, 1]);
-        let fate = first.send(0, 0x12_3456, gid([10, 0, 0, 2]), &sent);
+        let fate = first.send(0x12_3456, gid([10, 0, 0, 2]), &sent);
         assert_eq!(fate, Fate::Sent);
         assert_eq!(receive(&mut second), Some((0x12_3456, sent.clone())));
         assert_eq!(receive(&mut second), None);
         // To a group: to all hosts but this one.
-        assert_eq!(first.send(0, 7, gid([224, 0, 0, 9]), &sent), Fate::Sent);
+        assert_eq!(first.send(7, gid([224, 0, 0, 9]), &sent), Fate::Sent);
         assert_eq!(receive(&mut second), Some((7, sent.clone())));
         assert_eq!(receive(&mut first), None);
-        assert_eq!(first.send(0, 7, gid([10, 9, 9, 9]), &sent), Fate::NoHost);
+        assert_eq!(first.send(7, gid([10, 9, 9, 9]), &sent), Fate::NoHost);
     }
 
     #[test]
     fn a_host_sends_for_its_own_gids_alone() {
         let [mut first, mut second] = two();
         let foreign = frame([10, 0, 0, 2]);
-        first.send(0, 7, gid([10, 0, 0, 2]), &foreign);
+        first.send(7, gid([10, 0, 0, 2]), &foreign);
         let ours = frame([10, 0, 0, 1]);
-        first.send(0, 7, gid([10, 0, 0, 2]), &ours);
+        first.send(7, gid([10, 0, 0, 2]), &ours);
         // On one host both have the same address: another has neither.
         let elsewhere = UdpSocket::bind("127.0.0.2:0").unwrap();
         let to = second.tunnel.socket.local_addr().unwrap();

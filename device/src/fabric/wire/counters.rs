@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What a wire counts, for people and programs.
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::port::Fate;
+use super::verdict::{Reason, Verdict};
+use crate::engine::Budget;
+
+/// What a wire counts. Only its worker writes.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    sent_frames: AtomicU64,
+    sent_bytes: AtomicU64,
+    received_frames: AtomicU64,
+    received_bytes: AtomicU64,
+    /// Frames that were to be sent, and no host has their destination.
+    no_host: AtomicU64,
+    /// Frames that the system did not take.
+    refused: AtomicU64,
+    /// Packets that came before and were answered again.
+    again: AtomicU64,
+    /// Requests that were answered by a NAK.
+    naks: AtomicU64,
+    dropped: [AtomicU64; Reason::ALL.len()],
+}
+
+fn add(counter: &AtomicU64, more: usize) {
+    let sum = counter.load(Ordering::Relaxed).wrapping_add(more as u64);
+    counter.store(sum, Ordering::Relaxed);
+}
+
+impl Counters {
+    /// A frame of so many bytes was sent, with this result.
+    pub(super) fn sent(&self, bytes: usize, fate: Fate) {
+        add(&self.sent_frames, 1);
+        add(&self.sent_bytes, bytes);
+        match fate {
+            Fate::NoHost => add(&self.no_host, 1),
+            Fate::Refused => add(&self.refused, 1),
+            _ => {}
+        }
+    }
+
+    /// A frame of so many bytes came, of which this was made.
+    pub(super) fn received(&self, bytes: usize, verdict: Verdict) {
+        add(&self.received_frames, 1);
+        add(&self.received_bytes, bytes);
+        match verdict {
+            Verdict::Taken => {}
+            Verdict::Again => add(&self.again, 1),
+            Verdict::Refused(..) => add(&self.naks, 1),
+            Verdict::Dropped(reason) => {
+                if let Some(count) = self.dropped.get(reason as usize) {
+                    add(count, 1);
+                }
+            }
+        }
+    }
+
+    /// Frames and bytes that were sent in all, modulo 2^32 and 2^64.
+    pub(super) fn all_sent(&self) -> Budget {
+        Budget {
+            messages: self.sent_frames.load(Ordering::Relaxed) as u32,
+            bytes: self.sent_bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    /// All of them but those of what was dropped, with their names.
+    pub(crate) fn list(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        let all = [
+            ("sent_frames", &self.sent_frames),
+            ("sent_bytes", &self.sent_bytes),
+            ("received_frames", &self.received_frames),
+            ("received_bytes", &self.received_bytes),
+            ("no_host", &self.no_host),
+            ("refused_by_system", &self.refused),
+            ("answered_again", &self.again),
+            ("naks", &self.naks),
+        ];
+        let value = |(name, count): (_, &AtomicU64)| (name, count.load(Ordering::Relaxed));
+        all.into_iter().map(value)
+    }
+
+    /// Frames that were dropped, by the reason.
+    pub(crate) fn dropped(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        let all = Reason::ALL.iter().zip(&self.dropped);
+        all.map(|((_, name, _), count)| (*name, count.load(Ordering::Relaxed)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_has_a_count_of_its_own() {
+        for (reason, name, _) in Reason::ALL {
+            let counters = Counters::default();
+            counters.received(100, Verdict::Dropped(reason));
+            let counted: Vec<_> = counters
+                .dropped()
+                .filter(|(_, count)| *count != 0)
+                .collect();
+            assert_eq!(counted, [(name, 1)]);
+        }
+    }
+}
