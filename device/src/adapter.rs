@@ -142,7 +142,7 @@ impl Adapter {
                 Worker::without_thread(index, reader, registry, settings.poll_budget)?;
             let uplinks = settings.uplinks_of(index);
             if !uplinks.is_empty() {
-                work.set_uplinks(uplinks)?;
+                work.set_uplinks(&uplinks)?;
             }
             loops.push(work);
             Ok(worker)

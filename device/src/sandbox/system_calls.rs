@@ -87,8 +87,10 @@ const EVENTS: &[Call] = &[
 /// library asks for flags before it closes a descriptor, if it is built for debugging.)
 const WORKER: &[Call] = &[
     (libc::SYS_fcntl, OneOf(1, &[libc::F_GETFD as u32])),
-    (libc::SYS_recvfrom, Any),
+    (libc::SYS_recvmsg, Any),
     (libc::SYS_sendto, Any),
+    // How long each datagram of a burst is.
+    (libc::SYS_setsockopt, OneOf(2, &[libc::UDP_SEGMENT as u32])),
     (libc::SYS_timerfd_settime, Any),
 ];
 

@@ -176,7 +176,7 @@ impl Loop {
     ///
     /// # Errors
     /// If the system refuses to wait for them.
-    pub fn set_uplinks(&mut self, uplinks: Uplinks) -> io::Result<()> {
+    pub fn set_uplinks(&mut self, uplinks: &Uplinks) -> io::Result<()> {
         let port = UplinkPort::new(uplinks)?;
         port.wait_in(&self.worker.epoll, WIRE)?;
         let counters = self.worker.wire.get_or_init(Arc::default).clone();
@@ -246,6 +246,9 @@ impl Loop {
         let came = self.look_at_wire();
         let mut iteration = self.scan(most, polling);
         iteration.served += usize::from(came);
+        if let Some(wire) = &mut self.wire {
+            wire.flush();
+        }
         self.time = clock();
         self.expire();
         self.holds.release(self.time, &mut self.reader);

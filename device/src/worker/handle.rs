@@ -116,7 +116,7 @@ impl Worker {
     ) -> std::io::Result<Arc<Self>> {
         let (worker, mut work) = Self::without_thread(index, reader, registry, poll_budget)?;
         if !options.uplinks.is_empty() {
-            work.set_uplinks(options.uplinks.clone())?;
+            work.set_uplinks(&options.uplinks)?;
         }
         worker.run(work, options, failed, Loop::run)?;
         Ok(worker)

@@ -144,7 +144,12 @@ impl WireEnd {
         self.look_at = 0;
     }
 
-    /// Takes frames that have come, if it is time to look for them. Returns whether there were any.
+    /// What was sent leaves now.
+    pub(super) fn flush(&mut self) {
+        self.wire.flush_frames();
+    }
+
+    /// Lets leave what was sent, and takes frames that have come, if it is time to look for them. Returns whether there were any.
     pub(super) fn look(
         &mut self,
         now: u64,
@@ -153,6 +158,7 @@ impl WireEnd {
         queue: &mut QpQueue,
         worker: u16,
     ) -> bool {
+        self.flush();
         let sent = self.wire.sent();
         if sent.messages != self.sent.messages {
             self.sent = sent;

@@ -41,6 +41,12 @@ impl Counters {
         }
     }
 
+    /// The system did not take so many frames, which were counted as sent.
+    pub(super) fn refused(&self, frames: u64) {
+        let sum = self.refused.load(Ordering::Relaxed).wrapping_add(frames);
+        self.refused.store(sum, Ordering::Relaxed);
+    }
+
     /// A frame of so many bytes came, of which this was made.
     pub(super) fn received(&self, bytes: usize, verdict: Verdict) {
         add(&self.received_frames, 1);

@@ -3,7 +3,7 @@
 //!
 //! A VLAN's tag is no part of the frame's bytes: Linux keeps it beside them.
 use super::icrc::icrc;
-use super::packet::Packet;
+use super::packet::{padding, Headers, Packet, Payload};
 use super::verdict::Reason;
 
 /// UDP port of RoCEv2.
@@ -65,31 +65,23 @@ fn checksum(header: &[u8]) -> u16 {
     !(sum as u16)
 }
 
-/// Writes a frame over what is in `out`.
-pub(super) fn write(out: &mut Vec<u8>, addresses: &Addresses, packet: &Packet<'_>) {
-    out.clear();
-    out.extend_from_slice(&addresses.destination_mac);
-    out.extend_from_slice(&addresses.source_mac);
+/// The headers of a frame, before a payload of so many bytes.
+pub(super) fn headers(addresses: &Addresses, packet: &Packet<'_>, payload: usize) -> Headers {
     let ipv4 = [addresses.source, addresses.destination].map(|gid| {
         gid.strip_prefix(&MAPPED)
             .and_then(|rest| rest.first_chunk::<4>().copied())
     });
-    let (header, ethertype) = match ipv4 {
-        [Some(_), Some(_)] => (IPV4, TYPE_IPV4),
-        _ => (IPV6, TYPE_IPV6),
-    };
-    out.extend_from_slice(&ethertype.to_be_bytes());
-    let ip = out.len();
-    // The lengths are known when the packet is written.
-    out.resize(ip + header + UDP, 0);
-    packet.write(out);
-    let udp_len = out.len() - ip - header + ICRC;
+    let mut transport = Headers::default();
+    packet.write_headers(payload, &mut transport);
+    let udp_len = UDP + transport.bytes().len() + payload + padding(payload) + ICRC;
     let udp_len = u16::try_from(udp_len).unwrap_or(u16::MAX);
     let hop_limit = match addresses.hop_limit {
         0 => 64,
         limit => limit,
     };
-    let mut head = [0; IPV6 + UDP];
+    let mut out = Headers::default();
+    out.put(&addresses.destination_mac);
+    out.put(&addresses.source_mac);
     if let [Some(source), Some(destination)] = ipv4 {
         let mut fields = [0; IPV4];
         fields[0] = 0x45;
@@ -104,31 +96,72 @@ pub(super) fn write(out: &mut Vec<u8>, addresses: &Addresses, packet: &Packet<'_
         fields[16..].copy_from_slice(&destination);
         let sum = checksum(&fields);
         fields[10..12].copy_from_slice(&sum.to_be_bytes());
-        head[..IPV4].copy_from_slice(&fields);
+        out.put(&TYPE_IPV4.to_be_bytes());
+        out.put(&fields);
     } else {
         let class = u32::from(addresses.traffic_class) << 20;
         let first = 6 << 28 | class | addresses.flow_label & FLOW_LABEL;
-        head[..4].copy_from_slice(&first.to_be_bytes());
-        head[4..6].copy_from_slice(&udp_len.to_be_bytes());
-        head[6] = PROTOCOL_UDP;
-        head[7] = hop_limit;
-        head[8..24].copy_from_slice(&addresses.source);
-        head[24..IPV6].copy_from_slice(&addresses.destination);
+        out.put(&TYPE_IPV6.to_be_bytes());
+        out.put(&first.to_be_bytes());
+        out.put(&udp_len.to_be_bytes());
+        out.put(&[PROTOCOL_UDP, hop_limit]);
+        out.put(&addresses.source);
+        out.put(&addresses.destination);
     }
-    // The same port for all packets of a queue pair, so that they stay in order.
+    // The same port for all packets of a queue pair, so that they stay in order. No checksum: the
+    // ICRC is a better one.
     let label = addresses.flow_label;
     let source_port = SOURCE_PORT | (label ^ label >> 14) as u16 & 0x3fff;
-    if let Some(udp) = head.get_mut(header..header + 6) {
-        let fields = [source_port, PORT, udp_len];
-        for (to, field) in udp.chunks_exact_mut(2).zip(fields) {
-            to.copy_from_slice(&field.to_be_bytes());
-        }
+    for field in [source_port, PORT, udp_len, 0] {
+        out.put(&field.to_be_bytes());
     }
-    if let (Some(to), Some(from)) = (out.get_mut(ip..ip + header + UDP), head.get(..header + UDP)) {
-        to.copy_from_slice(from);
+    out.put(transport.bytes());
+    out
+}
+
+/// The length of a frame with these headers and a payload of so many bytes.
+pub(super) fn len(headers: &Headers, payload: usize) -> usize {
+    headers.bytes().len() + payload + padding(payload) + ICRC
+}
+
+/// Writes a frame to `space`, which is as long as it is. Returns false if its payload cannot be
+/// read.
+pub(super) fn write(space: &mut [u8], headers: &Headers, payload: &mut Payload<'_>) -> bool {
+    let headers = headers.bytes();
+    let Some((head, rest)) = space.split_at_mut_checked(headers.len()) else {
+        return false;
+    };
+    head.copy_from_slice(headers);
+    let Some((body, rest)) = rest.split_at_mut_checked(payload.len) else {
+        return false;
+    };
+    if !(payload.read)(body) {
+        return false;
     }
-    let crc = out.get(ip..).and_then(icrc).unwrap_or_default();
-    out.extend_from_slice(&crc);
+    rest.fill(0);
+    let Some((covered, crc)) = space.split_last_chunk_mut() else {
+        return false;
+    };
+    *crc = covered.get(ETHERNET..).and_then(icrc).unwrap_or_default();
+    true
+}
+
+/// A frame of a packet with its payload.
+#[cfg(test)]
+pub(super) fn frame(addresses: &Addresses, packet: &Packet<'_>) -> Vec<u8> {
+    let payload = packet.payload();
+    let headers = headers(addresses, packet, payload.len());
+    let mut bytes = vec![0; len(&headers, payload.len())];
+    let mut read = |space: &mut [u8]| {
+        space.copy_from_slice(payload);
+        true
+    };
+    let mut payload = Payload {
+        len: payload.len(),
+        read: &mut read,
+    };
+    assert!(write(&mut bytes, &headers, &mut payload));
+    bytes
 }
 
 fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
@@ -295,8 +328,8 @@ mod tests {
     #[test]
     fn frames_are_read_as_they_were_written() {
         for ipv6 in [false, true] {
-            let (mut frame, addresses) = (vec![1; 7], addresses(ipv6));
-            write(&mut frame, &addresses, &acknowledge());
+            let addresses = addresses(ipv6);
+            let mut frame = frame(&addresses, &acknowledge());
             assert_eq!(
                 frame.len(),
                 ETHERNET + if ipv6 { 40 } else { 20 } + 8 + 16 + 4
@@ -318,8 +351,8 @@ mod tests {
         /// Whatever single bit is damaged, nothing else is read than what was sent.
         #[test]
         fn damage_is_seen(ipv6: bool, bit in 0usize..800) {
-            let (mut frame, addresses) = (Vec::new(), addresses(ipv6));
-            write(&mut frame, &addresses, &acknowledge());
+            let addresses = addresses(ipv6);
+            let mut frame = frame(&addresses, &acknowledge());
             let at = bit % (frame.len() * 8);
             frame[at / 8] ^= 1 << (at % 8);
             if let Ok(read) = read(&frame) {
@@ -333,8 +366,7 @@ mod tests {
         fn anything_may_come(bytes in proptest::collection::vec(any::<u8>(), 0..120), ipv6: bool) {
             let _ = read(&bytes);
             // With headers that are right so far.
-            let mut frame = Vec::new();
-            write(&mut frame, &addresses(ipv6), &acknowledge());
+            let mut frame = frame(&addresses(ipv6), &acknowledge());
             frame.truncate(bytes.len());
             let _ = read(&frame);
         }

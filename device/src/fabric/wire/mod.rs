@@ -42,11 +42,11 @@ use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 use self::capture::Capture;
 use self::counters::Counters;
 use self::frame::{Addresses, Frame};
-use self::packet::{Body, Packet, Psn, RequestPacket, Service};
+use self::packet::{Body, Packet, Payload, Psn, RequestPacket, Service};
 use self::pcapng::Direction;
-use self::port::{Fate, Port};
+use self::port::{Burst, Fate, Port};
 use self::receiver::Receiver;
-use self::sender::{Brought, Out, Peer, Sender};
+use self::sender::{Brought, Peer, Sender};
 use self::unacknowledged::{datagram, datagrams, Stream};
 use self::verdict::{Reason, Verdict};
 use super::{Carrier, Elsewhere, Fabric};
@@ -216,27 +216,55 @@ fn deliver_datagram(
 struct Egress<P> {
     port: P,
     counters: Arc<Counters>,
-    frame: Vec<u8>,
+    /// A frame that does not leave.
+    scratch: Vec<u8>,
     /// The last frames, both ways, if somebody wants to see them.
     capture: Option<Capture>,
 }
 
 impl<P: Port> Egress<P> {
     /// Sends a packet of a VM at time `now`, if there is a way out. Otherwise it is lost, as packets
-    /// may be.
-    fn send(&mut self, now: u64, vm: &Vm, addresses: Option<&Addresses>, packet: &Packet<'_>) {
+    /// may be. Returns false if its payload cannot be read.
+    fn send(
+        &mut self,
+        now: u64,
+        vm: &Vm,
+        addresses: Option<&Addresses>,
+        packet: &Packet<'_>,
+        mut payload: Payload<'_>,
+    ) -> bool {
         let uplink = vm.uplink().filter(|_| vm.port_is_up());
         let Some((addresses, Uplink { segment, .. })) = addresses.zip(uplink) else {
-            return;
+            self.scratch.resize(payload.len, 0);
+            return (payload.read)(&mut self.scratch);
         };
-        frame::write(&mut self.frame, addresses, packet);
-        let destination = addresses.destination;
-        let fate = self.port.send(now, segment, destination, &self.frame);
-        self.counters.sent(self.frame.len(), fate);
+        let headers = frame::headers(addresses, packet, payload.len);
+        let len = frame::len(&headers, payload.len);
+        let begun = self.port.begin(now, segment, addresses.destination, len);
+        let mut captured = None;
+        let fate = match begun {
+            Ok(space) => {
+                if !frame::write(space, &headers, &mut payload) {
+                    return false;
+                }
+                captured = self.capture.is_some().then(|| space.to_vec());
+                self.port.end()
+            }
+            Err(fate) => {
+                self.scratch.resize(len, 0);
+                if !frame::write(&mut self.scratch, &headers, &mut payload) {
+                    return false;
+                }
+                fate
+            }
+        };
+        self.counters.sent(len, fate);
         if let Some(capture) = &mut self.capture {
             let comment = (fate != Fate::Sent).then(|| fate.to_string());
-            capture.add(now, Direction::Out, &self.frame, comment);
+            let frame = captured.as_ref().unwrap_or(&self.scratch);
+            capture.add(now, Direction::Out, frame, comment);
         }
+        true
     }
 }
 
@@ -272,13 +300,11 @@ pub(crate) struct Wire<P> {
     connections: HashMap<u64, Connection>,
     /// Those of queue pairs that are gone are forgotten when there are as many as this.
     tidy_at: usize,
-    /// The frame that is read.
-    received: Vec<u8>,
+    /// The frames that are read.
+    received: Burst,
     /// Frames that wait for their VMs, the oldest first; and room for more.
     waiting: VecDeque<Waiting>,
     spare: Vec<Vec<u8>>,
-    /// The payload of the packet that is written.
-    payload: Vec<u8>,
 }
 
 impl<P: Port> Wire<P> {
@@ -288,15 +314,14 @@ impl<P: Port> Wire<P> {
             out: Egress {
                 port,
                 counters,
-                frame: Vec::new(),
+                scratch: Vec::new(),
                 capture: None,
             },
             connections: HashMap::new(),
             tidy_at: 64,
-            received: Vec::new(),
+            received: Burst::default(),
             waiting: VecDeque::new(),
             spare: Vec::new(),
-            payload: Vec::new(),
         }
     }
 
@@ -357,39 +382,47 @@ impl<P: Port> Wire<P> {
         self.tidy_at = 2 * self.connections.len() + 64;
     }
 
-    /// Takes the frames that have come by time `now`, at most `most` of them. Returns how many
-    /// there were.
+    /// Takes the frames that have come by time `now`, about `most` of them. Returns how many there
+    /// were.
     pub(crate) fn receive(&mut self, now: u64, most: usize, vms: &mut impl Recipients) -> usize {
         let mut taken = self.take_waiting(now, vms);
-        let mut bytes = std::mem::take(&mut self.received);
-        while taken < most {
-            let Some(segment) = self.out.port.receive(now, &mut bytes) else {
-                break;
-            };
-            taken += 1;
-            let Some(gid) = frame::destination(&bytes) else {
-                self.judged(now, &bytes, Verdict::Dropped(Reason::Other));
-                continue;
-            };
-            let to = Destination { segment, gid };
-            // It does not overtake those that wait for the same VM.
-            let ahead = self.waiting.iter().filter(|one| one.to == to).count();
-            if ahead != 0 || !self.take(now, to, &bytes, vms) {
-                self.wait(now, to, &mut bytes, ahead);
+        let mut burst = std::mem::take(&mut self.received);
+        while taken < most && self.out.port.receive(now, &mut burst) {
+            for (segment, bytes) in burst.frames() {
+                taken += 1;
+                let Some(gid) = frame::destination(bytes) else {
+                    self.judged(now, bytes, Verdict::Dropped(Reason::Other));
+                    continue;
+                };
+                let to = Destination { segment, gid };
+                // It does not overtake those that wait for the same VM.
+                let ahead = self.waiting.iter().filter(|one| one.to == to).count();
+                if ahead != 0 || !self.take(now, to, bytes, vms) {
+                    self.wait(now, to, bytes, ahead);
+                }
             }
         }
-        self.received = bytes;
+        self.received = burst;
         taken
     }
 
+    /// What was sent leaves now.
+    pub(crate) fn flush_frames(&mut self) {
+        let refused = self.out.port.flush();
+        if refused != 0 {
+            self.out.counters.refused(refused);
+        }
+    }
+
     /// A frame waits for its VM, behind so many others.
-    fn wait(&mut self, now: u64, to: Destination, bytes: &mut Vec<u8>, ahead: usize) {
+    fn wait(&mut self, now: u64, to: Destination, frame: &[u8], ahead: usize) {
         if ahead >= MOST_WAITING_FOR_ONE || self.waiting.len() >= MOST_WAITING {
-            self.judged(now, bytes, Verdict::Dropped(Reason::Busy));
+            self.judged(now, frame, Verdict::Dropped(Reason::Busy));
             return;
         }
-        let next = self.spare.pop().unwrap_or_default();
-        let bytes = std::mem::replace(bytes, next);
+        let mut bytes = self.spare.pop().unwrap_or_default();
+        bytes.clear();
+        bytes.extend_from_slice(frame);
         let since = now;
         self.waiting.push_back(Waiting { to, since, bytes });
     }
@@ -567,20 +600,17 @@ impl<P: Port> Wire<P> {
         budget: Budget,
     ) -> Polled {
         let mtu = payload_of(active_mtu(&qp.vm));
-        let Self { out, payload, .. } = self;
-        let mut send = |addresses: &Addresses, packet: &Packet<'_>| {
-            out.send(now, &qp.vm, Some(addresses), packet);
+        let out = &mut self.out;
+        let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
+            out.send(now, &qp.vm, Some(addresses), packet, payload)
         };
-        datagrams(sq, tables, qp, mtu, budget, payload, &mut send)
+        datagrams(sq, tables, qp, mtu, budget, &mut send)
     }
 
     /// Sends what a queue pair has to answer, within a budget. Returns whether there is more.
     fn send_answers(&mut self, tables: &Tables, qp: &Arc<Qp>, now: u64) -> bool {
         let Self {
-            out,
-            connections,
-            payload,
-            ..
+            out, connections, ..
         } = self;
         let connection = connections.get_mut(&qp.serial());
         let Some(connection) = connection.filter(|known| known.is_of(qp)) else {
@@ -600,7 +630,7 @@ impl<P: Port> Wire<P> {
             dest_qp,
             mtu,
         } = *peer;
-        let mut send = |psn, body: Body<'_>| {
+        let mut send = |psn, body: Body<'_>, payload: Payload<'_>| {
             let packet = Packet {
                 service,
                 dest_qp,
@@ -609,9 +639,9 @@ impl<P: Port> Wire<P> {
                 solicited: false,
                 body,
             };
-            out.send(now, &qp.vm, addresses.as_ref(), &packet);
+            out.send(now, &qp.vm, addresses.as_ref(), &packet, payload)
         };
-        receiver.answer(tables, qp, mtu, BUDGET.bytes, payload, &mut send)
+        receiver.answer(tables, qp, mtu, BUDGET.bytes, &mut send)
     }
 }
 
@@ -643,10 +673,11 @@ impl<P: Port> Elsewhere for Wire<P> {
         now: u64,
     ) -> Result<(), WcError> {
         let mtu = payload_of(active_mtu(&qp.vm));
-        let Self { out, payload, .. } = self;
-        let (addresses, packet) = datagram(sq, tables, qp, active, mtu, payload)?;
-        out.send(now, &qp.vm, Some(&addresses), &packet);
-        Ok(())
+        let out = &mut self.out;
+        let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
+            out.send(now, &qp.vm, Some(addresses), packet, payload)
+        };
+        datagram(sq, tables, qp, active, mtu, &mut send)
     }
 }
 
@@ -669,10 +700,7 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         }
         let answers = self.send_answers(tables, qp, now);
         let Self {
-            out,
-            connections,
-            payload,
-            ..
+            out, connections, ..
         } = self;
         let Some(connection) = connections.get_mut(&qp.serial()) else {
             return Polled::Idle;
@@ -692,17 +720,15 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
                 Requester::Unacknowledged(Stream::new(first))
             }
         });
-        let mut send = |packet: &Packet<'_>| out.send(now, &qp.vm, addresses.as_ref(), packet);
-        let mut packets = Out {
-            payload,
-            send: &mut send,
+        let mut send = |packet: &Packet<'_>, payload: Payload<'_>| {
+            out.send(now, &qp.vm, addresses.as_ref(), packet, payload)
         };
         let polled = match requester {
             Requester::Acknowledged(sender) => {
-                sender.poll(sq, tables, qp, *peer, now, budget, packets)
+                sender.poll(sq, tables, qp, *peer, now, budget, &mut send)
             }
             Requester::Unacknowledged(stream) => {
-                stream.poll(sq, tables, qp, *peer, budget, &mut packets)
+                stream.poll(sq, tables, qp, *peer, budget, &mut send)
             }
         };
         if answers {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Packets of the transport, as bytes and as values (InfiniBand architecture specification, volume
 //! 1, chapter 9): base transport header, extension headers, payload, padding.
+use arrayvec::ArrayVec;
 use virtio_rdma_spec::facts::{Imm, Kind, OPCODES};
 use virtio_rdma_spec::verbs::{qp_type, wr_opcode, MASK_24};
 
@@ -402,37 +403,37 @@ impl<'a> RequestPacket<'a> {
     }
 
     /// Appends its extension headers.
-    fn write_headers(&self, service: Service, out: &mut Vec<u8>) {
+    fn write_headers(&self, service: Service, out: &mut Headers) {
         let Self { reth, request, .. } = self;
         match service {
             Service::Ud => {
-                out.extend_from_slice(&self.deth.qkey.to_be_bytes());
-                out.extend_from_slice(&(self.deth.src_qp & MASK_24).to_be_bytes());
+                out.put(&self.deth.qkey.to_be_bytes());
+                out.put(&(self.deth.src_qp & MASK_24).to_be_bytes());
             }
-            Service::Xrc => out.extend_from_slice(&(self.srqn & MASK_24).to_be_bytes()),
+            Service::Xrc => out.put(&(self.srqn & MASK_24).to_be_bytes()),
             Service::Rc | Service::Uc => {}
         }
         if let Operands::Flush { kind, level } = self.operands {
             let feth = u32::from(level) << FLUSH_LEVEL_SHIFT | u32::from(kind);
-            out.extend_from_slice(&feth.to_be_bytes());
+            out.put(&feth.to_be_bytes());
         }
         if request.has_range() {
-            out.extend_from_slice(&reth.addr.to_be_bytes());
-            out.extend_from_slice(&reth.rkey.to_be_bytes());
+            out.put(&reth.addr.to_be_bytes());
+            out.put(&reth.rkey.to_be_bytes());
         }
         if request.has_length() {
-            out.extend_from_slice(&reth.length.to_be_bytes());
+            out.put(&reth.length.to_be_bytes());
         }
         if let Operands::Atomic {
             swap_or_add,
             compare,
         } = self.operands
         {
-            out.extend_from_slice(&swap_or_add.to_be_bytes());
-            out.extend_from_slice(&compare.to_be_bytes());
+            out.put(&swap_or_add.to_be_bytes());
+            out.put(&compare.to_be_bytes());
         }
         if request.has_immediate() {
-            out.extend_from_slice(&if request.imm == Imm::RemoteKey {
+            out.put(&if request.imm == Imm::RemoteKey {
                 self.immediate.to_be_bytes()
             } else {
                 self.immediate.to_le_bytes()
@@ -530,6 +531,37 @@ const BTH: usize = 12;
 /// Migration state: migrated, as adapters send it.
 const MIGRATED: u8 = 0x40;
 
+/// The longest headers of a frame, bytes: Ethernet, IPv6, UDP, and all that a packet may have.
+const LONGEST_HEADERS: usize = 14 + 40 + 8 + BTH + 4 + 4 + 16 + 16 + 4;
+
+/// Headers, as they are written.
+#[derive(Debug, Default)]
+pub(super) struct Headers(ArrayVec<u8, LONGEST_HEADERS>);
+
+impl Headers {
+    /// Appends bytes.
+    pub(super) fn put(&mut self, bytes: &[u8]) {
+        let fits = self.0.try_extend_from_slice(bytes);
+        debug_assert!(fits.is_ok(), "no headers are so long");
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// Bytes of padding behind a payload of so many bytes.
+pub(super) fn padding(payload: usize) -> usize {
+    payload.wrapping_neg() & 3
+}
+
+/// The payload of a packet that is to be sent: what reads so many bytes of it. It says whether that
+/// went well.
+pub(super) struct Payload<'a> {
+    pub len: usize,
+    pub read: &'a mut dyn FnMut(&mut [u8]) -> bool,
+}
+
 /// Takes `N` bytes from the front.
 fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     let (head, rest) = bytes.split_first_chunk()?;
@@ -546,9 +578,9 @@ fn unpadded(bytes: &[u8], padding: usize) -> Option<&[u8]> {
     bytes.get(..bytes.len().checked_sub(padding)?)
 }
 
-fn write_aeth(out: &mut Vec<u8>, syndrome: Syndrome, msn: u32) {
+fn write_aeth(out: &mut Headers, syndrome: Syndrome, msn: u32) {
     let aeth = u32::from(syndrome.encode()) << 24 | msn & MASK_24;
-    out.extend_from_slice(&aeth.to_be_bytes());
+    out.put(&aeth.to_be_bytes());
 }
 
 /// What an ACK extended transport header says, with the MSN.
@@ -605,30 +637,28 @@ fn read_answer<'a>(opcode: u8, bytes: &mut &'a [u8], padding: usize) -> Option<O
 }
 
 impl<'a> Packet<'a> {
-    /// Appends its bytes, from the base transport header to the end of the padding.
-    pub(super) fn write(&self, out: &mut Vec<u8>) {
-        let (opcode, payload): (u8, &[u8]) = match self.body {
-            Body::Request(RequestPacket {
-                request, payload, ..
-            }) => (request.opcode, payload),
-            Body::Acknowledge { .. } => (ACKNOWLEDGE, &[]),
-            Body::AtomicAcknowledge { .. } => (ATOMIC_ACKNOWLEDGE, &[]),
-            Body::ReadResponse { place, payload, .. } => (read_response(place), payload),
+    /// Appends its headers, from the base transport header on. A payload of so many bytes and its
+    /// padding follow.
+    pub(super) fn write_headers(&self, payload: usize, out: &mut Headers) {
+        let opcode = match self.body {
+            Body::Request(RequestPacket { request, .. }) => request.opcode,
+            Body::Acknowledge { .. } => ACKNOWLEDGE,
+            Body::AtomicAcknowledge { .. } => ATOMIC_ACKNOWLEDGE,
+            Body::ReadResponse { place, .. } => read_response(place),
         };
-        let padding = payload.len().wrapping_neg() & 3;
         let solicited = if self.solicited { 0x80 } else { 0 };
-        out.push(self.service.bits() | opcode);
-        out.push(solicited | MIGRATED | (padding as u8) << 4);
-        out.extend_from_slice(&PKEY.to_be_bytes());
-        out.extend_from_slice(&(self.dest_qp & MASK_24).to_be_bytes());
+        let padding = (padding(payload) as u8) << 4;
+        out.put(&[self.service.bits() | opcode, solicited | MIGRATED | padding]);
+        out.put(&PKEY.to_be_bytes());
+        out.put(&(self.dest_qp & MASK_24).to_be_bytes());
         let ack_request = u32::from(self.ack_request) << 31;
-        out.extend_from_slice(&(ack_request | self.psn.value()).to_be_bytes());
+        out.put(&(ack_request | self.psn.value()).to_be_bytes());
         match self.body {
             Body::Request(request) => request.write_headers(self.service, out),
             Body::Acknowledge { syndrome, msn } => write_aeth(out, syndrome, msn),
             Body::AtomicAcknowledge { msn, value } => {
                 write_aeth(out, Syndrome::Ack, msn);
-                out.extend_from_slice(&value.to_be_bytes());
+                out.put(&value.to_be_bytes());
             }
             Body::ReadResponse {
                 place: Place::Middle,
@@ -636,8 +666,28 @@ impl<'a> Packet<'a> {
             } => {}
             Body::ReadResponse { msn, .. } => write_aeth(out, Syndrome::Ack, msn),
         }
+    }
+
+    /// Appends its bytes, from the base transport header to the end of the padding.
+    #[cfg(test)]
+    fn write(&self, out: &mut Vec<u8>) {
+        let payload = self.payload();
+        let mut headers = Headers::default();
+        self.write_headers(payload.len(), &mut headers);
+        out.extend_from_slice(headers.bytes());
         out.extend_from_slice(payload);
-        out.resize(out.len() + padding, 0);
+        out.resize(out.len() + padding(payload.len()), 0);
+    }
+
+    /// What was read as its payload.
+    #[cfg(test)]
+    pub(super) fn payload(&self) -> &'a [u8] {
+        match self.body {
+            Body::Request(RequestPacket { payload, .. }) | Body::ReadResponse { payload, .. } => {
+                payload
+            }
+            _ => &[],
+        }
     }
 
     /// Reads a packet from the base transport header to the end of the padding. `None` if it is

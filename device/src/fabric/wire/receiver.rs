@@ -12,14 +12,15 @@ use virtio_rdma_spec::facts::{Imm, Kind};
 use virtio_rdma_spec::verbs::{flush_level, vendor_err, wc_status, wr_opcode};
 
 use super::packet::{
-    Body, Nak, Operands, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
+    Body, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
+    Syndrome,
 };
 use super::verdict::{Reason, Verdict};
 use crate::engine::cursor::{DataSource, Sink};
 use crate::engine::message::{Answer, Message};
 use crate::engine::operation::flush_access;
 use crate::engine::queue_pair::Qp;
-use crate::engine::responder::{Origin, Payload, Responder, Slice};
+use crate::engine::responder::{Origin, Payload as Moved, Responder, Slice};
 use crate::engine::tables::Tables;
 use crate::footprint::{listed, Share};
 use crate::memory::atomic::AtomicOperation;
@@ -418,7 +419,7 @@ impl Receiver {
             len,
             last: request.place.ends(),
             claims: request.place.begins() || with_imm,
-            payload: Payload::From(DataSource::Bytes(payload)),
+            payload: Moved::From(DataSource::Bytes(payload)),
         };
         match responder.receive(tables, qp, origin(qp), slice) {
             Answer::Progress => {
@@ -498,7 +499,7 @@ impl Receiver {
                         boundary: 0,
                     }
                 };
-                Payload::Atomic(operation, Sink::Bytes(&mut old))
+                Moved::Atomic(operation, Sink::Bytes(&mut old))
             }
             (Operands::Flush { kind, level }, _) => {
                 let range = match level {
@@ -510,9 +511,9 @@ impl Receiver {
                     let refused = responder.invalid_request(tables, qp, vendor_err::FLAGS);
                     return Fared::Not(refused);
                 };
-                Payload::Flush(wanted, range)
+                Moved::Flush(wanted, range)
             }
-            (Operands::None, _) => Payload::From(DataSource::Bytes(payload)),
+            (Operands::None, _) => Moved::From(DataSource::Bytes(payload)),
         };
         let length = match request.kind {
             Kind::Flush => reth.length.into(),
@@ -544,16 +545,15 @@ impl Receiver {
         }
     }
 
-    /// Gives answers to `send`, each with its packet's number, until `budget` bytes are spent. What
-    /// is brought is read into `payload`. Returns whether there are more.
+    /// Gives answers to `send`, each with its packet's number, until `budget` bytes are spent.
+    /// Returns whether there are more.
     pub(super) fn answer(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
         mtu: u64,
         mut budget: u64,
-        payload: &mut Vec<u8>,
-        send: &mut dyn FnMut(Psn, Body<'_>),
+        send: &mut dyn FnMut(Psn, Body<'_>, Payload<'_>) -> bool,
     ) -> bool {
         while let Some(reply) = self.replies.front_mut() {
             if budget == 0 {
@@ -568,41 +568,34 @@ impl Receiver {
                     let (value, msn) = (*value, *msn);
                     (*psn, Body::AtomicAcknowledge { msn, value })
                 }
-                Reply::Done(psn, msn) => {
-                    let body = Body::ReadResponse {
-                        place: Place::Only,
-                        msn: *msn,
-                        payload: &[],
-                    };
-                    (*psn, body)
-                }
+                Reply::Done(psn, msn) => (*psn, read_response(Place::Only, *msn)),
                 Reply::Read(reading) => {
                     let now = *reading;
                     let last = now.number + 1 == now.packets;
-                    let read = qp.listens().then(|| read(tables, qp, &now, mtu, payload));
-                    match read {
-                        Some(Answer::Progress | Answer::Done) => {}
-                        // The VM is stopped, or busy for a moment.
-                        Some(Answer::Stopped | Answer::Busy) => return true,
-                        Some(Answer::Refused(error)) => {
-                            self.replies.clear();
-                            self.end(now.psn, error);
-                            continue;
-                        }
-                        _ => {
-                            self.replies.pop_front();
-                            continue;
-                        }
-                    }
-                    let place = Place::of(now.number == 0, last);
-                    let msn = if place == Place::Middle { 0 } else { now.msn };
-                    let body = Body::ReadResponse {
-                        place,
-                        msn,
-                        payload,
+                    let body = read_response(Place::of(now.number == 0, last), now.msn);
+                    let offset = u64::from(now.number) * mtu;
+                    let len = u64::from(now.reth.length).saturating_sub(offset).min(mtu);
+                    let mut answer = Answer::NoAnswer;
+                    let mut read = |space: &mut [u8]| {
+                        answer = read(tables, qp, &now, offset, space);
+                        matches!(answer, Answer::Progress | Answer::Done)
                     };
-                    send(now.psn, body);
-                    let len = payload.len() as u64;
+                    let payload = Payload {
+                        len: usize::try_from(len).unwrap_or_default(),
+                        read: &mut read,
+                    };
+                    if !qp.listens() || !send(now.psn, body, payload) {
+                        match answer {
+                            // The VM is stopped, or busy for a moment.
+                            Answer::Stopped | Answer::Busy => return true,
+                            Answer::Refused(error) => {
+                                self.replies.clear();
+                                self.end(now.psn, error);
+                            }
+                            _ => drop(self.replies.pop_front()),
+                        }
+                        continue;
+                    }
                     budget = budget.saturating_sub(len.max(64));
                     reading.psn = now.psn.after(1);
                     reading.number += 1;
@@ -614,11 +607,24 @@ impl Receiver {
                     continue;
                 }
             };
-            send(psn, body);
+            let payload = Payload {
+                len: 0,
+                read: &mut |_| true,
+            };
+            send(psn, body, payload);
             budget = budget.saturating_sub(64);
             self.replies.pop_front();
         }
         false
+    }
+}
+
+/// A packet of what an RDMA READ brings, without its payload.
+fn read_response(place: Place, msn: u32) -> Body<'static> {
+    Body::ReadResponse {
+        place,
+        msn: if place == Place::Middle { 0 } else { msn },
+        payload: &[],
     }
 }
 
@@ -662,18 +668,9 @@ fn message(responder: &Responder, request: Request, reth: Reth, length: u64) -> 
     }
 }
 
-/// Reads the next packet of what an RDMA READ brings.
-fn read(
-    tables: &Tables,
-    qp: &Arc<Qp>,
-    reading: &Reading,
-    mtu: u64,
-    payload: &mut Vec<u8>,
-) -> Answer {
+/// Reads the bytes from `offset` on of what an RDMA READ brings into `space`.
+fn read(tables: &Tables, qp: &Arc<Qp>, reading: &Reading, offset: u64, space: &mut [u8]) -> Answer {
     let length = u64::from(reading.reth.length);
-    let offset = u64::from(reading.number) * mtu;
-    let len = length.saturating_sub(offset).min(mtu);
-    payload.resize(usize::try_from(len).unwrap_or_default(), 0);
     let mut responder = qp.responder();
     let request = Request::at(Service::Rc, wr_opcode::RDMA_READ, Place::Only);
     let Some(request) = request else {
@@ -686,10 +683,10 @@ fn read(
     let slice = Slice {
         message: &message,
         offset,
-        len,
+        len: space.len() as u64,
         last: reading.number + 1 == reading.packets,
         claims: reading.number == 0,
-        payload: Payload::Into(Sink::Bytes(payload)),
+        payload: Moved::Into(Sink::Bytes(space)),
     };
     responder.receive(tables, qp, origin(qp), slice)
 }

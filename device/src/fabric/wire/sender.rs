@@ -17,7 +17,8 @@ use virtio_rdma_spec::ring::Sge;
 use virtio_rdma_spec::verbs::{access, flush_level, flush_type, qp_state, vendor_err, wc_status};
 
 use super::packet::{
-    Body, Nak, Operands, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
+    Body, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
+    Syndrome,
 };
 use super::receiver::brings;
 use super::verdict::{Reason, Verdict};
@@ -56,11 +57,8 @@ pub(super) struct Peer {
     pub mtu: u64,
 }
 
-/// Where packets go, and room for the payload of one.
-pub(super) struct Out<'a> {
-    pub payload: &'a mut Vec<u8>,
-    pub send: &'a mut dyn FnMut(&Packet<'_>),
-}
+/// Where packets go. It returns false if the payload could not be read.
+pub(super) type Out<'a> = &'a mut dyn FnMut(&Packet<'_>, Payload<'_>) -> bool;
 
 /// A message under way.
 #[derive(Debug)]
@@ -405,7 +403,6 @@ impl Sender {
         budget: &mut Budget,
         out: Out<'_>,
     ) -> bool {
-        let Out { payload, send } = out;
         while self.next != self.end && self.unreadable.is_none() {
             let in_flight = self.next.since(self.unacknowledged);
             if in_flight >= self.window.packets {
@@ -463,7 +460,6 @@ impl Sender {
             } else {
                 Place::of(number == 0, number + 1 == message.packets)
             };
-            payload.resize(usize::try_from(len).unwrap_or_default(), 0);
             let mut source = if inline {
                 let from = usize::try_from(offset).unwrap_or(usize::MAX);
                 DataSource::Bytes(message.inline.get(from..).unwrap_or_default())
@@ -471,10 +467,6 @@ impl Sender {
                 let local = Accessor::local(qp.pd);
                 DataSource::Guest(Cursor::new(tables, &message.sges, local, 0, offset))
             };
-            if let Err(key) = fetch(&mut source, payload) {
-                self.unreadable = Some(WcError::new(wc_status::LOC_PROT_ERR, key.0));
-                return false;
-            }
             let Some(request) = Request::at(peer.service, what.opcode, place) else {
                 return false;
             };
@@ -491,7 +483,7 @@ impl Sender {
             } else {
                 Reth::default()
             };
-            send(&Packet {
+            let packet = Packet {
                 service: peer.service,
                 dest_qp: peer.dest_qp,
                 psn: self.next,
@@ -510,9 +502,23 @@ impl Sender {
                     } else {
                         0
                     },
-                    ..RequestPacket::new(request, payload)
+                    ..RequestPacket::new(request, &[])
                 }),
-            });
+            };
+            let mut fault = None;
+            let mut read = |space: &mut [u8]| {
+                fault = fetch(&mut source, space).err();
+                fault.is_none()
+            };
+            let payload = Payload {
+                len: usize::try_from(len).unwrap_or_default(),
+                read: &mut read,
+            };
+            if !out(&packet, payload) {
+                let reason = fault.map_or(0, |key| key.0);
+                self.unreadable = Some(WcError::new(wc_status::LOC_PROT_ERR, reason));
+                return false;
+            }
             budget.bytes = budget.bytes.saturating_sub(len.max(64));
             let ends = number + count == message.packets;
             self.next = self.next.after(count);

@@ -318,8 +318,7 @@ proptest! {
                     Err(syndrome) => Body::Acknowledge { syndrome, msn: 0 },
                 },
             };
-            let mut bytes = Vec::new();
-            frame::write(&mut bytes, &addresses, &packet);
+            let bytes = frame::frame(&addresses, &packet);
             simulation.net.wires[0].out.port.send(0, SEGMENT, [0; 16], &bytes);
         }
         simulation.run(simulation.net.clock.now + 2 * TIMEOUT_NANOSECONDS);
@@ -1031,13 +1030,12 @@ fn a_stranger_does_not_reach_a_queue_pair() {
     other.source[15] ^= 8;
     let mut elsewhere = good;
     elsewhere.destination[15] ^= 8;
-    let mut bytes = Vec::new();
     let wrong_number = Packet {
         dest_qp: packet.dest_qp ^ 1,
         ..packet
     };
     for (addresses, packet) in [(other, packet), (elsewhere, packet), (good, wrong_number)] {
-        frame::write(&mut bytes, &addresses, &packet);
+        let bytes = frame::frame(&addresses, &packet);
         simulation.net.wires[0]
             .out
             .port
@@ -1046,7 +1044,7 @@ fn a_stranger_does_not_reach_a_queue_pair() {
     simulation.run(SECOND);
     assert_eq!(simulation.net.dropped(1, "stranger"), 3);
     assert_eq!(simulation.pair.completions(1), []);
-    frame::write(&mut bytes, &good, &packet);
+    let bytes = frame::frame(&good, &packet);
     simulation.net.wires[0]
         .out
         .port

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use virtio_rdma_spec::verbs::{vendor_err, wc_status};
 
 use super::frame::Addresses;
-use super::packet::{Body, Deth, Packet, Place, Psn, Request, RequestPacket, Reth, Service};
+use super::packet::{
+    Body, Deth, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
+};
 use super::sender::{Out, Peer};
 use crate::engine::cursor::fetch;
 use crate::engine::queue_pair::Qp;
@@ -34,7 +36,7 @@ impl Stream {
         qp: &Arc<Qp>,
         peer: Peer,
         mut budget: Budget,
-        out: &mut Out<'_>,
+        out: Out<'_>,
     ) -> Polled {
         loop {
             match self.step(sq, tables, qp, peer, &mut budget, out) {
@@ -55,7 +57,7 @@ impl Stream {
         qp: &Arc<Qp>,
         peer: Peer,
         budget: &mut Budget,
-        out: &mut Out<'_>,
+        out: Out<'_>,
     ) -> Result<(), Polled> {
         sq.check_ring(tables, qp)?;
         let active = sq.next_active(tables, qp)?;
@@ -68,11 +70,7 @@ impl Stream {
         let len = (what.length - active.done).min(peer.mtu);
         let done = active.done + len;
         let place = Place::of(active.done == 0, done == what.length);
-        let read = request(what.opcode, peer.service, place).and_then(|request| {
-            read(sq, tables, qp, &active, len, out.payload)?;
-            Ok(request)
-        });
-        let request = match read {
+        let request = match request(what.opcode, peer.service, place) {
             Ok(request) => request,
             Err(error) => {
                 sq.fail(tables, qp, error);
@@ -84,7 +82,7 @@ impl Stream {
             rkey: what.rkey,
             length: u32::try_from(what.length).unwrap_or(u32::MAX),
         };
-        (out.send)(&Packet {
+        let packet = Packet {
             service: peer.service,
             dest_qp: peer.dest_qp,
             psn: self.next,
@@ -97,9 +95,16 @@ impl Stream {
                     Reth::default()
                 },
                 immediate: what.imm,
-                ..RequestPacket::new(request, out.payload)
+                ..RequestPacket::new(request, &[])
             }),
+        };
+        let sent_packet = with_payload(sq, tables, qp, &active, len, |payload| {
+            out(&packet, payload)
         });
+        if let Err(error) = sent_packet {
+            sq.fail(tables, qp, error);
+            return Err(Polled::Again);
+        }
         self.next = self.next.after(1);
         budget.bytes = budget.bytes.saturating_sub(len.max(64));
         if place.ends() {
@@ -112,6 +117,9 @@ impl Stream {
     }
 }
 
+/// Where datagrams go. It returns false if the payload could not be read.
+pub(super) type DatagramsOut<'a> = &'a mut dyn FnMut(&Addresses, &Packet<'_>, Payload<'_>) -> bool;
+
 /// Polls the send queue of a queue pair that sends datagrams, each of at most `mtu` bytes of
 /// payload.
 pub(super) fn datagrams(
@@ -120,11 +128,10 @@ pub(super) fn datagrams(
     qp: &Arc<Qp>,
     mtu: u64,
     mut budget: Budget,
-    payload: &mut Vec<u8>,
-    send: &mut dyn FnMut(&Addresses, &Packet<'_>),
+    out: DatagramsOut<'_>,
 ) -> Polled {
     while budget.messages != 0 && budget.bytes != 0 {
-        match next_datagram(sq, tables, qp, mtu, payload, send) {
+        match next_datagram(sq, tables, qp, mtu, out) {
             Ok(len) => {
                 budget.messages -= 1;
                 budget.bytes = budget.bytes.saturating_sub(len.max(64));
@@ -141,32 +148,28 @@ fn next_datagram(
     tables: &Tables,
     qp: &Arc<Qp>,
     mtu: u64,
-    payload: &mut Vec<u8>,
-    send: &mut dyn FnMut(&Addresses, &Packet<'_>),
+    out: DatagramsOut<'_>,
 ) -> Result<u64, Polled> {
     sq.check_ring(tables, qp)?;
     let active = sq.next_active(tables, qp)?;
     sq.active = Some(active);
-    match datagram(sq, tables, qp, &active, mtu, payload) {
-        Ok((addresses, packet)) => send(&addresses, &packet),
-        Err(error) => {
-            sq.fail(tables, qp, error);
-            return Err(Polled::Again);
-        }
+    if let Err(error) = datagram(sq, tables, qp, &active, mtu, out) {
+        sq.fail(tables, qp, error);
+        return Err(Polled::Again);
     }
     sent(sq, tables, qp, &active);
     Ok(active.message.length)
 }
 
-/// The datagram of the work request in progress, which must fit `mtu` bytes of payload.
-pub(super) fn datagram<'p>(
+/// Sends the datagram of the work request in progress, which must fit `mtu` bytes of payload.
+pub(super) fn datagram(
     sq: &SendQueue,
     tables: &Tables,
     qp: &Qp,
     active: &Active,
     mtu: u64,
-    payload: &'p mut Vec<u8>,
-) -> Result<(Addresses, Packet<'p>), WcError> {
+    out: DatagramsOut<'_>,
+) -> Result<(), WcError> {
     let what = active.message;
     let request = request(what.opcode, Service::Ud, Place::Only)?;
     let to = sq.datagram.ok_or(NO_SUCH_PACKET)?;
@@ -174,7 +177,6 @@ pub(super) fn datagram<'p>(
         let reason = vendor_err::MESSAGE_LENGTH;
         return Err(WcError::new(wc_status::LOC_LEN_ERR, reason));
     }
-    read(sq, tables, qp, active, what.length, payload)?;
     // Each has a PSN of its own, which nobody looks at.
     let psn = sq.path_attributes.sq_psn.wrapping_add(sq.position());
     let addresses = Addresses {
@@ -198,10 +200,11 @@ pub(super) fn datagram<'p>(
                 src_qp: what.src_qp,
             },
             immediate: what.imm,
-            ..RequestPacket::new(request, payload)
+            ..RequestPacket::new(request, &[])
         }),
     };
-    Ok((addresses, packet))
+    let send = |payload: Payload<'_>| out(&addresses, &packet, payload);
+    with_payload(sq, tables, qp, active, what.length, send)
 }
 
 /// RoCEv2 has no packet for it.
@@ -212,18 +215,30 @@ fn request(opcode: u8, service: Service, place: Place) -> Result<Request, WcErro
     Request::at(service, opcode, place).ok_or(NO_SUCH_PACKET)
 }
 
-/// Reads the next `len` bytes of a message.
-fn read(
+/// Sends a packet with the next `len` bytes of a message.
+fn with_payload(
     sq: &SendQueue,
     tables: &Tables,
     qp: &Qp,
     active: &Active,
     len: u64,
-    payload: &mut Vec<u8>,
+    send: impl FnOnce(Payload<'_>) -> bool,
 ) -> Result<(), WcError> {
-    payload.resize(usize::try_from(len).unwrap_or_default(), 0);
-    fetch(&mut sq.source(tables, qp, active), payload)
-        .map_err(|key| WcError::new(wc_status::LOC_PROT_ERR, key.0))
+    let mut source = sq.source(tables, qp, active);
+    let mut fault = None;
+    let mut read = |space: &mut [u8]| {
+        fault = fetch(&mut source, space).err();
+        fault.is_none()
+    };
+    let payload = Payload {
+        len: usize::try_from(len).unwrap_or_default(),
+        read: &mut read,
+    };
+    if send(payload) {
+        return Ok(());
+    }
+    let reason = fault.map_or(0, |key| key.0);
+    Err(WcError::new(wc_status::LOC_PROT_ERR, reason))
 }
 
 /// All of a message has left.

@@ -5,7 +5,7 @@
 //! failure can be had again; with a limit, also on when frames were lost before it.
 use std::collections::{BTreeMap, VecDeque};
 
-use super::super::port::{Fate, Port};
+use super::super::port::{Burst, Fate, Port};
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 
@@ -48,6 +48,10 @@ pub(in super::super) struct Faults<P> {
     pub counts: FaultCounts,
     /// When frames were lost or damaged, as far as that counts for the limit.
     suffered: VecDeque<u64>,
+    /// The frame that is written, where it goes, and when that began.
+    written: Vec<u8>,
+    to: Target,
+    now: u64,
     /// Delayed frames, by the time at which they are sent.
     held: BTreeMap<(u64, u64), (Target, Vec<u8>)>,
 }
@@ -75,6 +79,9 @@ impl<P: Port> Faults<P> {
             settings,
             counts: FaultCounts::default(),
             suffered: VecDeque::new(),
+            written: Vec::new(),
+            to: (Segment::Vxlan(0), Gid::default()),
+            now: 0,
             held: BTreeMap::new(),
         }
     }
@@ -122,10 +129,9 @@ impl<P: Port> Faults<P> {
             self.inner.send(now, segment, destination, frame);
         }
     }
-}
 
-impl<P: Port> Port for Faults<P> {
-    fn send(&mut self, now: u64, segment: Segment, destination: Gid, frame: &[u8]) -> Fate {
+    /// Sends a frame, or does to it what is its turn.
+    fn send_or_not(&mut self, now: u64, to: Target, frame: &mut [u8]) -> Fate {
         self.release(now);
         let (settings, number) = (self.settings, self.counts.sent);
         self.counts.sent += 1;
@@ -136,23 +142,18 @@ impl<P: Port> Port for Faults<P> {
             return Fate::Lost(number);
         }
         let mut fate = Fate::Sent;
-        let mut damaged = Vec::new();
-        let mut frame = frame;
         if settings.happens(number, 1, settings.damaged) && !spared {
             self.counts.damaged += 1;
             self.suffer(now);
-            damaged.extend_from_slice(frame);
             let bit = draw(settings.seed, number, 2) % (8 * frame.len() as u64).max(1);
             let at = usize::try_from(bit / 8).unwrap_or_default();
-            if let Some(byte) = damaged.get_mut(at) {
+            if let Some(byte) = frame.get_mut(at) {
                 *byte ^= 1 << (bit % 8);
             }
-            frame = &damaged;
             fate = Fate::Damaged(number);
         }
         let late = settings.happens(number, 3, settings.delayed);
         self.counts.delayed += u64::from(late);
-        let to = (segment, destination);
         self.pass(now, number, late.then_some(4), to, frame);
         let again = settings.happens(number, 5, settings.repeated);
         if again {
@@ -165,10 +166,37 @@ impl<P: Port> Port for Faults<P> {
             other => other,
         }
     }
+}
 
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<Segment> {
+impl<P: Port> Port for Faults<P> {
+    fn begin(
+        &mut self,
+        now: u64,
+        segment: Segment,
+        destination: Gid,
+        len: usize,
+    ) -> Result<&mut [u8], Fate> {
+        self.now = now;
+        self.to = (segment, destination);
+        self.written.resize(len, 0);
+        Ok(&mut self.written)
+    }
+
+    fn end(&mut self) -> Fate {
+        let (now, to) = (self.now, self.to);
+        let mut frame = std::mem::take(&mut self.written);
+        let fate = self.send_or_not(now, to, &mut frame);
+        self.written = frame;
+        fate
+    }
+
+    fn flush(&mut self) -> u64 {
+        self.inner.flush()
+    }
+
+    fn receive(&mut self, now: u64, burst: &mut Burst) -> bool {
         self.release(now);
-        self.inner.receive(now, frame)
+        self.inner.receive(now, burst)
     }
 
     fn timer(&self) -> Option<u64> {

@@ -5,7 +5,7 @@ use std::io;
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 
-use super::{receive_buffer, Fate};
+use super::bursts::Bursts;
 
 /// A VM's own interface.
 #[derive(Debug)]
@@ -21,56 +21,46 @@ impl Interface {
     /// If the system refuses the socket.
     pub fn open(local: SocketAddr, remote: SocketAddr) -> io::Result<Arc<Self>> {
         let socket = UdpSocket::bind(local)?;
-        socket.set_nonblocking(true)?;
         socket.connect(remote)?;
-        receive_buffer(&socket)?;
         Ok(Arc::new(Self { socket }))
     }
 
-    pub(super) fn socket(&self) -> &UdpSocket {
-        &self.socket
-    }
-
-    pub(super) fn send(&self, frame: &[u8]) -> Fate {
-        match self.socket.send(frame) {
-            Ok(_) => Fate::Sent,
-            Err(_) => Fate::Refused,
-        }
-    }
-
-    /// Reads the next frame into `space`, if there is one. Returns its length, bytes.
-    pub(super) fn receive(&self, space: &mut [u8]) -> Option<usize> {
-        loop {
-            match self.socket.recv(space) {
-                Ok(length) => return Some(length),
-                // There is no switch, or was none when we sent: it may come.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
-                Err(_) => return None,
-            }
-        }
+    /// Frames go to and come from it in bursts.
+    pub(super) fn bursts(&self) -> io::Result<Bursts> {
+        Bursts::new(self.socket.try_clone()?, Vec::new())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::bursts::To;
     use super::*;
+
+    fn send(bursts: &mut Bursts, len: usize) -> u64 {
+        bursts.begin(To::Peer, len).unwrap().fill(1);
+        bursts.end(len);
+        bursts.flush()
+    }
+
+    fn received(bursts: &mut Bursts) -> Option<usize> {
+        let mut space = vec![0; super::super::LONGEST];
+        bursts.receive(&mut space).map(|came| came.bytes)
+    }
 
     #[test]
     fn frames_come_and_go_and_nobody_else_sends_any() {
-        let switch = UdpSocket::bind("127.0.0.1:0").unwrap();
-        let free = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let [free, switch] = [0, 1].map(|_| UdpSocket::bind("127.0.0.1:0").unwrap());
         let local = free.local_addr().unwrap();
         drop(free);
         let interface = Interface::open(local, switch.local_addr().unwrap()).unwrap();
-        let mut space = [0; 100];
-        assert_eq!(interface.send(&[1; 60]), Fate::Sent);
-        assert_eq!(switch.recv(&mut space).unwrap(), 60);
+        let mut frames = interface.bursts().unwrap();
+        assert_eq!(send(&mut frames, 60), 0);
+        assert_eq!(switch.recv(&mut [0; 100]).unwrap(), 60);
         let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
         stranger.send_to(&[2; 60], local).unwrap();
         switch.send_to(&[3; 61], local).unwrap();
-        assert_eq!(interface.receive(&mut space), Some(61));
-        assert_eq!(space[..61], [3; 61]);
-        assert_eq!(interface.receive(&mut space), None);
+        assert_eq!(received(&mut frames), Some(61));
+        assert_eq!(received(&mut frames), None);
     }
 
     #[test]
@@ -79,12 +69,12 @@ mod tests {
         let [local, remote] = [&free, &switch].map(|socket| socket.local_addr().unwrap());
         drop((free, switch));
         let interface = Interface::open(local, remote).unwrap();
-        let mut space = [0; 100];
-        interface.send(&[1; 60]);
-        interface.send(&[1; 60]);
-        assert_eq!(interface.receive(&mut space), None);
+        let mut frames = interface.bursts().unwrap();
+        send(&mut frames, 60);
+        send(&mut frames, 60);
+        assert_eq!(received(&mut frames), None);
         let switch = UdpSocket::bind(remote).unwrap();
         switch.send_to(&[4; 60], local).unwrap();
-        assert_eq!(interface.receive(&mut space), Some(60));
+        assert_eq!(received(&mut frames), Some(60));
     }
 }

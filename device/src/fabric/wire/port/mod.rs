@@ -2,33 +2,43 @@
 //! Ports: where frames leave and come. Nothing of them blocks, and time is a parameter.
 use std::fmt;
 
-use std::io;
-use std::net::UdpSocket;
-
-use nix::sys::socket::setsockopt;
-use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
+use std::ops::Range;
 
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 
+mod bursts;
 pub(crate) mod interface;
 #[cfg(test)]
 pub(super) mod sim;
 pub(crate) mod uplinks;
 pub(crate) mod vxlan;
 
-/// Bytes of frames that may wait in a socket.
-const RECEIVED: usize = 8 << 20;
-/// The longest datagram, bytes.
+/// What comes at once is no longer than this, bytes.
 const LONGEST: usize = 1 << 16;
 
-/// Makes room in a socket for bursts, which wait there while the worker does other things. Without
-/// privileges there is less.
-fn receive_buffer(socket: &UdpSocket) -> io::Result<()> {
-    if setsockopt(socket, RcvBufForce, &RECEIVED).is_err() {
-        setsockopt(socket, RcvBuf, &RECEIVED)?;
+/// Frames that came at once.
+#[derive(Debug, Default)]
+pub(crate) struct Burst {
+    /// Room for them; as long as what may come.
+    bytes: Vec<u8>,
+    /// Where each came from, and its place in `bytes`.
+    frames: Vec<(Segment, Range<usize>)>,
+}
+
+impl Burst {
+    /// The frames, each with where it came from.
+    pub(super) fn frames(&self) -> impl Iterator<Item = (Segment, &[u8])> {
+        let frames = self.frames.iter();
+        frames.filter_map(|(segment, place)| Some((*segment, self.bytes.get(place.clone())?)))
     }
-    Ok(())
+
+    /// Room for what comes next, instead of what came before.
+    fn space(&mut self) -> &mut [u8] {
+        self.frames.clear();
+        self.bytes.resize(LONGEST, 0);
+        &mut self.bytes
+    }
 }
 
 /// What became of a frame that was to be sent, as far as the port knows.
@@ -67,12 +77,37 @@ impl fmt::Display for Fate {
 
 /// A port. Layers, as for faults, are ports around another one.
 pub(crate) trait Port {
-    /// Sends a frame to `destination` at time `now`, nanoseconds. It may be lost.
-    fn send(&mut self, now: u64, segment: Segment, destination: Gid, frame: &[u8]) -> Fate;
+    /// Room for a frame of `len` bytes to `destination`, at time `now`, nanoseconds.
+    ///
+    /// # Errors
+    /// What becomes of it instead.
+    fn begin(
+        &mut self,
+        now: u64,
+        segment: Segment,
+        destination: Gid,
+        len: usize,
+    ) -> Result<&mut [u8], Fate>;
 
-    /// Takes the next frame that has come by `now` into `frame`, and returns where it came from, if
-    /// there is one.
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<Segment>;
+    /// Sends the frame of [`Self::begin`], which is written. It may be lost.
+    fn end(&mut self) -> Fate;
+
+    /// What was sent leaves now, if it has not. Returns how many frames the system did not take
+    /// since it was called last.
+    fn flush(&mut self) -> u64;
+
+    /// Takes frames that have come by `now` into `burst`, if there are any.
+    fn receive(&mut self, now: u64, burst: &mut Burst) -> bool;
+
+    /// Sends a frame.
+    #[cfg(test)]
+    fn send(&mut self, now: u64, segment: Segment, destination: Gid, frame: &[u8]) -> Fate {
+        match self.begin(now, segment, destination, frame.len()) {
+            Ok(space) => space.copy_from_slice(frame),
+            Err(fate) => return fate,
+        }
+        self.end()
+    }
 
     /// When it is worth a look though nobody sends, nanoseconds.
     #[cfg(test)]

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
-use super::{Fate, Port};
+use super::{Burst, Fate, Port};
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 
@@ -28,6 +28,9 @@ pub(in super::super) struct SimPort {
     network: Network,
     mac: Mac,
     mtu: usize,
+    /// The frame that is written, and when that began.
+    written: Vec<u8>,
+    now: u64,
 }
 
 impl Network {
@@ -46,33 +49,46 @@ impl Network {
             network: self.clone(),
             mac,
             mtu,
+            written: Vec::new(),
+            now: 0,
         }
     }
 }
 
 impl Port for SimPort {
-    fn send(&mut self, now: u64, _: Segment, _: Gid, frame: &[u8]) -> Fate {
-        assert!(frame.len() <= self.mtu + 14, "the frame is too long");
-        let destination: &Mac = frame.first_chunk().unwrap();
+    fn begin(&mut self, now: u64, _: Segment, _: Gid, len: usize) -> Result<&mut [u8], Fate> {
+        assert!(len <= self.mtu + 14, "the frame is too long");
+        self.now = now;
+        self.written.resize(len, 0);
+        Ok(&mut self.written)
+    }
+
+    fn end(&mut self) -> Fate {
+        let destination: &Mac = self.written.first_chunk().unwrap();
         let group = destination[0] & 1 != 0;
         // If nobody has the address, the frame is lost.
         for (mac, link) in &mut self.network.links.borrow_mut().0 {
             if mac == destination || (group && *mac != self.mac) {
-                link.push_back((now + self.network.latency, frame.to_vec()));
+                link.push_back((self.now + self.network.latency, self.written.clone()));
             }
         }
         Fate::Sent
     }
 
-    fn receive(&mut self, now: u64, frame: &mut Vec<u8>) -> Option<Segment> {
+    fn flush(&mut self) -> u64 {
+        0
+    }
+
+    fn receive(&mut self, now: u64, burst: &mut Burst) -> bool {
         let mut links = self.network.links.borrow_mut();
         let link = links.0.get_mut(&self.mac).unwrap();
         match link.front() {
             Some((at, _)) if *at <= now => {
-                *frame = link.pop_front().unwrap().1;
-                Some(Segment::Vxlan(0))
+                burst.bytes = link.pop_front().unwrap().1;
+                burst.frames = vec![(Segment::Vxlan(0), 0..burst.bytes.len())];
+                true
             }
-            _ => None,
+            _ => false,
         }
     }
 

@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
+use super::bursts::{Bursts, To};
 use super::interface::Interface;
 use super::vxlan::{Tunnel, VxlanPort};
-use super::{Fate, Port, LONGEST};
+use super::{Burst, Fate, Port};
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 use crate::epoll_fd::{EpollFd, NO_EVENT};
@@ -35,34 +36,43 @@ impl Uplinks {
 #[derive(Debug)]
 pub(crate) struct UplinkPort {
     tunnel: Option<VxlanPort>,
-    interfaces: Vec<Arc<Interface>>,
+    interfaces: Vec<Bursts>,
     /// Waits for frames of interfaces; the number of an event is that of the interface.
     epoll: EpollFd,
-    /// Interfaces with frames. Each gives one at a time.
+    /// Interfaces with frames. Each gives a burst at a time.
     ready: VecDeque<u32>,
     /// Interfaces were asked for frames, and all that were there are taken.
     asked: bool,
-    /// The frame that is read.
-    read: Vec<u8>,
+    /// The next look at the tunnel comes before that at the interfaces.
+    tunnel_first: bool,
+    /// Where the frame goes that is written, and its length, bytes.
+    written: (Segment, usize),
+    /// What was sent by the tunnel, or by these interfaces, has perhaps not left.
+    tunnel_sent: bool,
+    sent: Vec<u32>,
 }
 
 impl UplinkPort {
     /// # Errors
-    /// If the system has no descriptors left.
-    pub(crate) fn new(uplinks: Uplinks) -> io::Result<Self> {
-        let Uplinks { tunnel, interfaces } = uplinks;
+    /// If the system has no descriptors left, or refuses a socket's options.
+    pub(crate) fn new(uplinks: &Uplinks) -> io::Result<Self> {
         let epoll = EpollFd::new()?;
+        let interfaces = uplinks.interfaces.iter();
+        let interfaces = interfaces.map(|interface| interface.bursts());
+        let interfaces: Vec<_> = interfaces.collect::<io::Result<_>>()?;
         for (number, interface) in (0..).zip(&interfaces) {
             epoll.add(interface.socket(), number)?;
         }
-        let longest = if interfaces.is_empty() { 0 } else { LONGEST };
         Ok(Self {
-            tunnel: tunnel.map(VxlanPort::new),
+            tunnel: uplinks.tunnel.clone().map(VxlanPort::new).transpose()?,
             interfaces,
             epoll,
             ready: VecDeque::new(),
             asked: false,
-            read: vec![0; longest],
+            tunnel_first: true,
+            written: (Segment::Own(0), 0),
+            tunnel_sent: false,
+            sent: Vec::new(),
         })
     }
 
@@ -94,48 +104,95 @@ impl UplinkPort {
         self.asked
     }
 
-    fn receive_by_interface(&mut self, frame: &mut Vec<u8>) -> Option<Segment> {
+    fn receive_by_interface(&mut self, burst: &mut Burst) -> bool {
         loop {
             let Some(number) = self.ready.pop_front() else {
                 if self.ask() {
                     continue;
                 }
-                return None;
+                return false;
             };
-            let interface = self.interfaces.get(number as usize)?;
-            let length = interface.receive(&mut self.read);
-            if let Some(bytes) = length.and_then(|length| self.read.get(..length)) {
-                self.ready.push_back(number);
-                frame.clear();
-                frame.extend_from_slice(bytes);
-                return Some(Segment::Own(number));
+            let Some(interface) = self.interfaces.get_mut(number as usize) else {
+                continue;
+            };
+            let Some(came) = interface.receive(burst.space()) else {
+                continue;
+            };
+            self.ready.push_back(number);
+            for at in (0..came.bytes).step_by(came.each.max(1)) {
+                let end = came.bytes.min(at + came.each);
+                burst.frames.push((Segment::Own(number), at..end));
             }
+            return true;
         }
+    }
+
+    fn receive_by_tunnel(&mut self, burst: &mut Burst) -> bool {
+        let tunnel = self.tunnel.as_mut();
+        tunnel.is_some_and(|tunnel| tunnel.receive(burst))
     }
 }
 
 impl Port for UplinkPort {
-    fn send(&mut self, _: u64, segment: Segment, destination: Gid, frame: &[u8]) -> Fate {
+    fn begin(
+        &mut self,
+        _: u64,
+        segment: Segment,
+        destination: Gid,
+        len: usize,
+    ) -> Result<&mut [u8], Fate> {
+        self.written = (segment, len);
         match segment {
             Segment::Vxlan(vni) => {
-                let tunnel = self.tunnel.as_mut();
-                tunnel.map_or(Fate::Refused, |tunnel| tunnel.send(vni, destination, frame))
+                let tunnel = self.tunnel.as_mut().ok_or(Fate::Refused)?;
+                tunnel.begin(vni, destination, len)
             }
             Segment::Own(number) => {
-                let interface = self.interfaces.get(number as usize);
-                interface.map_or(Fate::Refused, |interface| interface.send(frame))
+                let interface = self.interfaces.get_mut(number as usize);
+                let space = interface.and_then(|interface| interface.begin(To::Peer, len));
+                space.ok_or(Fate::Refused)
             }
         }
     }
 
-    fn receive(&mut self, _: u64, frame: &mut Vec<u8>) -> Option<Segment> {
-        let by_tunnel = self
-            .tunnel
-            .as_mut()
-            .and_then(|tunnel| tunnel.receive(frame));
-        by_tunnel
-            .map(Segment::Vxlan)
-            .or_else(|| self.receive_by_interface(frame))
+    fn end(&mut self) -> Fate {
+        match self.written {
+            (Segment::Vxlan(_), _) => {
+                if let Some(tunnel) = &mut self.tunnel {
+                    tunnel.end();
+                    self.tunnel_sent = true;
+                }
+            }
+            (Segment::Own(number), len) => {
+                if let Some(interface) = self.interfaces.get_mut(number as usize) {
+                    interface.end(len);
+                    if self.sent.last() != Some(&number) {
+                        self.sent.push(number);
+                    }
+                }
+            }
+        }
+        Fate::Sent
+    }
+
+    fn flush(&mut self) -> u64 {
+        let mut refused = 0;
+        if std::mem::take(&mut self.tunnel_sent) {
+            refused = self.tunnel.as_mut().map_or(0, VxlanPort::flush);
+        }
+        while let Some(number) = self.sent.pop() {
+            let interface = self.interfaces.get_mut(number as usize);
+            refused += interface.map_or(0, Bursts::flush);
+        }
+        refused
+    }
+
+    fn receive(&mut self, _: u64, burst: &mut Burst) -> bool {
+        self.tunnel_first = !self.tunnel_first;
+        if self.tunnel_first {
+            return self.receive_by_tunnel(burst) || self.receive_by_interface(burst);
+        }
+        self.receive_by_interface(burst) || self.receive_by_tunnel(burst)
     }
 
     #[cfg(test)]
@@ -164,24 +221,26 @@ mod tests {
             interfaces: interfaces.collect(),
             ..Uplinks::default()
         };
-        let mut port = UplinkPort::new(uplinks).unwrap();
+        let mut port = UplinkPort::new(&uplinks).unwrap();
         for (switch, count) in sockets.iter().zip([3, 0, 1]) {
             for number in 0..count {
                 switch.send(&[number; 60]).unwrap();
             }
         }
         let mut came = Vec::new();
-        let mut frame = Vec::new();
-        while let Some(segment) = port.receive(0, &mut frame) {
-            came.push((segment, frame[0]));
+        let mut burst = Burst::default();
+        while port.receive(0, &mut burst) {
+            came.extend(burst.frames().map(|(segment, frame)| (segment, frame[0])));
         }
         let own = Segment::Own;
         assert_eq!(came, [(own(0), 0), (own(2), 0), (own(0), 1), (own(0), 2)]);
         sockets[1].send(&[9; 60]).unwrap();
-        assert_eq!(port.receive(0, &mut frame), Some(own(1)));
-        assert_eq!(port.receive(0, &mut frame), None);
+        assert!(port.receive(0, &mut burst));
+        assert_eq!(burst.frames().next(), Some((own(1), &[9; 60][..])));
+        assert!(!port.receive(0, &mut burst));
         let to = [1; 16];
         assert_eq!(port.send(0, own(2), to, &[7; 60]), Fate::Sent);
+        assert_eq!(port.flush(), 0);
         assert_eq!(sockets[2].recv(&mut [0; 100]).unwrap(), 60);
         for nowhere in [own(3), Segment::Vxlan(1)] {
             assert_eq!(port.send(0, nowhere, to, &[7; 60]), Fate::Refused);

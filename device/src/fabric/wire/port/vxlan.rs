@@ -9,9 +9,11 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 
 use super::super::frame;
-use super::{receive_buffer, Fate, LONGEST};
+use super::bursts::{Bursts, To};
+use super::{Burst, Fate};
 use crate::engine::message::is_multicast;
 use crate::engine::tables::Gid;
+use crate::engine::vm::Segment;
 
 /// UDP port of VXLAN.
 pub const PORT: u16 = 4789;
@@ -96,8 +98,6 @@ impl Tunnel {
     /// If the system refuses the socket.
     pub fn open(address: SocketAddr, directory: Directory) -> io::Result<Arc<Self>> {
         let socket = UdpSocket::bind(address)?;
-        socket.set_nonblocking(true)?;
-        receive_buffer(&socket)?;
         let mut hosts = directory.hosts();
         hosts.retain(|host| *host != address);
         Ok(Arc::new(Self {
@@ -107,11 +107,16 @@ impl Tunnel {
         }))
     }
 
-    fn send(&self, datagram: &[u8], host: SocketAddr) -> Fate {
-        match self.socket.send_to(datagram, host) {
-            Ok(_) => Fate::Sent,
-            Err(_) => Fate::Refused,
-        }
+    /// The network of a datagram from `host`, if it is one for us.
+    fn network_of(&self, datagram: &[u8], host: SocketAddr) -> Option<u32> {
+        let (header, frame) = datagram.split_first_chunk::<HEADER>()?;
+        let [flags, _, _, _, vni @ .., _] = *header;
+        let [high, middle, low] = vni;
+        let source = frame::source(frame)?;
+        // A kernel sends from any UDP port.
+        let there = self.directory.host(&source)?.ip() == host.ip();
+        let vni = u32::from_be_bytes([0, high, middle, low]);
+        (flags & VALID != 0 && there).then_some(vni)
     }
 }
 
@@ -119,78 +124,87 @@ impl Tunnel {
 #[derive(Debug)]
 pub(super) struct VxlanPort {
     tunnel: Arc<Tunnel>,
-    /// The datagram that is written.
-    written: Vec<u8>,
-    /// The datagram that is read.
-    read: Vec<u8>,
+    datagrams: Bursts,
+    /// Length of the datagram that is written, bytes.
+    len: usize,
 }
 
 impl VxlanPort {
-    pub(super) fn new(tunnel: Arc<Tunnel>) -> Self {
-        Self {
+    /// # Errors
+    /// If the system refuses.
+    pub(super) fn new(tunnel: Arc<Tunnel>) -> io::Result<Self> {
+        let datagrams = Bursts::new(tunnel.socket.try_clone()?, tunnel.hosts.clone())?;
+        Ok(Self {
             tunnel,
-            written: Vec::with_capacity(LONGEST),
-            read: vec![0; LONGEST],
-        }
+            datagrams,
+            len: 0,
+        })
     }
 
     pub(super) fn socket(&self) -> &UdpSocket {
-        &self.tunnel.socket
+        self.datagrams.socket()
     }
 
-    /// The network of the datagram of `length` bytes from `host`, if it is one for us.
-    fn accept(&self, length: usize, host: SocketAddr) -> Option<(u32, &[u8])> {
-        let datagram = self.read.get(..length)?;
-        let (header, frame) = datagram.split_first_chunk::<HEADER>()?;
-        let [flags, _, _, _, vni @ .., _] = *header;
-        let [high, middle, low] = vni;
-        let source = frame::source(frame)?;
-        // A kernel sends from any UDP port.
-        let there = self.tunnel.directory.host(&source)?.ip() == host.ip();
-        let vni = u32::from_be_bytes([0, high, middle, low]);
-        (flags & VALID != 0 && there).then_some((vni, frame))
-    }
-
-    /// Sends a frame of network `vni` to `destination`.
-    pub(super) fn send(&mut self, vni: u32, destination: Gid, frame: &[u8]) -> Fate {
-        let Self {
-            tunnel, written, ..
-        } = self;
+    /// Room for a frame of `len` bytes of network `vni` to `destination`.
+    pub(super) fn begin(
+        &mut self,
+        vni: u32,
+        destination: Gid,
+        len: usize,
+    ) -> Result<&mut [u8], Fate> {
+        let to = if is_multicast(&destination) {
+            To::All
+        } else {
+            let host = self.tunnel.directory.host(&destination);
+            host.map(To::Host).ok_or(Fate::NoHost)?
+        };
+        if to == To::All && self.tunnel.hosts.is_empty() {
+            return Err(Fate::NoHost);
+        }
+        self.len = HEADER + len;
+        let space = self.datagrams.begin(to, self.len);
+        let (header, frame) = space
+            .and_then(|space| space.split_first_chunk_mut::<HEADER>())
+            .ok_or(Fate::Refused)?;
         let [_, high, middle, low] = vni.to_be_bytes();
-        written.clear();
-        written.extend_from_slice(&[VALID, 0, 0, 0, high, middle, low, 0]);
-        written.extend_from_slice(frame);
-        if is_multicast(&destination) {
-            let mut fate = Fate::NoHost;
-            for host in &tunnel.hosts {
-                fate = tunnel.send(written, *host);
-            }
-            return fate;
-        }
-        match tunnel.directory.host(&destination) {
-            Some(host) => tunnel.send(written, host),
-            None => Fate::NoHost,
-        }
+        *header = [VALID, 0, 0, 0, high, middle, low, 0];
+        Ok(frame)
     }
 
-    /// Takes the next frame that has come into `frame`, and returns its network, if there is one.
-    pub(super) fn receive(&mut self, frame: &mut Vec<u8>) -> Option<u32> {
-        // What is not for us is skipped, as far as that goes. An error other than that there is none
-        // is of a frame that we sent.
+    /// The frame is written.
+    pub(super) fn end(&mut self) {
+        self.datagrams.end(self.len);
+    }
+
+    /// What was sent leaves now. Returns how many frames the system did not take.
+    pub(super) fn flush(&mut self) -> u64 {
+        self.datagrams.flush()
+    }
+
+    /// Takes frames that have come into `burst`, if there are any for us.
+    pub(super) fn receive(&mut self, burst: &mut Burst) -> bool {
+        // What is not for us is skipped, as far as that goes.
         for _ in 0..MOST_SKIPPED {
-            match self.tunnel.socket.recv_from(&mut self.read) {
-                Ok((length, host)) => {
-                    if let Some((vni, bytes)) = self.accept(length, host) {
-                        frame.clear();
-                        frame.extend_from_slice(bytes);
-                        return Some(vni);
-                    }
+            let Some(came) = self.datagrams.receive(burst.space()) else {
+                return false;
+            };
+            let Some(host) = came.from else {
+                continue;
+            };
+            let mut at = 0;
+            let bytes = burst.bytes.get(..came.bytes).unwrap_or_default();
+            for datagram in bytes.chunks(came.each.max(1)) {
+                let frame = at + HEADER..at + datagram.len();
+                if let Some(vni) = self.tunnel.network_of(datagram, host) {
+                    burst.frames.push((Segment::Vxlan(vni), frame));
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
-                Err(_) => {}
+                at += datagram.len();
+            }
+            if !burst.frames.is_empty() {
+                return true;
             }
         }
-        None
+        false
     }
 }
 
@@ -245,7 +259,7 @@ mod tests {
         });
         addresses.map(|address| {
             let directory = Directory::new(entries.to_vec());
-            VxlanPort::new(Tunnel::open(address, directory).unwrap())
+            VxlanPort::new(Tunnel::open(address, directory).unwrap()).unwrap()
         })
     }
 
@@ -258,38 +272,55 @@ mod tests {
         frame
     }
 
+    fn send(port: &mut VxlanPort, vni: u32, to: [u8; 4], frame: &[u8]) -> Fate {
+        match port.begin(vni, gid(to), frame.len()) {
+            Ok(space) => space.copy_from_slice(frame),
+            Err(fate) => return fate,
+        }
+        port.end();
+        assert_eq!(port.flush(), 0);
+        Fate::Sent
+    }
+
     fn receive(port: &mut VxlanPort) -> Option<(u32, Vec<u8>)> {
-        let mut frame = Vec::new();
-        let vni = port.receive(&mut frame)?;
-        Some((vni, frame))
+        let mut burst = Burst::default();
+        if !port.receive(&mut burst) {
+            return None;
+        }
+        let [(Segment::Vxlan(vni), frame)] = burst.frames().collect::<Vec<_>>()[..] else {
+            panic!("not one frame");
+        };
+        Some((vni, frame.to_vec()))
     }
 
     #[test]
     fn frames_arrive_with_their_network_at_the_host_of_their_gid() {
         let [mut first, mut second] = two();
         let sent = frame([10, 0, 0, 1]);
-        let fate = first.send(0x12_3456, gid([10, 0, 0, 2]), &sent);
+        let fate = send(&mut first, 0x12_3456, [10, 0, 0, 2], &sent);
         assert_eq!(fate, Fate::Sent);
         assert_eq!(receive(&mut second), Some((0x12_3456, sent.clone())));
         assert_eq!(receive(&mut second), None);
         // To a group: to all hosts but this one.
-        assert_eq!(first.send(7, gid([224, 0, 0, 9]), &sent), Fate::Sent);
+        assert_eq!(send(&mut first, 7, [224, 0, 0, 9], &sent), Fate::Sent);
         assert_eq!(receive(&mut second), Some((7, sent.clone())));
         assert_eq!(receive(&mut first), None);
-        assert_eq!(first.send(7, gid([10, 9, 9, 9]), &sent), Fate::NoHost);
+        assert_eq!(send(&mut first, 7, [10, 9, 9, 9], &sent), Fate::NoHost);
     }
 
     #[test]
     fn a_host_sends_for_its_own_gids_alone() {
         let [mut first, mut second] = two();
         let foreign = frame([10, 0, 0, 2]);
-        first.send(7, gid([10, 0, 0, 2]), &foreign);
+        send(&mut first, 7, [10, 0, 0, 2], &foreign);
         let ours = frame([10, 0, 0, 1]);
-        first.send(7, gid([10, 0, 0, 2]), &ours);
+        send(&mut first, 7, [10, 0, 0, 2], &ours);
         // On one host both have the same address: another has neither.
         let elsewhere = UdpSocket::bind("127.0.0.2:0").unwrap();
         let to = second.tunnel.socket.local_addr().unwrap();
-        elsewhere.send_to(&first.written, to).unwrap();
+        let mut datagram = vec![VALID, 0, 0, 0, 0, 0, 7, 0];
+        datagram.extend_from_slice(&ours);
+        elsewhere.send_to(&datagram, to).unwrap();
         elsewhere.send_to(&[0; 5], to).unwrap();
         assert_eq!(receive(&mut second), Some((7, foreign)));
         assert_eq!(receive(&mut second), Some((7, ours)));
