@@ -150,7 +150,11 @@ const CASES: &[Case] = &[
 
 /// Makes vm2 one with rxe alone, and loses packets from now on as the column says.
 fn set_up(fixture: &Fixture, column: &Column) -> Result<()> {
-    fixture.vm(RXE)?.sh("/payload/rdma-device rxe0")?;
+    let vm = fixture.vm(RXE)?;
+    vm.sh("! grep -q ^virtio_rdma /proc/modules || rmmod virtio_rdma")?;
+    vm.sh("test -e /sys/class/infiniband/rxe0 || \
+         { modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0; }")?;
+    vm.sh("/payload/wait-active rxe0")?;
     let switch = fixture.bed.switch.as_ref().context("no switch")?;
     switch.steer(RXE, false);
     switch.lose(column.lost);
