@@ -535,10 +535,10 @@ impl<P: Port> Wire<P> {
             match packet.body {
                 Body::ReadResponse { payload, .. } => {
                     let bytes = Brought::Bytes(payload);
-                    sender.bring(&mut sq, tables, qp, peer, psn, bytes)
+                    sender.bring(&mut sq, tables, qp, peer, psn, bytes, now)
                 }
                 Body::AtomicAcknowledge { value, .. } => {
-                    sender.bring(&mut sq, tables, qp, peer, psn, Brought::Word(value))
+                    sender.bring(&mut sq, tables, qp, peer, psn, Brought::Word(value), now)
                 }
                 Body::Acknowledge { syndrome, .. } => {
                     sender.answer(&mut sq, tables, qp, psn, syndrome, now)

@@ -44,6 +44,9 @@ const MESSAGES: usize = 256;
 const READ_PART: u64 = 64 << 10;
 /// An acknowledgement is asked for after so many packets, and at the end of each message.
 const ACK_EVERY: u32 = 16;
+/// What was not answered is sent once more after some round trips, or this, nanoseconds: long before
+/// the time-out, in case its last packets were lost. It counts as no attempt.
+const LEAST_PROBE: u64 = 1_000_000;
 /// How long to wait for an answer where no time-out is set, nanoseconds. Such attempts do not
 /// count.
 const ENDLESS_RETRY: u64 = 100_000_000;
@@ -137,6 +140,48 @@ impl Window {
     }
 }
 
+/// How long answers take, as TCP estimates it (RFC 6298); nanoseconds.
+#[derive(Debug, Default)]
+struct RoundTrip {
+    /// On average, and how much that varies; nothing was measured yet if both are zero.
+    average: u64,
+    variation: u64,
+    /// A packet whose answer is waited for, and when it was sent. It was sent once.
+    timed: Option<(Psn, u64)>,
+}
+
+impl RoundTrip {
+    /// A packet is sent at time `now`, for the first time or again.
+    fn sent(&mut self, psn: Psn, now: u64) {
+        self.timed.get_or_insert((psn, now));
+    }
+
+    /// All packets before `end`, and after or at `begin`, are answered at time `now`.
+    fn answered(&mut self, begin: Psn, end: Psn, now: u64) {
+        let Some((psn, sent)) = self.timed else {
+            return;
+        };
+        if psn.since(begin) >= end.since(begin) {
+            return;
+        }
+        self.timed = None;
+        let took = now.saturating_sub(sent);
+        if self.average == 0 && self.variation == 0 {
+            (self.average, self.variation) = (took, took / 2);
+            return;
+        }
+        self.variation = (3 * self.variation + self.average.abs_diff(took)) / 4;
+        self.average = (7 * self.average + took) / 8;
+    }
+
+    /// How long to wait for an answer that is probably lost, if that is known.
+    fn probe(&self) -> Option<u64> {
+        let known = self.average != 0 || self.variation != 0;
+        let wait = self.average.saturating_add(4 * self.variation);
+        known.then(|| wait.max(LEAST_PROBE))
+    }
+}
+
 /// The requester's half of a queue pair on a fabric with packets.
 #[derive(Debug)]
 pub(super) struct Sender {
@@ -165,6 +210,9 @@ pub(super) struct Sender {
     /// Memory of the message at `next` could not be read: it fails, when all before it is done.
     unreadable: Option<WcError>,
     wait: Wait,
+    /// While an answer is waited for: when all is sent again, before the time-out.
+    probe: Option<u64>,
+    round_trip: RoundTrip,
     window: Window,
     /// What is under way, and was, is in the account of the VM: so many messages.
     share: Share,
@@ -192,6 +240,8 @@ impl Sender {
             refused: None,
             unreadable: None,
             wait: Wait::Nothing,
+            probe: None,
+            round_trip: RoundTrip::default(),
             window: Window::new(first),
             packets: 0,
         }
@@ -222,12 +272,17 @@ impl Sender {
                     return polled;
                 }
             }
+            Wait::Answer(_) if self.probe.is_some_and(|at| now >= at) => {
+                self.probe = None;
+                self.window.lost(self.unacknowledged, self.sent);
+                self.go_back();
+            }
             _ => {}
         }
         if let Err(polled) = self.begin(sq, tables, qp, peer, &mut budget) {
             return polled;
         }
-        let more = self.send(sq, tables, qp, peer, &mut budget, out);
+        let more = self.send(sq, tables, qp, peer, now, &mut budget, out);
         if let Some(error) = self.unreadable.filter(|_| self.at == 0) {
             self.fail_oldest(sq, tables, qp, error);
             return Polled::Again;
@@ -236,10 +291,15 @@ impl Sender {
             self.wait = Wait::Nothing;
         } else if self.wait == Wait::Nothing {
             self.wait = Wait::Answer(now.saturating_add(answer_time(sq)));
+            let first = sq.tries.no_answer == 0;
+            let wait = self.round_trip.probe().filter(|_| first);
+            let wait = wait.filter(|wait| *wait < answer_time(sq) / 2);
+            self.probe = wait.map(|wait| now.saturating_add(wait));
         }
         match self.wait {
             _ if more => Polled::Again,
-            Wait::Answer(until) | Wait::Receive(until) => self.park(sq, until),
+            Wait::Answer(until) => self.park(sq, self.probe.unwrap_or(until)),
+            Wait::Receive(until) => self.park(sq, until),
             Wait::Nothing => {
                 sq.parked = None;
                 Polled::Idle
@@ -279,6 +339,7 @@ impl Sender {
         self.at = 0;
         self.asked.clear();
         self.unreadable = None;
+        self.round_trip.timed = None;
     }
 
     /// Begins work requests, as many as the window allows.
@@ -394,12 +455,14 @@ impl Sender {
 
     /// Sends packets, as many as window and budget allow. Returns whether there are more that may
     /// be sent at once.
+    #[expect(clippy::too_many_arguments, reason = "they are what a poll has")]
     fn send(
         &mut self,
         sq: &SendQueue,
         tables: &Tables,
         qp: &Arc<Qp>,
         peer: Peer,
+        now: u64,
         budget: &mut Budget,
         out: Out<'_>,
     ) -> bool {
@@ -519,6 +582,9 @@ impl Sender {
                 self.unreadable = Some(WcError::new(wc_status::LOC_PROT_ERR, reason));
                 return false;
             }
+            if packet.ack_request && self.next == self.sent {
+                self.round_trip.sent(self.next, now);
+            }
             budget.bytes = budget.bytes.saturating_sub(len.max(64));
             let ends = number + count == message.packets;
             self.next = self.next.after(count);
@@ -565,11 +631,11 @@ impl Sender {
         let first = self.first_to_bring();
         if acknowledged > first {
             // What was to be brought before is lost.
-            self.lost(sq, tables, qp, first);
+            self.lost(sq, tables, qp, first, now);
             return Verdict::Taken;
         }
         if acknowledged != 0 {
-            self.progress(sq, tables, qp, acknowledged);
+            self.progress(sq, tables, qp, acknowledged, now);
         }
         match syndrome {
             Syndrome::Ack => {}
@@ -623,15 +689,23 @@ impl Sender {
     }
 
     /// So many packets are acknowledged, and what the next one was to bring is lost.
-    fn lost(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>, acknowledged: u32) {
+    fn lost(
+        &mut self,
+        sq: &mut SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        acknowledged: u32,
+        now: u64,
+    ) {
         if acknowledged != 0 {
-            self.progress(sq, tables, qp, acknowledged);
+            self.progress(sq, tables, qp, acknowledged, now);
         }
         self.window.lost(self.unacknowledged, self.sent);
         self.go_back();
     }
 
-    /// An answer came that brings something, and acknowledges all before it.
+    /// An answer came at time `now` that brings something, and acknowledges all before it.
+    #[expect(clippy::too_many_arguments, reason = "they are what an answer has")]
     pub(super) fn bring(
         &mut self,
         sq: &mut SendQueue,
@@ -640,6 +714,7 @@ impl Sender {
         peer: Peer,
         psn: Psn,
         brought: Brought<'_>,
+        now: u64,
     ) -> Verdict {
         let ahead = psn.since(self.unacknowledged);
         let first = self.first_to_bring();
@@ -647,11 +722,11 @@ impl Sender {
             return Verdict::Dropped(Reason::Unasked);
         }
         if ahead > first {
-            self.lost(sq, tables, qp, first);
+            self.lost(sq, tables, qp, first, now);
             return Verdict::Dropped(Reason::Ahead);
         }
         if ahead != 0 {
-            self.progress(sq, tables, qp, ahead);
+            self.progress(sq, tables, qp, ahead, now);
         }
         let Some(message) = self.outstanding.front() else {
             return Verdict::Dropped(Reason::Unasked);
@@ -690,7 +765,7 @@ impl Sender {
                 return Verdict::Taken;
             }
         }
-        self.progress(sq, tables, qp, 1);
+        self.progress(sq, tables, qp, 1, now);
         Verdict::Taken
     }
 
@@ -702,8 +777,16 @@ impl Sender {
     }
 
     /// So many packets more are acknowledged: the messages that they end are done.
-    fn progress(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>, packets: u32) {
+    fn progress(
+        &mut self,
+        sq: &mut SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        packets: u32,
+        now: u64,
+    ) {
         let before = self.unacknowledged;
+        self.round_trip.answered(before, before.after(packets), now);
         let behind = self.next.since(before) < packets;
         self.unacknowledged = before.after(packets);
         self.window.acknowledged(packets);
@@ -822,6 +905,29 @@ fn answer_time(sq: &SendQueue) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_time_of_answers_is_estimated_from_packets_that_were_sent_once() {
+        let at = Psn::new;
+        let mut round_trip = RoundTrip::default();
+        assert_eq!(round_trip.probe(), None);
+        round_trip.sent(at(7), 100);
+        round_trip.sent(at(8), 200);
+        // Not yet this one.
+        round_trip.answered(at(0), at(7), 5_000_000);
+        assert_eq!(round_trip.probe(), None);
+        round_trip.answered(at(7), at(9), 2_000_100);
+        assert_eq!(
+            (round_trip.average, round_trip.variation),
+            (2_000_000, 1_000_000)
+        );
+        assert_eq!(round_trip.probe(), Some(6_000_000));
+        for _ in 0..100 {
+            round_trip.sent(at(9), 0);
+            round_trip.answered(at(9), at(10), 2_000);
+        }
+        assert_eq!(round_trip.probe(), Some(LEAST_PROBE));
+    }
 
     #[test]
     fn the_window_grows_by_one_each_time_and_is_halved_once_for_each() {

@@ -678,6 +678,53 @@ fn a_peer_that_is_cut_off_is_given_up_after_all_attempts_and_not_before() {
     assert_eq!(simulation.pair.state(0), qp_state::ERR);
 }
 
+/// Whatever is lost at the end of what was sent, no NAK tells of it.
+#[test]
+fn what_is_lost_last_is_sent_again_long_before_the_time_out() {
+    // 67 ms.
+    let mut simulation = Simulation::new(clean(), |attr| attr.timeout = 14);
+    let sent = |simulation: &mut Simulation, wr_id: u64, kind: u8| {
+        let send = Send {
+            opcode: kind,
+            remote_addr: DATA,
+            rkey: simulation.pair.ends[1].guest.key,
+            ..simulation.pair.a_send(0, wr_id, 100)
+        };
+        simulation.pair.post_send(0, &send);
+        let end = simulation.net.clock.now + 5_000_000;
+        simulation.run(end);
+        let cqes = simulation.pair.completions(0);
+        cqes.iter()
+            .map(|cqe| (cqe.wr_id, cqe.status))
+            .collect::<Vec<_>>()
+    };
+    let write = wr_opcode::RDMA_WRITE;
+    // How long an answer takes is known from the first.
+    assert_eq!(sent(&mut simulation, 1, write), [(1, wc_status::SUCCESS)]);
+    for (end, opcode) in [
+        (0, write),
+        (1, write),
+        (0, wr_opcode::RDMA_READ),
+        (1, wr_opcode::RDMA_READ),
+    ] {
+        let counts = simulation.net.wires[end].out.port.counts;
+        simulation.net.wires[end].out.port.set(FaultSettings {
+            lost: 255,
+            limit: Some((1, u64::MAX)),
+            ..NO_FAULTS
+        });
+        let number = u64::from(opcode) << 8 | end as u64;
+        assert_eq!(
+            sent(&mut simulation, number, opcode),
+            [(number, wc_status::SUCCESS)]
+        );
+        assert!(simulation.net.wires[end].out.port.counts.lost > counts.lost);
+        simulation.net.wires[end].out.port.set(NO_FAULTS);
+    }
+    // It was no attempt.
+    assert_eq!(simulation.pair.ends[0].guest.vm.totals().retries, 0);
+}
+
 #[test]
 fn why_a_message_was_refused_is_told_again_to_a_requester_that_went_back_further() {
     // The first answers: to a message that arrived, and to one that does not fit its receive.

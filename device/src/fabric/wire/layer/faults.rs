@@ -86,6 +86,12 @@ impl<P: Port> Faults<P> {
         }
     }
 
+    /// From now on it does this.
+    pub(in super::super) fn set(&mut self, settings: FaultSettings) {
+        self.settings = settings;
+        self.suffered.clear();
+    }
+
     /// Sends what was held back until now.
     fn release(&mut self, now: u64) {
         while let Some(entry) = self.held.first_entry() {
