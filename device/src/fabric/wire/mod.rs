@@ -107,8 +107,9 @@ struct Connection {
 }
 
 impl Connection {
-    /// What it takes of its VM's account, bytes: an entry of a map that is half empty.
-    const FOOTPRINT: u64 = 3 * size_of::<Self>() as u64;
+    /// What it takes of its VM's account, bytes: an entry of a map that is half empty, and a
+    /// requester.
+    const FOOTPRINT: u64 = (3 * size_of::<Self>() + size_of::<Sender>()) as u64;
 
     fn is_of(&self, qp: &Arc<Qp>) -> bool {
         std::ptr::eq(self.of.as_ptr(), Arc::as_ptr(qp)) && self.life == qp.life()
@@ -118,7 +119,7 @@ impl Connection {
 /// The requester's half of a connected queue pair.
 #[derive(Debug)]
 enum Requester {
-    Acknowledged(Sender),
+    Acknowledged(Box<Sender>),
     Unacknowledged(Stream),
 }
 
@@ -715,7 +716,7 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         let first = Psn::new(sq.path_attributes.sq_psn);
         let requester = requester.get_or_insert_with(|| {
             if qp.facts.acknowledged {
-                Requester::Acknowledged(Sender::new(first, share.another()))
+                Requester::Acknowledged(Box::new(Sender::new(first, share.another())))
             } else {
                 Requester::Unacknowledged(Stream::new(first))
             }
