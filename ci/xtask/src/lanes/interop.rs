@@ -112,13 +112,13 @@ const CASES: &[Case] = &[
         fixture,
         ends,
         "ibv_rc_pingpong",
-        &["-c", "-c -e", "-c -s 65536"]
+        &["-c -n 200", "-c -e -n 200", "-c -s 65536 -n 100"]
     )),
     unreliable!("ibv_uc_pingpong", |fixture, ends| stock::pingpong(
         fixture,
         ends,
         "ibv_uc_pingpong",
-        &["-c", "-c -e", "-c -s 65536"]
+        &["-c -n 200", "-c -e -n 200", "-c -s 65536 -n 100"]
     )),
     unreliable!("ibv_ud_pingpong", |fixture, ends| stock::pingpong(
         fixture,
@@ -130,7 +130,7 @@ const CASES: &[Case] = &[
         fixture,
         ends,
         "ibv_srq_pingpong",
-        &["-c", "-c -e", "-c -q 64"]
+        &["-c -n 200", "-c -e -n 200", "-c -q 64 -n 200"]
     )),
     tool!("rping", stock::rping),
     tool!("ucmatose", stock::ucmatose),
