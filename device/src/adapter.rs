@@ -13,6 +13,7 @@ use crate::engine::vm::Link;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
 use crate::fabric::wire::port::uplinks::Uplinks;
+use crate::fabric::wire::View;
 use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
 use crate::sandbox::Sandbox;
@@ -242,6 +243,11 @@ impl Adapter {
             "lock_waits": sync::waits(),
             "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
         })
+    }
+
+    /// What others see of the ways out of this process.
+    pub(crate) fn wire(&self) -> Option<&Arc<View>> {
+        self.workers.iter().find_map(|worker| worker.wire())
     }
 
     /// Stops the workers.

@@ -203,6 +203,24 @@ pub enum Command {
         /// What the link is to be.
         state: LinkState,
     },
+    /// Write what a running process sends and receives over the wire to standard output, for
+    /// Wireshark, until it is stopped.
+    ///
+    /// Each frame that came has a comment with what the device made of it: why it was dropped or
+    /// answered by a NAK, or that it came before. As in: vhost-device-rdma capture STATUS-SOCKET |
+    /// wireshark -k -i -
+    Capture {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// Only frames from and to the VM of this device: its socket as `status` names it, or its
+        /// MAC address.
+        #[arg(long)]
+        vm: Option<String>,
+        /// At most so many bytes of each frame.
+        #[arg(long, default_value_t = 65_535)]
+        snap: usize,
+    },
 }
 
 /// What a link is to be.

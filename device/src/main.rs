@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::error::Error;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use std::sync::Arc;
 use clap::Parser;
 use log::info;
 use nix::sys::signal::{SigSet, Signal};
+use nix::unistd::Uid;
 use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
 use vhost_device_rdma::error::{log_panics, sentence};
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
             device,
             state,
         }) => status::set_link(&path, &device, state == LinkState::Up).map_err(Into::into),
+        Some(Command::Capture { path, vm, snap }) => capture(&path, vm.as_deref(), snap),
         None => serve(args.serve),
     };
     match result {
@@ -49,8 +51,17 @@ fn print_status(path: &std::path::Path, pretty: bool) -> Result<(), Box<dyn Erro
     Ok(())
 }
 
+fn capture(path: &Path, vm: Option<&str>, snap: usize) -> Result<(), Box<dyn Error>> {
+    let mut out = std::io::stdout();
+    if out.is_terminal() {
+        return Err("a capture is no text: send it to a file, or to `wireshark -k -i -`".into());
+    }
+    Ok(status::capture(path, vm, snap, &mut out)?)
+}
+
 fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let mut config = Config::new(args)?;
+    let operator = Uid::effective();
     // Before any socket exists, so that none is left behind, and before any thread does: only this
     // one takes them.
     let signals = [Signal::SIGINT, Signal::SIGTERM];
@@ -67,7 +78,7 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     config.adapter.uplinks = uplinks;
     let adapter = Adapter::new(&config.adapter)?;
     let mut running = Running::default();
-    let result = running.start(sockets, config.devices, &adapter, &sandbox);
+    let result = running.start(sockets, config.devices, &adapter, operator, &sandbox);
     let result = result.and_then(|()| Ok(sandbox.confine(Kind::Control)?));
     let result = result.and_then(|()| Ok(signals.wait()?));
     if let Ok(signal) = result {
@@ -110,6 +121,7 @@ impl Running {
         sockets: Sockets,
         devices: Vec<(PathBuf, RnicSettings)>,
         adapter: &Arc<Adapter>,
+        operator: Uid,
         sandbox: &Sandbox,
     ) -> Result<(), Box<dyn Error>> {
         let devices: Vec<_> = devices.into_iter().map(|(_, settings)| settings).collect();
@@ -118,7 +130,7 @@ impl Running {
             self.servers.push(server);
         }
         if let Some(socket) = sockets.status {
-            let server = StatusServer::start(socket, adapter.clone(), devices, sandbox)?;
+            let server = StatusServer::start(socket, adapter.clone(), devices, operator, sandbox)?;
             self.status = Some(server);
         }
         Ok(())

@@ -2,8 +2,10 @@
 //! The status socket: a client that connects gets the state of all VMs as one line of JSON, or,
 //! after a line with a request, the answer to that.
 //!
-//! A client may send one line, `link DEVICE up` or `link DEVICE down`, or end its side of the
-//! connection to say that none comes. If it does neither for a while, none is expected.
+//! A client may send one line, `link DEVICE up`, `link DEVICE down` or `capture snap=BYTES [DEVICE]`,
+//! or end its side of the connection to say that none comes. If it does neither for a while, none is
+//! expected. To `capture` the answer is a file for Wireshark that grows until the client goes; one
+//! client at a time captures.
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,12 +15,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use log::{debug, error, info};
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use nix::unistd::Uid;
 use serde_json::{json, Value};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use crate::adapter::Adapter;
 use crate::config::Mac;
 use crate::epoll_fd::{EpollFd, NO_EVENT};
+use crate::fabric::wire::capture::{CaptureFile, Captured};
+use crate::fabric::wire::View;
 use crate::rnic::RnicSettings;
 use crate::sandbox::{Kind, Sandbox};
 use crate::socket::{self, BoundSocket};
@@ -31,6 +37,10 @@ const REQUEST_TIME: Duration = Duration::from_millis(500);
 const MAX_REQUEST: usize = 8192;
 /// How long a client waits for an answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a frame is kept before a client that captures gets it.
+const CAPTURE_TIME: i32 = 50;
+/// Bytes that a client that captures has not read yet, at most: what comes then is left out.
+const MOST_UNREAD: usize = 64 << 20;
 /// Epoll data: the process ends.
 const EXIT: u64 = 0;
 /// Epoll data: a client connects.
@@ -102,6 +112,49 @@ pub fn set_link(path: &Path, device: &str, up: bool) -> Result<(), Error> {
     Ok(())
 }
 
+/// Writes what a process sends and receives over the wire to `out`, in the format of Wireshark, until
+/// `out` takes no more or the process ends: at most `snap` bytes of each frame, of all VMs or of the
+/// one of a device.
+///
+/// # Errors
+/// If nobody answers, or the process has no such device or nothing to capture.
+pub fn capture(
+    path: &Path,
+    device: Option<&str>,
+    snap: usize,
+    out: &mut impl Write,
+) -> Result<(), Error> {
+    let failed = |source| Error::Ask {
+        path: path.to_owned(),
+        source,
+    };
+    let mut stream = UnixStream::connect(path).map_err(failed)?;
+    let device = device.unwrap_or_default();
+    if device.contains(['\n', '\r']) || device.len() > MAX_REQUEST / 2 {
+        return Err(Error::Refused(format!("'{device}' is no device")));
+    }
+    let request = format!("capture snap={snap} {device}\n");
+    stream.write_all(request.as_bytes()).map_err(failed)?;
+    let mut bytes = vec![0; 1 << 16];
+    let mut first = true;
+    loop {
+        let count = stream.read(&mut bytes).map_err(failed)?;
+        let read = bytes.get(..count).unwrap_or_default();
+        if read.is_empty() {
+            return Ok(());
+        }
+        if std::mem::take(&mut first) && read.starts_with(b"{") {
+            let answer: Value = serde_json::from_slice(read).unwrap_or_default();
+            let error = answer["error"].as_str().map(str::to_owned);
+            return Err(error.map_or(Error::NoAnswer(path.to_owned()), Error::Refused));
+        }
+        // Whoever looked at it has seen enough.
+        if out.write_all(read).and_then(|()| out.flush()).is_err() {
+            return Ok(());
+        }
+    }
+}
+
 /// Sends a request, or none, and returns what comes back.
 fn ask(path: &Path, request: &str) -> Result<Value, Error> {
     let mut text = String::new();
@@ -132,7 +185,8 @@ pub struct StatusServer {
 
 impl StatusServer {
     /// Gives the status of `adapter` to everyone who may connect to `socket`, and takes the links
-    /// of `devices` down and up for them. Its thread is confined by `sandbox`.
+    /// of `devices` down and up for them. Root and `operator` may capture, too: frames have the
+    /// VMs' data in them. Its thread is confined by `sandbox`.
     ///
     /// # Errors
     /// If the system has no threads or file descriptors left.
@@ -140,14 +194,17 @@ impl StatusServer {
         socket: BoundSocket,
         adapter: Arc<Adapter>,
         devices: Vec<RnicSettings>,
+        operator: Uid,
         sandbox: &Sandbox,
     ) -> Result<Self, socket::Error> {
         let failed = |source| socket.error(source);
-        let server = Serving {
+        let mut server = Serving {
             listener: socket.listener()?,
             epoll: EpollFd::new().map_err(failed)?,
             adapter,
             devices,
+            operator,
+            capturing: None,
         };
         let exit = EventFd::new(EFD_NONBLOCK).map_err(failed)?;
         server.epoll.add(&exit, EXIT).map_err(failed)?;
@@ -181,16 +238,68 @@ struct Serving {
     epoll: EpollFd,
     adapter: Arc<Adapter>,
     devices: Vec<RnicSettings>,
+    /// Who may capture, beside root.
+    operator: Uid,
+    capturing: Option<Capturing>,
+}
+
+/// A client that captures.
+struct Capturing {
+    stream: UnixStream,
+    view: Arc<View>,
+    file: CaptureFile,
+    /// Only frames from and to this address.
+    mac: Option<[u8; 6]>,
+    /// What it has not read yet.
+    unread: Vec<u8>,
+    /// Frames that were left out.
+    missed: u64,
+}
+
+impl Capturing {
+    /// Hands on what was captured. False if the client has gone.
+    fn feed(&mut self) -> bool {
+        let (frames, missed) = self.view.capture.take();
+        self.missed += missed;
+        let wanted = |frame: &&Captured| self.mac.is_none_or(|mac| frame.concerns(&mac));
+        for frame in frames.iter().filter(wanted) {
+            if self.unread.len() > MOST_UNREAD {
+                self.missed += 1;
+            } else {
+                self.file.add(&mut self.unread, "", frame);
+            }
+        }
+        while !self.unread.is_empty() {
+            match self.stream.write(&self.unread) {
+                Ok(written) => drop(self.unread.drain(..written)),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(_) => return false,
+            }
+        }
+        let end = self.stream.read(&mut [0; 64]);
+        end.is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock)
+    }
+}
+
+impl Drop for Capturing {
+    fn drop(&mut self) {
+        self.view.capture.set(false);
+        info!("the capture ended; {} frames were left out", self.missed);
+    }
 }
 
 impl Serving {
-    fn run(&self) {
+    fn run(&mut self) {
         loop {
-            let result = self.wait().and_then(|more| {
-                if more {
+            if self.capturing.as_mut().is_some_and(|client| !client.feed()) {
+                self.capturing = None;
+            }
+            let result = self.wait();
+            let result = result.and_then(|event| {
+                if event == Event::Client {
                     self.answer()?;
                 }
-                Ok(more)
+                Ok(event != Event::Exit)
             });
             match result {
                 Ok(true) => {}
@@ -205,28 +314,89 @@ impl Serving {
         }
     }
 
-    /// Waits for a client; false: the process ends.
-    fn wait(&self) -> io::Result<bool> {
-        loop {
-            let mut space = [NO_EVENT; 2];
-            let events = self.epoll.wait(-1, &mut space)?;
-            if events.iter().any(|event| event.data == EXIT) {
-                return Ok(false);
-            }
-            if !events.is_empty() {
-                return Ok(true);
-            }
+    /// Waits for what is to be done next.
+    fn wait(&self) -> io::Result<Event> {
+        let timeout = self.capturing.as_ref().map_or(-1, |_| CAPTURE_TIME);
+        let mut space = [NO_EVENT; 2];
+        let events = self.epoll.wait(timeout, &mut space)?;
+        if events.iter().any(|event| event.data == EXIT) {
+            return Ok(Event::Exit);
         }
+        Ok(if events.is_empty() {
+            Event::Time
+        } else {
+            Event::Client
+        })
     }
 
-    fn answer(&self) -> io::Result<()> {
+    fn answer(&mut self) -> io::Result<()> {
         let (mut stream, _) = self.listener.accept()?;
         stream.set_write_timeout(Some(TIMEOUT))?;
         let request = read_request(&mut stream)?;
+        let answer = match request.strip_prefix(b"capture ") {
+            Some(what) => match self.begin_capture(&stream, what) {
+                Ok((view, mac, snap)) => {
+                    stream.set_nonblocking(true)?;
+                    let mut unread = Vec::new();
+                    let file = CaptureFile::begin(&mut unread, snap);
+                    view.capture.set(true);
+                    self.capturing = Some(Capturing {
+                        stream,
+                        view,
+                        file,
+                        mac,
+                        unread,
+                        missed: 0,
+                    });
+                    return Ok(());
+                }
+                Err(error) => json!({ "error": error }),
+            },
+            None => answer(&self.adapter, &self.devices, &request),
+        };
         // In one piece: it is formatted in very many.
-        let answer = answer(&self.adapter, &self.devices, &request);
         stream.write_all(format!("{answer}\n").as_bytes())?;
         stream.shutdown(Shutdown::Both)
+    }
+}
+
+/// What there is to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Event {
+    Client,
+    /// For the client that captures, perhaps.
+    Time,
+    Exit,
+}
+
+/// What is captured: of which wire, of which address, and how much of each frame.
+type WhatToCapture = (Arc<View>, Option<[u8; 6]>, usize);
+
+impl Serving {
+    /// What a client that wants to capture is to get.
+    fn begin_capture(&self, client: &UnixStream, what: &[u8]) -> Result<WhatToCapture, String> {
+        let user = getsockopt(client, PeerCredentials).map(|peer| Uid::from_raw(peer.uid()));
+        if !user.is_ok_and(|user| user.is_root() || user == self.operator) {
+            return Err("only root and the user that started the process may capture".to_owned());
+        }
+        let no_line = "the request is: capture snap=BYTES [DEVICE]";
+        let line = what.strip_suffix(b"\n").ok_or(no_line)?;
+        let line = std::str::from_utf8(line).map_err(|_| no_line)?;
+        let (snap, device) = line.split_once(' ').ok_or(no_line)?;
+        let snap = snap
+            .strip_prefix("snap=")
+            .and_then(|snap| snap.parse().ok());
+        let snap = snap.ok_or(no_line)?;
+        let mac = match device {
+            "" => None,
+            device => Some(find(&self.devices, device)?.mac),
+        };
+        let view = self.adapter.wire();
+        let view = view.ok_or("no messages leave this process: there is nothing to capture")?;
+        if self.capturing.is_some() {
+            return Err("somebody captures already".to_owned());
+        }
+        Ok((view.clone(), mac, snap))
     }
 }
 
@@ -285,7 +455,7 @@ fn command<'a>(
     let (device, state) = line
         .strip_prefix("link ")
         .and_then(|rest| rest.rsplit_once(' '))
-        .ok_or("the only request is: link DEVICE up|down")?;
+        .ok_or("the requests are: link DEVICE up|down, capture snap=BYTES [DEVICE]")?;
     let up = match state {
         "up" => true,
         "down" => false,

@@ -179,8 +179,8 @@ impl Loop {
     pub fn set_uplinks(&mut self, uplinks: &Uplinks) -> io::Result<()> {
         let port = UplinkPort::new(uplinks)?;
         port.wait_in(&self.worker.epoll, WIRE)?;
-        let counters = self.worker.wire.get_or_init(Arc::default).clone();
-        self.wire = Some(WireEnd::new(port, counters));
+        let view = self.worker.wire.get_or_init(Arc::default).clone();
+        self.wire = Some(WireEnd::new(port, view));
         // The list of VMs is taken over anew.
         self.generation = u64::MAX;
         Ok(())

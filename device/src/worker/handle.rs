@@ -21,8 +21,8 @@ use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
-use crate::fabric::wire::counters::Counters;
 use crate::fabric::wire::port::uplinks::Uplinks;
+use crate::fabric::wire::View;
 use crate::sandbox::{Kind, Sandbox};
 use crate::verbs::cq::Cq;
 
@@ -85,8 +85,8 @@ pub struct Worker {
     pub(super) account: OnceLock<Account>,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) stats: Stats,
-    /// What is counted of the ways out of this process, if they are this worker's.
-    pub(super) wire: OnceLock<Arc<Counters>>,
+    /// What others see of the ways out of this process, if they are this worker's.
+    pub(super) wire: OnceLock<Arc<View>>,
 }
 
 /// How a worker's thread is started.
@@ -295,6 +295,11 @@ impl Worker {
         }
     }
 
+    /// What others see of the ways out of this process, if they are this worker's.
+    pub(crate) fn wire(&self) -> Option<&Arc<View>> {
+        self.wire.get()
+    }
+
     /// Counters and state, for people and programs.
     #[must_use]
     pub fn status(&self) -> Value {
@@ -307,7 +312,7 @@ impl Worker {
             "kicks": self.stats.kicks.load(Ordering::Relaxed),
             "doorbells": self.stats.doorbells.load(Ordering::Relaxed),
         });
-        if let Some(counters) = self.wire.get() {
+        if let Some(View { counters, .. }) = self.wire.get().map(|view| &**view) {
             let numbers = |(name, count): (&str, u64)| (name.to_owned(), json!(count));
             let mut wire: Map<_, _> = counters.list().map(numbers).collect();
             let dropped: Map<_, _> = counters.dropped().map(numbers).collect();

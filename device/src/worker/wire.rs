@@ -12,9 +12,8 @@ use crate::engine::tables::Tables;
 use crate::engine::vm::{Network, Segment, Vm};
 use crate::engine::Budget;
 use crate::fabric::registry::{by_vm, Registry};
-use crate::fabric::wire::counters::Counters;
 use crate::fabric::wire::port::uplinks::UplinkPort;
-use crate::fabric::wire::{Destination, Recipients, Wire};
+use crate::fabric::wire::{Destination, Recipients, View, Wire};
 
 /// Frames that are taken in one poll iteration, at most.
 const MOST_FRAMES: usize = 64;
@@ -106,9 +105,9 @@ impl Recipients for Here<'_> {
 }
 
 impl WireEnd {
-    pub(super) fn new(port: UplinkPort, counters: Arc<Counters>) -> Self {
+    pub(super) fn new(port: UplinkPort, view: Arc<View>) -> Self {
         Self {
-            wire: Wire::new(port, counters),
+            wire: Wire::new(port, view),
             networks: Vec::new(),
             owners: HashMap::new(),
             generation: 0,

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! VMs of two processes, as on two hosts, with VXLAN or plain frames between them.
+use std::io::Read;
 use std::net::UdpSocket;
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
@@ -239,6 +241,77 @@ fn what_goes_over_the_wire_is_counted_and_why_frames_are_dropped() {
     let status = hosts.processes[1].status().unwrap();
     let dropped = &status["workers"][0]["wire"]["dropped"];
     assert_eq!(number(dropped, "stranger"), 2, "{dropped}");
+}
+
+/// Starts `capture` of a process. What it writes comes from its standard output.
+fn capture(process: &DeviceProcess, more: &[&str]) -> std::process::Child {
+    Command::new(env!("CARGO_BIN_EXE_vhost-device-rdma"))
+        .arg("capture")
+        .arg(process.status_socket())
+        .args(more)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// Reads until it has come to this.
+fn read_to(capture: &mut std::process::Child, wanted: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut space = [0; 4096];
+    let out = capture.stdout.as_mut().unwrap();
+    while !bytes.windows(wanted.len()).any(|window| window == wanted) {
+        let count = out.read(&mut space).unwrap();
+        assert_ne!(count, 0, "the capture ends after {} bytes", bytes.len());
+        bytes.extend_from_slice(&space[..count]);
+    }
+    bytes
+}
+
+#[test]
+fn what_goes_over_the_wire_is_captured_with_the_reasons() {
+    let hosts = Hosts::new();
+    let process = &hosts.processes[1];
+    let mut first = capture(process, &["--snap", "100"]);
+    // The head of a file for Wireshark.
+    read_to(&mut first, &[0x4d, 0x3c, 0x2b, 0x1a]);
+    // One at a time; the status is told meanwhile.
+    let second = capture(process, &[]).wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(said.contains("somebody captures already"), "{said}");
+    assert!(!second.status.success());
+    assert!(process.status().is_ok());
+    let pair = hosts.pair(qp_type::RC, |connection| {
+        connection.access = access::REMOTE_READ
+    });
+    pair.a
+        .qp
+        .post_send(&wqe(wr_opcode::RDMA_WRITE, 1, &pair), &sge(&pair.a, 8))
+        .unwrap();
+    assert_status(&pair.a.sent(), wc_status::REM_INV_REQ_ERR);
+    let bytes = read_to(&mut first, b"NAK at PSN ");
+    assert!(bytes.windows(5).any(|window| window == b"vni 7"));
+    first.kill().unwrap();
+    first.wait().unwrap();
+    // The next one may, of one VM alone.
+    std::thread::sleep(NOTHING);
+    let mut third = capture(process, &["--vm", "52:54:00:00:01:02"]);
+    read_to(&mut third, &[0x4d, 0x3c, 0x2b, 0x1a]);
+    third.kill().unwrap();
+    third.wait().unwrap();
+    let nobody = capture(process, &["--vm", "nobody"])
+        .wait_with_output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&nobody.stderr).into_owned();
+    assert!(said.contains("there is no device 'nobody'"), "{said}");
+}
+
+#[test]
+fn nothing_is_captured_of_a_process_without_a_way_out() {
+    let process = crate::common::process(1);
+    let refused = capture(&process, &[]).wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("there is nothing to capture"), "{said}");
 }
 
 #[test]

@@ -1,71 +1,205 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The last frames that a port has sent and received, with what became of them.
-use std::collections::VecDeque;
+//! Frames that a wire has sent and received, with what became of them, for those who want to see
+//! them: a worker puts copies into a bounded list, another thread takes them out and makes a file of
+//! them for Wireshark.
+//!
+//! While nobody captures it costs a load for each frame.
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-#[cfg(test)]
-use super::pcapng;
-use super::pcapng::Direction;
+use super::pcapng::{self, Direction};
+use crate::engine::vm::Segment;
+use crate::verbs::cq::clock;
+
+/// Bytes of frames that wait to be taken, at most.
+const MOST_BYTES: usize = 16 << 20;
 
 /// A frame.
 #[derive(Debug, Clone)]
-struct Captured {
+pub(crate) struct Captured {
+    /// When, by the device's clock, nanoseconds.
     time: u64,
+    segment: Segment,
     direction: Direction,
     frame: Vec<u8>,
     comment: Option<String>,
 }
 
-/// The last frames of a port.
-#[derive(Debug)]
-pub(super) struct Capture {
-    /// How many are kept.
-    most: usize,
-    frames: VecDeque<Captured>,
+impl Captured {
+    /// Whether it is from or to a MAC address, or to many.
+    pub(crate) fn concerns(&self, mac: &[u8; 6]) -> bool {
+        let address = |at: usize| self.frame.get(at..at + 6);
+        let group = self.frame.first().is_some_and(|byte| byte & 1 != 0);
+        group || address(0) == Some(mac) || address(6) == Some(mac)
+    }
+}
+
+/// Frames that wait.
+#[derive(Debug, Default)]
+struct Frames {
+    list: Vec<Captured>,
+    bytes: usize,
+}
+
+/// What is captured of a wire.
+#[derive(Debug, Default)]
+pub(crate) struct Capture {
+    on: AtomicBool,
+    frames: Mutex<Frames>,
+    /// Frames that found no room.
+    missed: AtomicU64,
 }
 
 impl Capture {
-    pub(super) fn new(most: usize) -> Self {
-        Self {
-            most,
-            frames: VecDeque::new(),
-        }
+    /// From now on frames are captured, or no longer. Nothing is left of what was captured before.
+    pub(crate) fn set(&self, on: bool) {
+        let mut frames = self.frames();
+        *frames = Frames::default();
+        self.missed.store(0, Ordering::Relaxed);
+        self.on.store(on, Ordering::Relaxed);
     }
 
-    /// A frame was sent or received at time `time`, nanoseconds.
+    /// Whether frames are captured.
+    #[inline]
+    pub(super) fn is_on(&self) -> bool {
+        self.on.load(Ordering::Relaxed)
+    }
+
+    fn frames(&self) -> MutexGuard<'_, Frames> {
+        self.frames.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A frame was sent or received at time `time`, nanoseconds. It does not wait.
     pub(super) fn add(
-        &mut self,
+        &self,
         time: u64,
+        segment: Segment,
         direction: Direction,
         frame: &[u8],
         comment: Option<String>,
     ) {
-        if self.frames.len() == self.most {
-            self.frames.pop_front();
+        let mut frames = match self.frames.try_lock() {
+            Ok(frames) => frames,
+            Err(TryLockError::Poisoned(error)) => error.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                self.missed.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+        };
+        let bytes = frames.bytes + frame.len() + size_of::<Captured>();
+        if bytes > MOST_BYTES {
+            self.missed.fetch_add(1, Ordering::Relaxed);
+            return;
         }
-        self.frames.push_back(Captured {
+        frames.bytes = bytes;
+        frames.list.push(Captured {
             time,
+            segment,
             direction,
             frame: frame.to_vec(),
             comment,
         });
     }
 
-    /// What several ports have captured, in the order of time, as a file for Wireshark.
-    #[cfg(test)]
-    pub(super) fn file(captures: &[(&str, &Self)]) -> Vec<u8> {
-        let mut out = Vec::new();
-        pcapng::section(&mut out);
-        let mut all = Vec::new();
-        for (number, (name, capture)) in (0..).zip(captures) {
-            pcapng::interface(&mut out, name);
-            all.extend(capture.frames.iter().map(|frame| (number, frame)));
+    /// Takes what was captured, the oldest first, and how many frames found no room since the last
+    /// time.
+    pub(crate) fn take(&self) -> (Vec<Captured>, u64) {
+        let taken = std::mem::take(&mut *self.frames());
+        (taken.list, self.missed.swap(0, Ordering::Relaxed))
+    }
+}
+
+/// A file for Wireshark, as it grows: an interface for each segment.
+#[derive(Debug)]
+pub(crate) struct CaptureFile {
+    interfaces: Vec<(Segment, String)>,
+    /// From the device's clock to the time since 1970, nanoseconds.
+    since_1970: u64,
+    /// Bytes of each frame, at most.
+    snap: usize,
+}
+
+impl CaptureFile {
+    /// Begins one in `out` that has at most `snap` bytes of each frame.
+    pub(crate) fn begin(out: &mut Vec<u8>, snap: usize) -> Self {
+        pcapng::section(out);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now = now.map_or(0, |now| u64::try_from(now.as_nanos()).unwrap_or(u64::MAX));
+        Self {
+            interfaces: Vec::new(),
+            since_1970: now.saturating_sub(clock()),
+            snap,
         }
-        all.sort_by_key(|(_, frame)| frame.time);
-        for (number, one) in all {
-            let comment = one.comment.as_deref();
-            let (time, direction) = (one.time, one.direction);
-            pcapng::packet(&mut out, number, time, direction, &one.frame, comment);
+    }
+
+    /// Appends a frame. `prefix` goes before the name of its interface.
+    pub(crate) fn add(&mut self, out: &mut Vec<u8>, prefix: &str, frame: &Captured) {
+        let name = match frame.segment {
+            Segment::Vxlan(vni) => format!("{prefix}vni {vni}"),
+            Segment::Own(number) => format!("{prefix}dgram {number}"),
+        };
+        let known = |(segment, known): &(_, String)| *segment == frame.segment && *known == name;
+        let number = self.interfaces.iter().position(known);
+        let number = number.unwrap_or_else(|| {
+            pcapng::interface(out, &name);
+            self.interfaces.push((frame.segment, name));
+            self.interfaces.len() - 1
+        });
+        pcapng::packet(
+            out,
+            &pcapng::Packet {
+                interface: u32::try_from(number).unwrap_or(u32::MAX),
+                time: self.since_1970.saturating_add(frame.time),
+                direction: frame.direction,
+                frame: &frame.frame,
+                snap: self.snap,
+                comment: frame.comment.as_deref(),
+            },
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn add(capture: &Capture, len: usize) {
+        let segment = Segment::Vxlan(1);
+        capture.add(5, segment, Direction::In, &vec![2; len], None);
+    }
+
+    #[test]
+    fn frames_are_taken_once_and_only_what_there_is_room_for_is_kept() {
+        let capture = Capture::default();
+        assert!(!capture.is_on());
+        capture.set(true);
+        add(&capture, 100);
+        add(&capture, 200);
+        let (frames, missed) = capture.take();
+        assert_eq!((frames.len(), missed), (2, 0));
+        assert_eq!(frames[1].frame.len(), 200);
+        for _ in 0..20 {
+            add(&capture, 1 << 20);
         }
-        out
+        let (frames, missed) = capture.take();
+        assert_eq!((frames.len(), missed), (15, 5));
+        add(&capture, 1);
+        capture.set(false);
+        assert_eq!(capture.take().0.len(), 0);
+    }
+
+    #[test]
+    fn frames_concern_those_whose_addresses_they_have() {
+        let capture = Capture::default();
+        let mut frame = vec![2; 60];
+        frame[6..12].fill(4);
+        capture.add(0, Segment::Own(0), Direction::Out, &frame, None);
+        frame[0] = 3;
+        capture.add(0, Segment::Own(0), Direction::Out, &frame, None);
+        let (frames, _) = capture.take();
+        let concerns = |frame: usize, mac| frames[frame].concerns(&[mac; 6]);
+        assert!(concerns(0, 2) && concerns(0, 4) && !concerns(0, 6));
+        assert!(concerns(1, 6), "to many");
     }
 }

@@ -11,18 +11,13 @@
 //! [`receiver`] is the responder of a connected queue pair. They stand on the engine's send queue and
 //! responder, which decide what everything means. Layers may be put around ports (so
 //! far `layer::faults`, for tests).
-#[cfg_attr(not(test), expect(dead_code, reason = "only tests capture so far"))]
-mod capture;
+pub(crate) mod capture;
 pub(crate) mod counters;
 mod frame;
 mod icrc;
 #[cfg(test)]
 mod layer;
 mod packet;
-#[cfg_attr(
-    not(test),
-    expect(dead_code, reason = "only tests write captures to files so far")
-)]
 mod pcapng;
 pub(crate) mod port;
 mod receiver;
@@ -216,11 +211,16 @@ fn deliver_datagram(
 #[derive(Debug)]
 struct Egress<P> {
     port: P,
-    counters: Arc<Counters>,
-    /// A frame that does not leave.
+    view: Arc<View>,
+    /// A frame that does not leave, or that is captured.
     scratch: Vec<u8>,
-    /// The last frames, both ways, if somebody wants to see them.
-    capture: Option<Capture>,
+}
+
+/// What others see of a wire.
+#[derive(Debug, Default)]
+pub(crate) struct View {
+    pub counters: Counters,
+    pub capture: Capture,
 }
 
 impl<P: Port> Egress<P> {
@@ -242,13 +242,16 @@ impl<P: Port> Egress<P> {
         let headers = frame::headers(addresses, packet, payload.len);
         let len = frame::len(&headers, payload.len);
         let begun = self.port.begin(now, segment, addresses.destination, len);
-        let mut captured = None;
+        let captures = self.view.capture.is_on();
         let fate = match begun {
             Ok(space) => {
                 if !frame::write(space, &headers, &mut payload) {
                     return false;
                 }
-                captured = self.capture.is_some().then(|| space.to_vec());
+                if captures {
+                    self.scratch.clear();
+                    self.scratch.extend_from_slice(space);
+                }
                 self.port.end()
             }
             Err(fate) => {
@@ -259,11 +262,11 @@ impl<P: Port> Egress<P> {
                 fate
             }
         };
-        self.counters.sent(len, fate);
-        if let Some(capture) = &mut self.capture {
+        self.view.counters.sent(len, fate);
+        if captures {
             let comment = (fate != Fate::Sent).then(|| fate.to_string());
-            let frame = captured.as_ref().unwrap_or(&self.scratch);
-            capture.add(now, Direction::Out, frame, comment);
+            let (capture, frame) = (&self.view.capture, &self.scratch);
+            capture.add(now, segment, Direction::Out, frame, comment);
         }
         true
     }
@@ -309,14 +312,13 @@ pub(crate) struct Wire<P> {
 }
 
 impl<P: Port> Wire<P> {
-    /// One that counts in `counters`.
-    pub(crate) fn new(port: P, counters: Arc<Counters>) -> Self {
+    /// One that counts, and captures, in `view`.
+    pub(crate) fn new(port: P, view: Arc<View>) -> Self {
         Self {
             out: Egress {
                 port,
-                counters,
+                view,
                 scratch: Vec::new(),
-                capture: None,
             },
             connections: HashMap::new(),
             tidy_at: 64,
@@ -328,7 +330,7 @@ impl<P: Port> Wire<P> {
 
     /// Frames and bytes that were sent in all, modulo 2^32 and 2^64.
     pub(crate) fn sent(&self) -> Budget {
-        self.out.counters.all_sent()
+        self.out.view.counters.all_sent()
     }
 
     /// Makes sure that a connection is kept of a queue pair, of this life of it, and with the path
@@ -392,7 +394,7 @@ impl<P: Port> Wire<P> {
             for (segment, bytes) in burst.frames() {
                 taken += 1;
                 let Some(gid) = frame::destination(bytes) else {
-                    self.judged(now, bytes, Verdict::Dropped(Reason::Other));
+                    self.judged(now, segment, bytes, Verdict::Dropped(Reason::Other));
                     continue;
                 };
                 let to = Destination { segment, gid };
@@ -411,14 +413,14 @@ impl<P: Port> Wire<P> {
     pub(crate) fn flush_frames(&mut self) {
         let refused = self.out.port.flush();
         if refused != 0 {
-            self.out.counters.refused(refused);
+            self.out.view.counters.refused(refused);
         }
     }
 
     /// A frame waits for its VM, behind so many others.
     fn wait(&mut self, now: u64, to: Destination, frame: &[u8], ahead: usize) {
         if ahead >= MOST_WAITING_FOR_ONE || self.waiting.len() >= MOST_WAITING {
-            self.judged(now, frame, Verdict::Dropped(Reason::Busy));
+            self.judged(now, to.segment, frame, Verdict::Dropped(Reason::Busy));
             return;
         }
         let mut bytes = self.spare.pop().unwrap_or_default();
@@ -442,7 +444,8 @@ impl<P: Port> Wire<P> {
             if !behind && self.take(now, one.to, &one.bytes, vms) {
                 self.spare.push(one.bytes);
             } else if now.saturating_sub(one.since) >= MOST_WAIT {
-                self.judged(now, &one.bytes, Verdict::Dropped(Reason::Busy));
+                let verdict = Verdict::Dropped(Reason::Busy);
+                self.judged(now, one.to.segment, &one.bytes, verdict);
                 self.spare.push(one.bytes);
             } else {
                 self.waiting.push_back(one);
@@ -476,16 +479,18 @@ impl<P: Port> Wire<P> {
             }
         });
         if there {
-            self.judged(now, bytes, verdict);
+            self.judged(now, to.segment, bytes, verdict);
         }
         there
     }
 
     /// A frame is done with.
-    fn judged(&mut self, now: u64, bytes: &[u8], verdict: Verdict) {
-        self.out.counters.received(bytes.len(), verdict);
-        if let Some(capture) = &mut self.out.capture {
-            capture.add(now, Direction::In, bytes, Some(verdict.to_string()));
+    fn judged(&mut self, now: u64, segment: Segment, bytes: &[u8], verdict: Verdict) {
+        let View { counters, capture } = &*self.out.view;
+        counters.received(bytes.len(), verdict);
+        if capture.is_on() {
+            let comment = Some(verdict.to_string());
+            capture.add(now, segment, Direction::In, bytes, comment);
         }
     }
 

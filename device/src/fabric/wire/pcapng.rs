@@ -76,33 +76,39 @@ pub(super) fn interface(out: &mut Vec<u8>, name: &str) {
     });
 }
 
-/// Adds a frame of an interface, at a time in nanoseconds since 1970. What is to be said of it is a
-/// comment.
-pub(super) fn packet(
-    out: &mut Vec<u8>,
-    interface: u32,
-    time: u64,
-    direction: Direction,
-    frame: &[u8],
-    comment: Option<&str>,
-) {
+/// A frame of an interface.
+pub(super) struct Packet<'a> {
+    /// The number of the interface.
+    pub interface: u32,
+    /// Nanoseconds since 1970.
+    pub time: u64,
+    pub direction: Direction,
+    pub frame: &'a [u8],
+    /// Bytes of it that are kept, at most.
+    pub snap: usize,
+    /// What is to be said of it.
+    pub comment: Option<&'a str>,
+}
+
+/// Adds a frame.
+pub(super) fn packet(out: &mut Vec<u8>, packet: &Packet<'_>) {
     block(out, PACKET, |out| {
-        let length = u32::try_from(frame.len()).unwrap_or(u32::MAX);
-        out.extend_from_slice(&interface.to_le_bytes());
-        out.extend_from_slice(&((time >> 32) as u32).to_le_bytes());
-        out.extend_from_slice(&(time as u32).to_le_bytes());
-        // Captured, and as it was.
-        out.extend_from_slice(&length.to_le_bytes());
-        out.extend_from_slice(&length.to_le_bytes());
+        let kept = packet.frame.get(..packet.snap).unwrap_or(packet.frame);
+        let length = |bytes: &[u8]| u32::try_from(bytes.len()).unwrap_or(u32::MAX).to_le_bytes();
+        out.extend_from_slice(&packet.interface.to_le_bytes());
+        out.extend_from_slice(&((packet.time >> 32) as u32).to_le_bytes());
+        out.extend_from_slice(&(packet.time as u32).to_le_bytes());
+        out.extend_from_slice(&length(kept));
+        out.extend_from_slice(&length(packet.frame));
         let start = out.len();
-        out.extend_from_slice(frame);
+        out.extend_from_slice(kept);
         pad(out, start);
-        let flags: u32 = match direction {
+        let flags: u32 = match packet.direction {
             Direction::In => 1,
             Direction::Out => 2,
         };
         option(out, OPTION_FLAGS, &flags.to_le_bytes());
-        if let Some(comment) = comment {
+        if let Some(comment) = packet.comment {
             option(out, OPTION_COMMENT, comment.as_bytes());
         }
         option(out, OPTION_END, &[]);
@@ -141,14 +147,25 @@ mod tests {
             section(&mut out);
             interface(&mut out, "one");
             for (frame, time, comment) in &frames {
-                packet(&mut out, 0, *time, Direction::Out, frame, Some(comment));
+                let of = Packet {
+                    interface: 0,
+                    time: *time,
+                    direction: Direction::Out,
+                    frame,
+                    snap: 50,
+                    comment: Some(comment),
+                };
+                packet(&mut out, &of);
             }
             let blocks = blocks(&out);
             prop_assert_eq!((blocks[0].0, blocks[1].0), (SECTION_HEADER, INTERFACE));
             prop_assert_eq!(blocks.len(), 2 + frames.len());
             for ((kind, body), (frame, _, comment)) in blocks[2..].iter().zip(&frames) {
                 prop_assert_eq!(*kind, PACKET);
-                prop_assert_eq!(&body[20..20 + frame.len()], &frame[..]);
+                prop_assert_eq!(&body[16..20], &(frame.len() as u32).to_le_bytes()[..]);
+                let frame = &frame[..frame.len().min(50)];
+                prop_assert_eq!(&body[12..16], &(frame.len() as u32).to_le_bytes()[..]);
+                prop_assert_eq!(&body[20..20 + frame.len()], frame);
                 let options = &body[20 + frame.len().next_multiple_of(4)..];
                 // The flags, then the comment.
                 prop_assert_eq!(&options[..8], &[2, 0, 4, 0, 2, 0, 0, 0][..]);

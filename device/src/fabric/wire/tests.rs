@@ -13,7 +13,7 @@ use virtio_rdma_spec::verbs::{
     wr_opcode, MASK_24,
 };
 
-use super::capture::Capture;
+use super::capture::{CaptureFile, Captured};
 use super::frame::{self, Addresses};
 use super::layer::faults::{FaultSettings, Faults};
 use super::packet::{
@@ -40,8 +40,6 @@ use crate::limits::GSI_QPN;
 const PORT_MTU: usize = 4200;
 /// How long a frame takes, nanoseconds.
 const LATENCY: u64 = 5_000;
-/// Frames of each end that are captured, at most.
-const CAPTURED: usize = 10_000;
 /// The segment of both ends.
 const SEGMENT: Segment = Segment::Vxlan(7);
 
@@ -70,15 +68,15 @@ impl Net {
 
     /// How many frames an end has dropped for a reason.
     fn dropped(&self, end: usize, reason: &str) -> u64 {
-        let mut counts = self.wires[end].out.counters.dropped();
+        let mut counts = self.wires[end].out.view.counters.dropped();
         let count = counts.find_map(|(name, count)| (name == reason).then_some(count));
         count.unwrap()
     }
 
     /// What both ends have sent and received.
     fn capture(&self) -> Vec<u8> {
-        let capture = |end: usize| self.wires[end].out.capture.as_ref().unwrap();
-        Capture::file(&[("first", capture(0)), ("second", capture(1))])
+        let taken = |end: usize| self.wires[end].out.view.capture.take().0;
+        file([("first ", taken(0)), ("second ", taken(1))])
     }
 
     /// Where a simulation fails, what was sent and received goes to a file, whose name is added.
@@ -96,8 +94,8 @@ impl Net {
         let network = Network::new(LATENCY);
         let wire = |end: usize| {
             let port = network.port(pair.ends[end].mac(), PORT_MTU);
-            let mut wire = Wire::new(Faults::new(port, faults[end]), Arc::default());
-            wire.out.capture = Some(Capture::new(CAPTURED));
+            let wire = Wire::new(Faults::new(port, faults[end]), Arc::default());
+            wire.out.view.capture.set(true);
             wire
         };
         Self {
@@ -537,7 +535,7 @@ fn a_datagram_fits_the_port_or_fails() {
 }
 
 /// What both ends of a pair of a type have captured: SENDs and WRITEs, and what else the type has.
-fn captured(of: u8, faults: FaultSettings) -> [Capture; 2] {
+fn captured(of: u8, faults: FaultSettings) -> [Vec<Captured>; 2] {
     let (readers, mut reader) = Readers::new(1);
     let mut pair = Pair::for_requests(of, (&readers, ON_HOSTS), mtu::MTU_1024, 4);
     let mut net = between(&pair, &mut reader, [faults, clean()[1]]);
@@ -565,7 +563,19 @@ fn captured(of: u8, faults: FaultSettings) -> [Capture; 2] {
             carry_out(&all.map(|wanted| (wanted, false)), &mut pair, &mut net).unwrap();
         }
     }
-    net.wires.map(|wire| wire.out.capture.unwrap())
+    net.wires.map(|wire| wire.out.view.capture.take().0)
+}
+
+/// A file of what several ends have captured.
+fn file<'a>(captures: impl IntoIterator<Item = (&'a str, Vec<Captured>)>) -> Vec<u8> {
+    let mut out = Vec::new();
+    let mut file = CaptureFile::begin(&mut out, usize::MAX);
+    for (name, frames) in captures {
+        for frame in frames {
+            file.add(&mut out, name, &frame);
+        }
+    }
+    out
 }
 
 /// The environment may name a file for the capture, for other programs to read.
@@ -580,10 +590,9 @@ fn a_capture_has_all_that_went_over_the_wire_and_says_what_became_of_it() {
     let rc = captured(qp_type::RC, loses);
     let [uc, ud, xrc] =
         [qp_type::UC, qp_type::UD, qp_type::XRC_INI].map(|of| captured(of, clean()[0]));
-    let names = ["RC", "UC", "UD", "XRC"];
-    let all = [&rc, &uc, &ud, &xrc].into_iter().zip(names);
-    let all = all.flat_map(|(ends, name)| ends.iter().map(move |end| (name, end)));
-    let file = Capture::file(&all.collect::<Vec<_>>());
+    let names = ["RC ", "UC ", "UD ", "XRC "];
+    let all = names.into_iter().zip([rc, uc, ud, xrc]);
+    let file = file(all.flat_map(|(name, ends)| ends.map(|end| (name, end))));
     let says = |what: &str| {
         file.windows(what.len())
             .any(|bytes| bytes == what.as_bytes())
@@ -929,7 +938,7 @@ impl FramesCome {
     }
 
     fn busy_drops(&self) -> u64 {
-        let mut counts = self.wire.out.counters.dropped();
+        let mut counts = self.wire.out.view.counters.dropped();
         counts.find(|(name, _)| *name == "vm_busy").unwrap().1
     }
 }
