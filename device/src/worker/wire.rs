@@ -13,7 +13,7 @@ use crate::engine::vm::{Network, Segment, Vm};
 use crate::engine::Budget;
 use crate::fabric::registry::{by_vm, Registry};
 use crate::fabric::wire::port::uplinks::UplinkPort;
-use crate::fabric::wire::{Destination, Recipients, View, Wire};
+use crate::fabric::wire::{Destination, Recipients, Urgency, View, Wire};
 
 /// Frames that are taken in one poll iteration, at most.
 const MOST_FRAMES: usize = 64;
@@ -61,7 +61,7 @@ impl Here<'_> {
         networks.find_map(|(known, network)| (*known == segment).then_some(network))
     }
 
-    /// Visits a VM, for which a frame of so many bytes has come.
+    /// Visits a VM, for which a frame of so many bytes has come. Returns false if it is busy.
     fn visit_one(&mut self, vm: &Vm, bytes: usize, visit: &mut dyn FnMut(&Tables)) -> bool {
         let Some(tables) = vm.read_in(self.section) else {
             return false;
@@ -73,20 +73,25 @@ impl Here<'_> {
 }
 
 impl Recipients for Here<'_> {
-    fn visit(&mut self, to: Destination, bytes: usize, visit: &mut dyn FnMut(&Tables)) -> bool {
+    fn visit(&mut self, to: Destination, frame: Urgency, visit: &mut dyn FnMut(&Tables)) -> bool {
+        let Urgency { bytes, can_wait } = frame;
         if is_multicast(&to.gid) {
             let network = self.network(to.segment);
             let members = network.map(|network| self.registry.members(network, to.gid));
-            // It is lost for those of a group whose tables are being changed.
-            for members in members.iter().flat_map(|members| by_vm(members)) {
-                let member = members
-                    .first()
-                    .filter(|member| is_on(&member.vm, to.segment));
-                if let Some(member) = member {
-                    self.visit_one(&member.vm, bytes, visit);
-                }
+            let vms = || {
+                let vms = members.iter().flat_map(|members| by_vm(members));
+                let vms = vms.filter_map(|members| Some(&members.first()?.vm));
+                vms.filter(|vm| is_on(vm, to.segment))
+            };
+            if can_wait && vms().any(|vm| vm.read_in(self.section).is_none()) {
+                return false;
             }
-            return true;
+            // When it can wait no longer, it is lost for those that are busy still.
+            let mut all = true;
+            for vm in vms() {
+                all &= self.visit_one(vm, bytes, visit);
+            }
+            return all;
         }
         let vm = match self.owners.get(&to) {
             Some(vm) => vm.clone(),

@@ -78,8 +78,8 @@ fn active_mtu(vm: &Vm) -> u8 {
 /// How long a frame waits for a VM whose objects are being changed, at most, nanoseconds;
 const MOST_WAIT: u64 = 10_000_000;
 /// how many frames wait for one destination, at most, and how many in all.
-const MOST_WAITING_FOR_ONE: usize = 32;
-const MOST_WAITING: usize = 128;
+const MOST_WAITING_FOR_ONE: usize = 128;
+const MOST_WAITING: usize = 512;
 
 /// How long to wait where the account of a VM has no room, nanoseconds.
 const NO_ROOM_RETRY: u64 = 10_000_000;
@@ -276,8 +276,15 @@ impl<P: Port> Egress<P> {
 pub(crate) trait Recipients {
     /// Calls `visit` with the tables of each VM that has the destination of a frame, or has queue
     /// pairs in that group. The frame, of so many bytes, is work that is done for the VM. Returns
-    /// false, and calls nothing, if the VM is busy for a moment.
-    fn visit(&mut self, to: Destination, bytes: usize, visit: &mut dyn FnMut(&Tables)) -> bool;
+    /// false if a VM is busy for a moment, and calls nothing if the frame can wait.
+    fn visit(&mut self, to: Destination, frame: Urgency, visit: &mut dyn FnMut(&Tables)) -> bool;
+}
+
+/// A frame's length in bytes, and whether it can wait for a VM that is busy.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Urgency {
+    pub bytes: usize,
+    pub can_wait: bool,
 }
 
 /// Where a frame goes.
@@ -400,7 +407,7 @@ impl<P: Port> Wire<P> {
                 let to = Destination { segment, gid };
                 // It does not overtake those that wait for the same VM.
                 let ahead = self.waiting.iter().filter(|one| one.to == to).count();
-                if ahead != 0 || !self.take(now, to, bytes, vms) {
+                if ahead != 0 || !self.take(now, to, bytes, true, vms) {
                     self.wait(now, to, bytes, ahead);
                 }
             }
@@ -441,9 +448,10 @@ impl<P: Port> Wire<P> {
             };
             let mut behind = self.waiting.iter().rev().take(kept);
             let behind = behind.any(|other| other.to == one.to);
-            if !behind && self.take(now, one.to, &one.bytes, vms) {
+            let late = now.saturating_sub(one.since) >= MOST_WAIT;
+            if !behind && self.take(now, one.to, &one.bytes, !late, vms) {
                 self.spare.push(one.bytes);
-            } else if now.saturating_sub(one.since) >= MOST_WAIT {
+            } else if late {
                 let verdict = Verdict::Dropped(Reason::Busy);
                 self.judged(now, one.to.segment, &one.bytes, verdict);
                 self.spare.push(one.bytes);
@@ -461,10 +469,21 @@ impl<P: Port> Wire<P> {
     }
 
     /// Takes a frame. Returns false if its VM is busy for a moment.
-    fn take(&mut self, now: u64, to: Destination, bytes: &[u8], vms: &mut impl Recipients) -> bool {
+    fn take(
+        &mut self,
+        now: u64,
+        to: Destination,
+        bytes: &[u8],
+        can_wait: bool,
+        vms: &mut impl Recipients,
+    ) -> bool {
         let mut verdict = Verdict::Dropped(Reason::Stranger);
         let mut frame = None;
-        let there = vms.visit(to, bytes.len(), &mut |tables| {
+        let urgency = Urgency {
+            bytes: bytes.len(),
+            can_wait,
+        };
+        let there = vms.visit(to, urgency, &mut |tables| {
             if !tables.running {
                 verdict = Verdict::Dropped(Reason::Down);
                 return;
