@@ -435,6 +435,29 @@ fn networks_with_different_numbers_do_not_meet() {
     assert_status(&pair.a.sent(), wc_status::RETRY_EXC_ERR);
 }
 
+// D-STOP-003.
+#[test]
+fn a_vm_that_is_stopped_is_waited_for() {
+    let hosts = Hosts::new();
+    // It would be given up in no time.
+    let pair = hosts.pair(qp_type::RC, |connection| {
+        connection.timeout = 12;
+        connection.retry_cnt = 1;
+        connection.rnr_retry = 7;
+    });
+    assert_works(&pair, 100);
+    for opcode in [wr_opcode::RDMA_WRITE, wr_opcode::RDMA_READ] {
+        hosts.vms[1].stop().unwrap();
+        pair.a
+            .qp
+            .post_send(&wqe(opcode, 1, &pair), &sge(&pair.a, 5000))
+            .unwrap();
+        pair.a.assert_quiet();
+        hosts.vms[1].start().unwrap();
+        assert_success(&pair.a.sent());
+    }
+}
+
 // D-WIRE-004.
 #[test]
 fn a_host_that_goes_away_is_given_up_in_time() {

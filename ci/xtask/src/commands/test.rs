@@ -64,10 +64,12 @@ impl Checks {
 
 /// The VM lanes that have to pass, and which of their cases. What rxe makes of rdma-core's tests is
 /// no matter of a change.
-const LANES: [(&str, Option<&str>); 3] = [
+const LANES: [(&str, Option<&str>); 5] = [
     ("smoke", None),
     ("rdma-core-56", Some("the tests on our device")),
     ("recovery", Some(RECOVERY)),
+    ("wire", Some("rping|ucmatose|ibv_xsrq_pingpong")),
+    ("rxe-interop", Some("rping|ibv_ud_pingpong")),
 ];
 
 /// Five minutes of a card that comes back. The system's sleep, and whatever takes longer, is left

@@ -37,7 +37,7 @@ use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 use self::capture::Capture;
 use self::counters::Counters;
 use self::frame::{Addresses, Frame};
-use self::packet::{Body, Packet, Payload, Psn, RequestPacket, Service};
+use self::packet::{Body, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
 use self::pcapng::Direction;
 use self::port::{Burst, Fate, Port};
 use self::receiver::Receiver;
@@ -80,6 +80,10 @@ const MOST_WAIT: u64 = 10_000_000;
 /// how many frames wait for one destination, at most, and how many in all.
 const MOST_WAITING_FOR_ONE: usize = 128;
 const MOST_WAITING: usize = 512;
+
+/// How long a peer waits before it tries again whether a VM is still stopped, as an RNR NAK has it:
+/// 41 ms.
+const STOPPED_TIMER: u8 = 24;
 
 /// How long to wait where the account of a VM has no room, nanoseconds.
 const NO_ROOM_RETRY: u64 = 10_000_000;
@@ -483,17 +487,13 @@ impl<P: Port> Wire<P> {
             bytes: bytes.len(),
             can_wait,
         };
-        let there = vms.visit(to, urgency, &mut |tables| {
-            if !tables.running {
-                verdict = Verdict::Dropped(Reason::Down);
-                return;
-            }
-            match frame.get_or_insert_with(|| frame::read(bytes)) {
-                Err(reason) => verdict = Verdict::Dropped(*reason),
-                Ok(frame) => {
-                    if let Some(delivered) = self.deliver(tables, now, frame) {
-                        verdict = delivered;
-                    }
+        let there = vms.visit(to, urgency, &mut |tables| match frame
+            .get_or_insert_with(|| frame::read(bytes))
+        {
+            Err(reason) => verdict = Verdict::Dropped(*reason),
+            Ok(frame) => {
+                if let Some(delivered) = self.deliver(tables, now, frame) {
+                    verdict = delivered;
                 }
             }
         });
@@ -517,6 +517,9 @@ impl<P: Port> Wire<P> {
     fn deliver(&mut self, tables: &Tables, now: u64, frame: &Frame<'_>) -> Option<Verdict> {
         let packet = &frame.packet;
         if let (Service::Ud, Body::Request(request)) = (packet.service, &packet.body) {
+            if !tables.running {
+                return Some(Verdict::Dropped(Reason::Down));
+            }
             return deliver_datagram(self, tables, frame, request);
         }
         let qp = tables.qps.get(packet.dest_qp)?;
@@ -543,6 +546,9 @@ impl<P: Port> Wire<P> {
         let addressed = from.destination_mac == source_mac && from.destination == source;
         if !addressed || from.source != destination {
             return None;
+        }
+        if !tables.running {
+            return Some(self.not_now(qp, packet, now));
         }
         if let Body::Request(request) = &packet.body {
             return self.request(tables, qp, packet, request, now);
@@ -574,6 +580,44 @@ impl<P: Port> Wire<P> {
         drop(sq);
         qp.schedule();
         Some(verdict)
+    }
+
+    /// A packet came for a VM that is stopped. The requester whose turn it is waits, as it does where
+    /// there is no receive.
+    fn not_now(&mut self, qp: &Arc<Qp>, packet: &Packet<'_>, now: u64) -> Verdict {
+        let dropped = Verdict::Dropped(Reason::Down);
+        let asks = matches!(packet.body, Body::Request(_)) && packet.service.answers();
+        let Some(connection) = self.connections.get_mut(&qp.serial()) else {
+            return dropped;
+        };
+        let (path, _) = connection.path;
+        let takes = qp.listens() && qp.qp_type != qp_type::XRC_INI;
+        if !asks || !takes {
+            return dropped;
+        }
+        let msn = match &mut connection.receiver {
+            Some(receiver) => receiver.not_now(packet.psn),
+            None => (packet.psn == Psn::new(path.rq_psn)).then_some(0),
+        };
+        let Some(msn) = msn else {
+            return dropped;
+        };
+        let syndrome = Syndrome::RnrNak(STOPPED_TIMER);
+        let answer = Packet {
+            service: connection.peer.service,
+            dest_qp: connection.peer.dest_qp,
+            psn: packet.psn,
+            ack_request: false,
+            solicited: false,
+            body: Body::Acknowledge { syndrome, msn },
+        };
+        let nothing = Payload {
+            len: 0,
+            read: &mut |_| true,
+        };
+        let addresses = connection.addresses.as_ref();
+        self.out.send(now, &qp.vm, addresses, &answer, nothing);
+        Verdict::Refused(packet.psn, syndrome, 0)
     }
 
     /// Carries out a request, and answers it.

@@ -112,7 +112,7 @@ impl Service {
     }
 
     /// Whether its requests are answered.
-    fn answers(self) -> bool {
+    pub(super) fn answers(self) -> bool {
         matches!(self, Self::Rc | Self::Xrc)
     }
 }

@@ -138,6 +138,15 @@ impl Receiver {
         })
     }
 
+    /// A packet came that is not taken now. If it is the one that is expected, its requester is to
+    /// send it again: returns how many messages were completed. What comes after it is dropped
+    /// without a word until then.
+    pub(super) fn not_now(&mut self, psn: Psn) -> Option<u32> {
+        let expected = psn == self.expected;
+        self.told |= expected;
+        expected.then_some(self.messages)
+    }
+
     /// Its requester may have so many requests that bring something under way from now on. Returns
     /// false if there is no room for that in the account that `share` is of.
     pub(super) fn set_at_a_time(&mut self, at_a_time: u8, share: &mut Share) -> bool {
