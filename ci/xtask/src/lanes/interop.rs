@@ -230,6 +230,9 @@ fn one(
         }
     };
     println!("         {row}, {}: {cell}", column.name);
+    if let Some(line) = reason.lines().next() {
+        println!("          {line}");
+    }
     let title = format!("{}, {}", fixture.kernel, column.name);
     fixture.cell(row, &title, &cell);
     fixture.sub_case(CaseReport {

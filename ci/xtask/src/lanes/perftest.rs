@@ -113,6 +113,8 @@ pub struct Combination {
     transport: &'static str,
     kind: Kind,
     variant: Variant,
+    /// With one message size, for peers that are slow.
+    one_size: bool,
 }
 
 impl Combination {
@@ -146,13 +148,14 @@ impl Combination {
         format!("{} {}", self.tool(), self.transport)
     }
 
-    /// Those of an operation and a transport that exist.
+    /// Those of an operation and a transport that exist, with one message size.
     pub fn all_of(operation: &'static str, transport: &'static str) -> Vec<Self> {
         let of = |kind, variant| Self {
             operation,
             transport,
             kind,
             variant,
+            one_size: true,
         };
         let kinds = [Kind::Bandwidth, Kind::Latency].into_iter();
         let all = kinds.flat_map(|kind| Variant::ALL.map(|variant| of(kind, variant)));
@@ -167,7 +170,7 @@ impl Combination {
     /// True if it goes through all message sizes. Atomic operations have one size, and 64 queue
     /// pairs with buffers of 8 MiB each are more than a guest has memory for.
     fn all_sizes(self) -> bool {
-        self.operation != "atomic" && self.variant != Variant::ManyQueuePairs
+        self.operation != "atomic" && self.variant != Variant::ManyQueuePairs && !self.one_size
     }
 
     /// The arguments but for those that name the peer.
@@ -199,6 +202,7 @@ fn all_variants(
                 transport,
                 kind,
                 variant,
+                one_size: false,
             };
             one(fixture, combination)?;
         }
@@ -326,6 +330,7 @@ mod tests {
             transport,
             kind,
             variant,
+            one_size: false,
         }
     }
 
