@@ -699,3 +699,28 @@ fn read(tables: &Tables, qp: &Arc<Qp>, reading: &Reading, offset: u64, space: &m
     };
     responder.receive(tables, qp, origin(qp), slice)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::footprint::Footprint;
+
+    #[test]
+    fn what_more_requests_at_a_time_take_is_in_the_account() {
+        let account = Footprint::new(1 << 20);
+        let mut share = account.empty();
+        let mut receiver = Receiver::new(Psn::new(1), 1, &mut share).unwrap();
+        let with_one = account.bytes();
+        assert!(receiver.set_at_a_time(16, &mut share));
+        assert_eq!(account.bytes(), Receiver::footprint(16));
+        assert!(account.bytes() > with_one);
+        // Less than before changes nothing: the lists are as long as they were.
+        assert!(receiver.set_at_a_time(1, &mut share));
+        assert_eq!(account.bytes(), Receiver::footprint(16));
+        account.set_limit(account.bytes());
+        assert!(!receiver.set_at_a_time(17, &mut share));
+        assert_eq!(receiver.at_a_time, 16);
+        let mut full = account.empty();
+        assert!(Receiver::new(Psn::new(1), 1, &mut full).is_none());
+    }
+}
