@@ -48,8 +48,9 @@ pub(super) struct Bursts {
     hosts: Vec<SocketAddr>,
     /// Bytes of a datagram beyond which the socket makes several.
     segment: usize,
-    /// The system cannot make several of one here.
-    single: bool,
+    /// Datagrams of so many bytes, and longer ones, leave one by one: the system cannot make several
+    /// of one here, or not if they are so long.
+    single_from: usize,
     /// Datagrams that the system did not take, since it was asked last.
     refused: u64,
     control: Vec<u8>,
@@ -87,7 +88,7 @@ impl Bursts {
             closed: false,
             hosts,
             segment: 0,
-            single: false,
+            single_from: usize::MAX,
             refused: 0,
             control: cmsg_space!(i32),
         })
@@ -150,21 +151,23 @@ impl Bursts {
 
     fn send_to(&mut self, host: Option<SocketAddr>) {
         let bytes = self.written.get(..self.end).unwrap_or_default();
-        if self.count > 1 && !self.single {
+        let several = self.count > 1 && self.each < self.single_from;
+        if several {
             let set = set_segment(&self.socket, &mut self.segment, self.each);
             let sent = set.and_then(|()| send_one(&self.socket, bytes, host));
             match sent {
                 Ok(_) => return,
-                // No checksums by the way out, or a datagram that does not fit it.
-                Err(Errno::EIO | Errno::EINVAL | Errno::ENOPROTOOPT | Errno::EMSGSIZE) => {}
+                // Such a datagram does not fit the way out.
+                Err(Errno::EINVAL | Errno::EMSGSIZE) => self.single_from = self.each,
+                // The way out computes no checksums.
+                Err(Errno::EIO | Errno::ENOPROTOOPT) => self.single_from = 0,
                 Err(_) => {
                     self.refused += self.count as u64;
                     return;
                 }
             }
-            self.single = true;
         }
-        if self.segment != 0 && (self.single || self.end > self.segment) {
+        if self.segment != 0 && self.each > self.segment {
             let _ = set_segment(&self.socket, &mut self.segment, 0);
         }
         for datagram in bytes.chunks(self.each.max(1)) {
@@ -272,7 +275,8 @@ mod tests {
         assert_eq!(came, sent);
         // Five bursts, if this kernel can; never more than there are datagrams.
         assert!(calls <= lens.len());
-        assert!(!a.single, "this kernel sends bursts over loopback");
+        let bursts = a.single_from == usize::MAX;
+        assert!(bursts, "this kernel sends bursts over loopback");
         assert_eq!(calls, 5);
         assert_eq!(a.flush(), 0);
         assert_eq!(all(&mut b), (0, Vec::new()));
@@ -293,6 +297,27 @@ mod tests {
         assert_eq!(came[199], (100, 199));
         assert_eq!(came[219], (8000, 19));
         assert!(a.begin(To::Peer, LONGEST + 1).is_none());
+    }
+
+    /// Loopback's MTU is 65,536, so no datagram is too long there; one that is has the same error.
+    #[test]
+    fn datagrams_that_are_too_long_for_a_burst_do_not_keep_others_from_it() {
+        let (mut a, mut b) = two();
+        a.single_from = 2000;
+        for number in 0..3 {
+            put(&mut a, 2000, number);
+        }
+        for number in 3..6 {
+            put(&mut a, 1999, number);
+        }
+        assert_eq!(a.flush(), 0);
+        let (calls, came) = all(&mut b);
+        assert_eq!(
+            came.iter().map(|(_, byte)| *byte).collect::<Vec<_>>(),
+            [0, 1, 2, 3, 4, 5]
+        );
+        // The first shorter one may be the last of a burst of longer ones.
+        assert_eq!(calls, 5);
     }
 
     #[test]
