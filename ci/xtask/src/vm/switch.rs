@@ -13,6 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_recv_buffer_size_force};
 
 use super::{link, mac};
 
@@ -21,6 +22,9 @@ const ROCE: u16 = 4791;
 
 /// The longest frame.
 const LONGEST: usize = 1 << 16;
+
+/// Bytes of a device's frames that may wait.
+const RECEIVED: usize = 64 << 20;
 
 /// How often threads look whether they are to end.
 const LOOK: Duration = Duration::from_millis(100);
@@ -74,6 +78,10 @@ impl Switch {
             let (at, device) = addresses(number);
             let socket = UdpSocket::bind(at).with_context(|| format!("cannot bind {at}"))?;
             socket.set_read_timeout(Some(LOOK))?;
+            // Only root may have so much; then nothing is lost here.
+            if set_socket_recv_buffer_size_force(&socket, RECEIVED).is_err() {
+                set_socket_recv_buffer_size(&socket, RECEIVED)?;
+            }
             ports.push(Port {
                 mac: parse_mac(&mac(number)).context("no MAC address")?,
                 stream: Mutex::new(None),
