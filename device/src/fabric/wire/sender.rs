@@ -47,6 +47,9 @@ const ACK_EVERY: u32 = 16;
 /// What was not answered is sent once more after some round trips, or this, nanoseconds: long before
 /// the time-out, in case its last packets were lost. It counts as no attempt.
 const LEAST_PROBE: u64 = 1_000_000;
+/// What answers take longer than four times the least is due to packets that wait on their way; so
+/// much of that is right, nanoseconds.
+const MOST_DELAY: u64 = 1_000_000;
 /// How long to wait for an answer where no time-out is set, nanoseconds. Such attempts do not
 /// count.
 const ENDLESS_RETRY: u64 = 100_000_000;
@@ -102,7 +105,8 @@ enum Wait {
     Receive(u64),
 }
 
-/// How many packets may be under way: more while none is lost, half as many when one is.
+/// How many packets may be under way: more while none is lost, half as many when one is, or when
+/// answers take long because too many wait on their way.
 #[derive(Debug, Clone, Copy)]
 struct Window {
     packets: u32,
@@ -132,9 +136,20 @@ impl Window {
 
     /// The packet `lost` did not arrive, of those before `sent`.
     fn lost(&mut self, lost: Psn, sent: Psn) {
-        let before = self.halved.since(lost);
-        if before == 0 || before > WINDOW {
-            self.packets = (self.packets / 2).max(1);
+        self.halve(lost, sent, 1);
+    }
+
+    /// The answer to packet `late` took too long. What else keeps the peer from answering is no
+    /// reason for fewer packets than at first.
+    fn late(&mut self, late: Psn, sent: Psn) {
+        self.halve(late, sent, FIRST_WINDOW);
+    }
+
+    /// Once for all packets before `sent`.
+    fn halve(&mut self, reason: Psn, sent: Psn, least: u32) {
+        let before = self.halved.since(reason);
+        if (before == 0 || before > WINDOW) && self.packets > least {
+            self.packets = (self.packets / 2).max(least);
             self.halved = sent;
         }
     }
@@ -146,6 +161,8 @@ struct RoundTrip {
     /// On average, and how much that varies; nothing was measured yet if both are zero.
     average: u64,
     variation: u64,
+    /// The least that was measured, which is forgotten slowly.
+    least: u64,
     /// A packet whose answer is waited for, and when it was sent. It was sent once.
     timed: Option<(Psn, u64)>,
 }
@@ -156,22 +173,25 @@ impl RoundTrip {
         self.timed.get_or_insert((psn, now));
     }
 
-    /// All packets before `end`, and after or at `begin`, are answered at time `now`.
-    fn answered(&mut self, begin: Psn, end: Psn, now: u64) {
-        let Some((psn, sent)) = self.timed else {
-            return;
-        };
+    /// All packets before `end`, and after or at `begin`, are answered at time `now`. Returns the
+    /// one that was timed if its answer took too long.
+    fn answered(&mut self, begin: Psn, end: Psn, now: u64) -> Option<Psn> {
+        let (psn, sent) = self.timed?;
         if psn.since(begin) >= end.since(begin) {
-            return;
+            return None;
         }
         self.timed = None;
         let took = now.saturating_sub(sent);
         if self.average == 0 && self.variation == 0 {
             (self.average, self.variation) = (took, took / 2);
-            return;
+            self.least = took;
+            return None;
         }
         self.variation = (3 * self.variation + self.average.abs_diff(took)) / 4;
         self.average = (7 * self.average + took) / 8;
+        self.least += self.least / 1024;
+        self.least = self.least.min(took);
+        (took > 4 * self.least + MOST_DELAY).then_some(psn)
     }
 
     /// How long to wait for an answer that is probably lost, if that is known.
@@ -786,10 +806,13 @@ impl Sender {
         now: u64,
     ) {
         let before = self.unacknowledged;
-        self.round_trip.answered(before, before.after(packets), now);
+        let late = self.round_trip.answered(before, before.after(packets), now);
         let behind = self.next.since(before) < packets;
         self.unacknowledged = before.after(packets);
         self.window.acknowledged(packets);
+        if let Some(late) = late {
+            self.window.late(late, self.sent);
+        }
         let answered = |end: &Psn| end.since(before) <= packets;
         while self.asked.front().is_some_and(answered) {
             self.asked.pop_front();
@@ -924,9 +947,14 @@ mod tests {
         assert_eq!(round_trip.probe(), Some(6_000_000));
         for _ in 0..100 {
             round_trip.sent(at(9), 0);
-            round_trip.answered(at(9), at(10), 2_000);
+            assert_eq!(round_trip.answered(at(9), at(10), 2_000), None);
         }
         assert_eq!(round_trip.probe(), Some(LEAST_PROBE));
+        // Packets wait on their way.
+        for (took, late) in [(1_000_000, None), (1_010_000, Some(at(9)))] {
+            round_trip.sent(at(9), 0);
+            assert_eq!(round_trip.answered(at(9), at(10), took), late);
+        }
     }
 
     #[test]
@@ -948,8 +976,14 @@ mod tests {
         }
         assert_eq!(window.packets, WINDOW);
         for n in 1..100 {
+            window.late(at(1000 * n), at(1000 * n + 1));
+        }
+        assert_eq!(window.packets, FIRST_WINDOW);
+        for n in 100..200 {
             window.lost(at(1000 * n), at(1000 * n + 1));
         }
+        assert_eq!(window.packets, 1);
+        window.late(at(0), at(1));
         assert_eq!(window.packets, 1);
     }
 }
