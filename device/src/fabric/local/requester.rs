@@ -280,13 +280,10 @@ fn datagrams(
                 None => Answer::NoAnswer,
             }
         } else {
-            let mut path = std::mem::take(&mut sq.path);
-            cache.registry.refresh(&mut path, &qp.vm, datagram.dgid);
+            cache.registry.refresh(&mut sq.path, &qp.vm, datagram.dgid);
             let source = sq.source(tables, qp, &active);
-            let peer = Peer::at(&path, cache.section);
-            let answer = peer.deliver_datagram(qp, &active.message, &datagram, source);
-            sq.path = path;
-            answer
+            let peer = Peer::at(&sq.path, cache.section);
+            peer.deliver_datagram(qp, &active.message, &datagram, source)
         };
         let answer = match elsewhere {
             None => answer,
