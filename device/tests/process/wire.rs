@@ -29,6 +29,13 @@ fn gid(host: u8) -> [u8; 16] {
     gid
 }
 
+/// The same over IPv6, fd00::1 or fd00::2.
+fn gid_ipv6(host: u8) -> [u8; 16] {
+    let mut gid = [0; 16];
+    (gid[0], gid[15]) = (0xfd, host);
+    gid
+}
+
 /// Two hosts, with a VM each.
 struct Hosts {
     // Dropped first.
@@ -71,17 +78,23 @@ impl Hosts {
 
     /// With VXLAN between them, and these network identifiers.
     fn with_vnis(vnis: [u32; 2]) -> Self {
+        Self::with_vxlan(vnis, "10.0.0.", "/32", gid)
+    }
+
+    /// With VXLAN between them, and VMs whose GIDs are so.
+    fn with_vxlan(vnis: [u32; 2], prefix: &str, suffix: &str, gid: fn(u8) -> [u8; 16]) -> Self {
         let addresses = free();
         let mut hosts = String::new();
         for (host, address) in (1..).zip(&addresses) {
-            hosts +=
-                &format!("[[wire.host]]\naddress = '{address}'\ngids = ['10.0.0.{host}/32']\n");
+            hosts += &format!(
+                "[[wire.host]]\naddress = '{address}'\ngids = ['{prefix}{host}{suffix}']\n"
+            );
         }
         let of = |host: usize| {
             let process = format!("[wire]\naddress = '{}'\n{hosts}", addresses[host]);
             (process, format!("vni = {}", vnis[host]))
         };
-        Self::start([0, 1].map(of))
+        Self::start([0, 1].map(of), gid)
     }
 
     /// With frames in datagrams from one to the other.
@@ -92,11 +105,11 @@ impl Hosts {
             let dgram = format!("dgram = {{ local = '{local}', remote = '{remote}' }}");
             (String::new(), dgram)
         };
-        Self::start([0, 1].map(of))
+        Self::start([0, 1].map(of), gid)
     }
 
-    /// With these lines for the processes and for their devices.
-    fn start(lines: [(String, String); 2]) -> Self {
+    /// With these lines for the processes and for their devices, and VMs whose GIDs are so.
+    fn start(lines: [(String, String); 2], gid: fn(u8) -> [u8; 16]) -> Self {
         let directory = Directory::new();
         let mut processes = Vec::new();
         for (host, (of_process, of_device)) in (1..).zip(lines) {
@@ -197,6 +210,25 @@ fn messages_go_from_host_to_host() {
     for len in [1, 1024, 1025, 70_000, 1 << 20] {
         assert_works(&pair, len);
     }
+    hosts.assert_unharmed();
+}
+
+#[test]
+fn messages_go_from_host_to_host_over_ipv6() {
+    let mut hosts = Hosts::with_vxlan([7; 2], "fd00::", "/128", gid_ipv6);
+    let pair = hosts.pair(qp_type::RC, |_| {});
+    for len in [1, 1025, 1 << 20] {
+        assert_works(&pair, len);
+    }
+    let datagrams = [0, 1].map(|host: usize| datagram_side(&hosts.vms[host]));
+    let [a, b] = &datagrams;
+    let wqe = Address::of(&b.qp, QKEY).send(1);
+    a.qp.post_send(&wqe, &[a.mr.sge(4096, 100)]).unwrap();
+    assert_success(&a.sent());
+    let cqe = b.recv_cq.wait(TIMEOUT).expect("a datagram");
+    assert_success(&cqe);
+    let from_to = [gid_ipv6(1), gid_ipv6(2)].concat();
+    assert_eq!(b.mr.read(8, 32), from_to, "its GRH");
     hosts.assert_unharmed();
 }
 
