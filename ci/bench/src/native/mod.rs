@@ -29,6 +29,7 @@ mod registration;
 mod setup;
 mod tuning;
 mod vms;
+mod wire;
 
 /// The two cores that are used.
 #[derive(Clone, Copy, Debug)]
@@ -107,7 +108,7 @@ impl Settings {
 type Experiment = fn(&Settings) -> Result<Vec<Figure>>;
 
 /// All experiments, by the names of their sections.
-pub const EXPERIMENTS: [(&str, Experiment); 11] = [
+pub const EXPERIMENTS: [(&str, Experiment); 12] = [
     ("latency", latency::run),
     ("message rate", rate::run),
     ("active queue pairs", qps::run),
@@ -116,6 +117,7 @@ pub const EXPERIMENTS: [(&str, Experiment); 11] = [
     ("key lookup", lookup::run),
     ("set-up", setup::run),
     ("VMs", vms::run),
+    ("wire", wire::run),
     ("neighbours", neighbours::run),
     ("tuning", tuning::run),
     ("idle", idle::run),
