@@ -246,7 +246,7 @@ impl Loop {
         let came = self.look_at_wire();
         let mut iteration = self.scan(most, polling);
         iteration.served += usize::from(came);
-        if let Some(wire) = &mut self.wire {
+        if let Some(wire) = self.wire.as_mut().filter(|_| self.queue.is_empty()) {
             wire.flush();
         }
         self.time = clock();

@@ -21,6 +21,8 @@ const MOST_FRAMES: usize = 64;
 const BUSY: u64 = 100_000;
 /// after that, one each so many nanoseconds: a look is a system call.
 const SELDOM: u64 = 20_000;
+/// While queue pairs wait for their turn, what was sent may wait so long for more, nanoseconds.
+const MOST_WAIT: u64 = 20_000;
 
 /// A worker's end of the wire.
 #[derive(Debug)]
@@ -35,6 +37,8 @@ pub(super) struct WireEnd {
     look_at: u64,
     /// Until then, each poll iteration looks.
     busy_until: u64,
+    /// What was sent leaves at this time at the latest.
+    flush_at: u64,
     /// What was sent when it was looked for last.
     sent: Budget,
 }
@@ -118,6 +122,7 @@ impl WireEnd {
             generation: 0,
             look_at: 0,
             busy_until: 0,
+            flush_at: 0,
             sent: Budget::NONE,
         }
     }
@@ -162,7 +167,11 @@ impl WireEnd {
         queue: &mut QpQueue,
         worker: u16,
     ) -> bool {
-        self.flush();
+        // More may come from the run queue that can leave with what waits.
+        if queue.is_empty() || now >= self.flush_at {
+            self.flush();
+            self.flush_at = now.saturating_add(MOST_WAIT);
+        }
         let sent = self.wire.sent();
         if sent.messages != self.sent.messages {
             self.sent = sent;
