@@ -15,7 +15,7 @@ use crate::fabric::registry::{by_vm, Registry};
 use crate::fabric::wire::port::uplinks::UplinkPort;
 use crate::fabric::wire::{Destination, Recipients, Urgency, View, Wire};
 
-/// Frames that are taken in one poll iteration, at most.
+/// Frames that are taken in one poll iteration, about: those that came at once are taken together.
 const MOST_FRAMES: usize = 64;
 /// For so long after a frame was sent or came, each poll iteration looks for more, nanoseconds;
 const BUSY: u64 = 100_000;

@@ -80,6 +80,8 @@ const MOST_WAIT: u64 = 10_000_000;
 /// how many frames wait for one destination, at most, and how many in all.
 const MOST_WAITING_FOR_ONE: usize = 128;
 const MOST_WAITING: usize = 512;
+/// Rooms for such frames that are kept, at most.
+const MOST_SPARE: usize = 32;
 
 /// How long a peer waits before it tries again whether a VM is still stopped, as an RNR NAK has it:
 /// 41 ms.
@@ -454,17 +456,24 @@ impl<P: Port> Wire<P> {
             let behind = behind.any(|other| other.to == one.to);
             let late = now.saturating_sub(one.since) >= MOST_WAIT;
             if !behind && self.take(now, one.to, &one.bytes, !late, vms) {
-                self.spare.push(one.bytes);
+                self.keep(one.bytes);
             } else if late {
                 let verdict = Verdict::Dropped(Reason::Busy);
                 self.judged(now, one.to.segment, &one.bytes, verdict);
-                self.spare.push(one.bytes);
+                self.keep(one.bytes);
             } else {
                 self.waiting.push_back(one);
                 kept += 1;
             }
         }
         before - kept
+    }
+
+    /// Room for a frame that waits later. Not all is kept that was ever needed at once.
+    fn keep(&mut self, bytes: Vec<u8>) {
+        if self.spare.len() < MOST_SPARE {
+            self.spare.push(bytes);
+        }
     }
 
     /// Whether frames wait for their VMs.
