@@ -56,14 +56,14 @@ pub fn execute(rnic: &Arc<Rnic>, command: &[u8]) -> Vec<u8> {
             (error.status(), Vec::new())
         }
     };
-    let length = u32::try_from(ResponseHeader::SIZE + body.len()).unwrap_or(u32::MAX);
-    let mut response = ResponseHeader {
+    let length = ResponseHeader::SIZE + body.len();
+    let header = ResponseHeader {
         status,
-        length,
+        length: u32::try_from(length).unwrap_or(u32::MAX),
         ..ResponseHeader::default()
-    }
-    .to_bytes()
-    .to_vec();
+    };
+    let mut response = Vec::with_capacity(length);
+    response.extend_from_slice(&header.to_bytes());
     response.extend_from_slice(&body);
     response
 }

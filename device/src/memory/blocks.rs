@@ -78,7 +78,9 @@ impl BlockResolver {
         Ok(())
     }
 
-    pub(super) fn finish(self, memory: &GuestMemory) -> Result<Blocks, Error> {
+    pub(super) fn finish(mut self, memory: &GuestMemory) -> Result<Blocks, Error> {
+        self.share
+            .shrink(Blocks::BLOCK_FOOTPRINT * self.hosts.len() as u64);
         Ok(Blocks {
             mapping: Some(memory.clone()),
             hosts: self.hosts.into(),

@@ -7,7 +7,7 @@ use virtio_rdma_spec::command::{Block, PageList};
 use super::blocks::{BlockResolver, Blocks};
 use super::pages::{Pages, Resolver};
 use super::{Error, GuestMemory};
-use crate::footprint::{boxed, listed, Footprint, Share};
+use crate::footprint::{boxed, listed, Footprint};
 
 /// Addresses of pages that are read before they are resolved.
 const AT_ONCE: usize = 64;
@@ -91,14 +91,15 @@ enum Into {
 #[derive(Debug)]
 pub struct ListReader {
     memory: GuestMemory,
-    /// Addresses of the tables of the last level.
+    /// Address of the first table.
+    top: u64,
+    /// Addresses of the tables of the last level, if `top` is not the only one.
     tables: Vec<u64>,
     count: usize,
     /// Entries that were read.
     read: usize,
+    /// Has a share for this and `tables`, too, until the end.
     into: Into,
-    /// For this and `tables`.
-    _share: Share,
 }
 
 impl ListReader {
@@ -122,13 +123,12 @@ impl ListReader {
         // Two levels of tables at a time.
         let own = boxed::<Self>() + listed::<u64>(2 * leaves);
         let most = form.footprint() * u64::from(list.count);
-        let mut share = account.share(own + most)?;
-        let _share = share.split(own);
+        let share = account.share(own + most)?;
         let mut into = match form {
             Form::Pages => Into::Pages(Resolver::new(count, list.page_shift, share)?),
             Form::Blocks => Into::Blocks(BlockResolver::new(count, share)?),
         };
-        let mut tables = vec![list.addr];
+        let mut tables = Vec::new();
         for depth in (1..list.levels).rev() {
             // Tables of the next level in all: what one entry covers shrinks by 512 with each
             // level.
@@ -136,7 +136,12 @@ impl ListReader {
             let mut next = Vec::new();
             next.try_reserve_exact(entries)
                 .map_err(|_| Error::NoMemory)?;
-            for table in &tables {
+            let above = if tables.is_empty() {
+                std::slice::from_ref(&list.addr)
+            } else {
+                &tables
+            };
+            for table in above {
                 let words = memory.table(*table).ok_or(Error::NotGuestMemory(*table))?;
                 let left = entries - next.len();
                 let read = words.iter().take(left);
@@ -151,11 +156,11 @@ impl ListReader {
         }
         Ok(Self {
             memory: memory.clone(),
+            top: list.addr,
             tables,
             count,
             read,
             into,
-            _share,
         })
     }
 
@@ -180,6 +185,7 @@ impl ListReader {
     pub fn step(&mut self, max: usize) -> Result<usize, Error> {
         let Self {
             memory,
+            top,
             tables,
             count,
             read,
@@ -195,7 +201,7 @@ impl ListReader {
                     if left == 0 {
                         break;
                     }
-                    let words = table(memory, tables, *read / ADDRESSES)?;
+                    let words = table(memory, *top, tables, *read / ADDRESSES)?;
                     let words = words.get(*read % ADDRESSES..).unwrap_or_default();
                     // Read once: the guest may change them at any time.
                     let mut pages = [0; AT_ONCE];
@@ -209,7 +215,7 @@ impl ListReader {
                     left -= taken;
                 }
                 Into::Blocks(resolver) => {
-                    let words = table(memory, tables, *read / BLOCKS)?;
+                    let words = table(memory, *top, tables, *read / BLOCKS)?;
                     let words = words.get(2 * (*read % BLOCKS)..).unwrap_or_default();
                     let many = left.min(*count - *read);
                     for block in words.chunks_exact(2).take(many) {
@@ -247,9 +253,14 @@ impl ListReader {
 
 fn table<'a>(
     memory: &'a GuestMemory,
+    top: u64,
     tables: &[u64],
     number: usize,
 ) -> Result<&'a [AtomicU64; ADDRESSES], Error> {
-    let addr = *tables.get(number).ok_or(Error::PageList)?;
+    let addr = match tables.get(number) {
+        Some(addr) => *addr,
+        None if tables.is_empty() && number == 0 => top,
+        None => return Err(Error::PageList),
+    };
     memory.table(addr).ok_or(Error::NotGuestMemory(addr))
 }

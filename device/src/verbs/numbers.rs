@@ -23,9 +23,11 @@ use crate::footprint::{listed, Footprint, NoMemory, Share};
 pub const NUMBERS: RangeInclusive<u32> = 2..=MASK_24 - 1;
 /// Places of a table that has any, at least.
 const LEAST: usize = 16;
-/// Rounds of the permutation. Four make one that is hard to tell from random; each takes a tenth of
-/// what the shortest command takes.
-const ROUNDS: u32 = 4;
+/// Rounds of the permutation. Three make one that is hard to tell from random for whom sees numbers,
+/// and does not choose them.
+const ROUNDS: u32 = 3;
+/// Numbers that are computed at once: the code and the key are at hand then.
+const AT_ONCE: usize = 16;
 
 /// A random order of numbers, and how far they are given.
 #[derive(Debug, Default)]
@@ -50,7 +52,8 @@ impl Order {
         loop {
             let (mut left, mut right) = (number >> half, number & mask);
             for round in 0..ROUNDS {
-                let mixed = self.key.hash_one((round, right)) as u32 & mask;
+                let mixed = self.key.hash_one(u64::from(round) << 32 | u64::from(right));
+                let mixed = mixed as u32 & mask;
                 (left, right) = (right, left ^ mixed);
             }
             number = left << half | right;
@@ -78,6 +81,9 @@ pub struct Numbers<T> {
     count: u32,
     /// The order in which they are.
     order: Arc<Order>,
+    /// Numbers from the position `computed_from` on.
+    computed: [u32; AT_ONCE],
+    computed_from: Option<u32>,
     max: u32,
     len: u32,
     /// For `places`.
@@ -101,6 +107,8 @@ impl<T: Numbered> Numbers<T> {
             range,
             count,
             order,
+            computed: [0; AT_ONCE],
+            computed_from: None,
             max: max.min(count),
             len: 0,
             share: Share::default(),
@@ -115,12 +123,28 @@ impl<T: Numbered> Numbers<T> {
     }
 
     /// Takes the next number of the order.
-    fn next(&self) -> u32 {
+    fn next(&mut self) -> u32 {
         let (order, count) = (&self.order, self.count);
         // (An earlier table may have had more numbers.)
         let position = order.next.load(Ordering::Relaxed) % count;
         order.next.store((position + 1) % count, Ordering::Relaxed);
-        *self.range.start() + order.at(position, count)
+        let computed = |from| self.computed.get(position.checked_sub(from)? as usize);
+        let number = match self.computed_from.and_then(computed) {
+            Some(number) => *number,
+            None => self.compute(position),
+        };
+        *self.range.start() + number
+    }
+
+    /// Computes the numbers from `position` on; returns the first.
+    #[cold]
+    fn compute(&mut self, position: u32) -> u32 {
+        for (number, at) in self.computed.iter_mut().zip(position..self.count) {
+            *number = self.order.at(at, self.count);
+        }
+        self.computed_from = Some(position);
+        let [first, ..] = self.computed;
+        first
     }
 
     /// What it takes of its account, without what its objects take, bytes.
@@ -233,9 +257,10 @@ impl<T: Numbered> Numbers<T> {
         Some(object)
     }
 
-    /// Gives the memory of the table back, if there is no object.
+    /// Gives the memory of the table back if there is no object, but for the least it may have: a
+    /// VM that makes and destroys its only object would pay for a table each time.
     fn tidy(&mut self) {
-        if self.len == 0 {
+        if self.len == 0 && self.places.len() > LEAST {
             self.places = Vec::new();
             self.share.shrink(0);
         }
