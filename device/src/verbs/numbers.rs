@@ -202,11 +202,21 @@ impl<T: Numbered> Numbers<T> {
         Ok(number)
     }
 
+    /// What a table of so many places takes of its account. The least that it has is as much as a VM
+    /// without objects takes, and in no account.
+    fn accounted(places: usize) -> u64 {
+        if places <= LEAST {
+            0
+        } else {
+            listed::<Option<T>>(places)
+        }
+    }
+
     /// Doubles the places. Objects at different places get different ones again.
     fn grow(&mut self) -> Result<(), NoMemory> {
         let count = (2 * self.places.len()).max(LEAST);
         let before = self.share.bytes();
-        let bytes = listed::<Option<T>>(count);
+        let bytes = Self::accounted(count);
         self.share.grow(bytes.saturating_sub(before))?;
         let mut places = Vec::new();
         if places.try_reserve_exact(count).is_err() {
@@ -257,8 +267,8 @@ impl<T: Numbered> Numbers<T> {
         Some(object)
     }
 
-    /// Gives the memory of the table back if there is no object, but for the least it may have: a
-    /// VM that makes and destroys its only object would pay for a table each time.
+    /// Gives the memory of the table back if there is no object, but for the least that it has: a VM
+    /// that makes and destroys its only object would pay for a table each time.
     fn tidy(&mut self) {
         if self.len == 0 && self.places.len() > LEAST {
             self.places = Vec::new();
