@@ -12,7 +12,9 @@ use crate::engine::tables::Gid;
 use crate::engine::vm::Link;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::layer::settings::{DeviceFaults, FaultSettings};
 use crate::fabric::wire::port::uplinks::Uplinks;
+use crate::fabric::wire::port::Direction;
 use crate::fabric::wire::View;
 use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
@@ -52,6 +54,11 @@ pub struct AdapterSettings {
     /// The ways out of this process, for VMs that have one.
     pub uplinks: Uplinks,
 }
+
+/// All messages of a device stay in this process, where there are no frames.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("only frames have faults, and the device has no way out of this process")]
+pub struct NoFrames;
 
 impl Default for AdapterSettings {
     fn default() -> Self {
@@ -248,6 +255,36 @@ impl Adapter {
     /// What others see of the ways out of this process.
     pub(crate) fn wire(&self) -> Option<&Arc<View>> {
         self.workers.iter().find_map(|worker| worker.wire())
+    }
+
+    /// The frames of a device have faults from now on, or none. Frames count from 0 again.
+    ///
+    /// # Errors
+    /// If the device has no frames.
+    pub(crate) fn set_faults(
+        &self,
+        device: &RnicSettings,
+        direction: Direction,
+        faults: Option<FaultSettings>,
+    ) -> Result<(), NoFrames> {
+        let (view, uplink) = self.wire().zip(device.uplink).ok_or(NoFrames)?;
+        let station = (uplink.segment, device.mac);
+        view.faults.set(station, direction, faults);
+        Ok(())
+    }
+
+    /// The frames of a device have the faults of its settings.
+    ///
+    /// # Errors
+    /// If there are any, and the device has no frames.
+    pub fn begin_faults(&self, device: &RnicSettings) -> Result<(), NoFrames> {
+        let DeviceFaults { sent, received } = device.faults;
+        for (direction, faults) in [(Direction::Out, sent), (Direction::In, received)] {
+            if faults.is_some() {
+                self.set_faults(device, direction, faults)?;
+            }
+        }
+        Ok(())
     }
 
     /// Stops the workers.

@@ -14,6 +14,7 @@ use serde::Deserialize;
 use crate::adapter::AdapterSettings;
 use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
 use crate::engine::vm::{Segment, Uplink};
+use crate::fabric::wire::layer::settings::{BadFaults, DeviceFaults, FaultSettings};
 use crate::fabric::wire::path_mtu_within;
 use crate::fabric::wire::port::interface::Interface;
 use crate::fabric::wire::port::uplinks::Uplinks;
@@ -141,6 +142,12 @@ pub enum Error {
     /// A VM has two ways out.
     #[error("{0} has both a vni and dgram: there is one way out")]
     TwoWays(PathBuf),
+    /// A device has faults, and no way out of this process.
+    #[error("{0} has faults, but only frames have them: it needs a vni or dgram")]
+    NoFrames(PathBuf),
+    /// What a device has for faults makes no sense.
+    #[error("the faults of {0}: {1}")]
+    Faults(PathBuf, BadFaults),
     /// Two networks are the same one on the wire.
     #[error("vni {0} is given to two networks")]
     TwoNetworks(u32),
@@ -203,6 +210,30 @@ pub enum Command {
         /// What the link is to be.
         state: LinkState,
     },
+    /// Have frames of a device of a running process lost, damaged, repeated, reordered or delayed,
+    /// to test how software takes it.
+    ///
+    /// The frames are those of RDMA messages between processes. What happens to one depends on the
+    /// seed and its number alone, the first one having 0: what was seen once can be had again.
+    Faults {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// The device: its socket as `status` names it, or its MAC address.
+        device: String,
+        /// Parts with commas between them, as in seed=7,loss=1%,delay=2ms..5ms; or off.
+        ///
+        /// seed=N. loss=PART: 0.01 or 1%. burst=N: frames that are lost one after the other, in the
+        /// mean. damage=PART: one bit. duplicate=PART and reorder=PART: comes twice, or later than
+        /// others, by at most reorder-time=TIME [default: 1ms]. delay=TIME or TIME..TIME. rate=BITS
+        /// in a second, with at most queue=BYTES waiting [default: 256k]. lose=N or N..N: these
+        /// frames.
+        #[arg(verbatim_doc_comment)]
+        faults: FaultsOrOff,
+        /// Only what the VM sends, or only what comes for it.
+        #[arg(long, value_enum)]
+        direction: Option<FaultDirection>,
+    },
     /// Write what a running process sends and receives over the wire to standard output, for
     /// Wireshark, until it is stopped.
     ///
@@ -221,6 +252,30 @@ pub enum Command {
         #[arg(long, default_value_t = 65_535)]
         snap: usize,
     },
+}
+
+/// What frames have faults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FaultDirection {
+    /// What the VM sends.
+    Out,
+    /// What comes for it.
+    In,
+}
+
+/// Faults, or the word `off`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct FaultsOrOff(pub Option<FaultSettings>);
+
+impl FromStr for FaultsOrOff {
+    type Err = BadFaults;
+
+    fn from_str(text: &str) -> Result<Self, BadFaults> {
+        if text == "off" {
+            return Ok(Self(None));
+        }
+        text.parse().map(|faults| Self(Some(faults)))
+    }
 }
 
 /// What a link is to be.
@@ -327,6 +382,8 @@ pub struct DeviceConfig {
     pub vni: Option<u32>,
     /// Its own interface. Without this and `vni`, no message leaves this process.
     pub dgram: Option<DgramConfig>,
+    /// Faults of its frames.
+    pub faults: Option<FaultsConfig>,
 }
 
 impl FromStr for DeviceConfig {
@@ -353,6 +410,7 @@ impl FromStr for DeviceConfig {
             memory: None,
             vni: None,
             dgram: None,
+            faults: None,
         };
         let bytes = |n: &str| {
             let bytes = n.parse::<u64>();
@@ -570,6 +628,43 @@ impl DgramConfig {
             segment: Segment::Own(number),
             active_mtu: path_mtu_within(mtu_or_usual(self.mtu)?),
         })
+    }
+}
+
+/// Faults of a device: the same in both directions, or for each its own.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
+pub enum FaultsConfig {
+    /// In both.
+    Both(String),
+    /// In one, or in each others.
+    Each(EachWay),
+}
+
+/// Faults by direction.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EachWay {
+    /// Of what the VM sends.
+    pub out: Option<String>,
+    /// Of what comes for it.
+    #[serde(rename = "in")]
+    pub inbound: Option<String>,
+}
+
+impl FaultsConfig {
+    fn settings(&self) -> Result<DeviceFaults, BadFaults> {
+        let read = |text: &String| text.parse::<FaultSettings>();
+        match self {
+            Self::Both(text) => read(text).map(|faults| DeviceFaults {
+                sent: Some(faults),
+                received: Some(faults),
+            }),
+            Self::Each(EachWay { out, inbound }) => Ok(DeviceFaults {
+                sent: out.as_ref().map(read).transpose()?,
+                received: inbound.as_ref().map(read).transpose()?,
+            }),
+        }
     }
 }
 
@@ -844,6 +939,13 @@ impl DeviceConfig {
                 return Err(Error::Vni { socket, vni });
             }
             settings.uplink = Some(wire.uplink(vni));
+        }
+        if let Some(faults) = self.faults {
+            if settings.uplink.is_none() {
+                return Err(Error::NoFrames(self.socket));
+            }
+            let said = |why| Error::Faults(self.socket.clone(), why);
+            settings.faults = faults.settings().map_err(said)?;
         }
         let weight = self.weight.unwrap_or(USUAL_WEIGHT);
         if !(1..=MOST_WEIGHT).contains(&weight) {
@@ -1155,6 +1257,21 @@ mod tests {
         let ports = both.uplinks.interfaces.iter();
         let ports: Vec<_> = ports.map(|interface| interface.local.port()).collect();
         assert_eq!(ports, [1, 2]);
+        let file = dgram("a", 1, "") + "faults = { out = 'loss=1%' }\n";
+        let faults = config(&[], &file).unwrap().devices[0].1.faults;
+        assert_eq!(faults.sent, Some("loss=0.01".parse().unwrap()));
+        assert_eq!(faults.received, None);
+        let file = dgram("a", 1, "") + "faults = 'seed=3'\n";
+        let faults = config(&[], &file).unwrap().devices[0].1.faults;
+        assert_eq!(faults.sent, Some("seed=3".parse().unwrap()));
+        assert_eq!(faults.received, faults.sent);
+        let said = config(&[], "[[device]]\nsocket = 'a'\nfaults = 'seed=3'\n").unwrap_err();
+        assert!(
+            said.contains("a has faults, but only frames have them"),
+            "{said}"
+        );
+        let said = config(&[], &(dgram("a", 1, "") + "faults = 'x'\n")).unwrap_err();
+        assert!(said.contains("the faults of a: 'x' is no fault"), "{said}");
         let said = config(&[], &format!("{WIRE}{}vni = 7\n", dgram("a", 1, ""))).unwrap_err();
         assert!(said.contains("a has both a vni and dgram"), "{said}");
         let said = config(&[], &dgram("a", 1, ", mtu = 100")).unwrap_err();

@@ -33,6 +33,12 @@ fn main() -> ExitCode {
             device,
             state,
         }) => status::set_link(&path, &device, state == LinkState::Up).map_err(Into::into),
+        Some(Command::Faults {
+            path,
+            device,
+            direction,
+            faults,
+        }) => status::set_faults(&path, &device, direction, faults.0).map_err(Into::into),
         Some(Command::Capture { path, vm, snap }) => capture(&path, vm.as_deref(), snap),
         None => serve(args.serve),
     };
@@ -126,6 +132,7 @@ impl Running {
     ) -> Result<(), Box<dyn Error>> {
         let devices: Vec<_> = devices.into_iter().map(|(_, settings)| settings).collect();
         for (socket, settings) in sockets.devices.into_iter().zip(devices.clone()) {
+            adapter.begin_faults(&settings)?;
             let server = Server::start(socket, adapter.clone(), settings, sandbox)?;
             self.servers.push(server);
         }

@@ -21,6 +21,7 @@ use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::{Link, Schedule, Uplink, Vm, VmSettings};
 use crate::fabric::local::Local;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::layer::settings::DeviceFaults;
 use crate::fabric::Fabric;
 use crate::limits::{Limits, PORT};
 use crate::memory::GuestMemory;
@@ -57,6 +58,8 @@ pub struct RnicSettings {
     pub share: ShareSettings,
     /// The way out of this process, if it has one.
     pub uplink: Option<Uplink>,
+    /// The faults that its frames have from the start.
+    pub faults: DeviceFaults,
 }
 
 impl Default for RnicSettings {
@@ -73,6 +76,7 @@ impl Default for RnicSettings {
             gid_policy: GidPolicy::default(),
             share: ShareSettings::default(),
             uplink: None,
+            faults: DeviceFaults::default(),
         }
     }
 }

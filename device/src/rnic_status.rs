@@ -11,6 +11,7 @@ use crate::memory::{Form, GuestMemory};
 use crate::rnic::Rnic;
 use crate::verbs::cq::Cq;
 use crate::verbs::fast::FastMr;
+use crate::verbs::gid_policy::mac_text;
 use crate::verbs::mr::Mr;
 use crate::verbs::srq::Srq;
 
@@ -61,14 +62,13 @@ impl Rnic {
             .map(list_fast_mr)
             .collect();
         let tables = self.vm().tables();
-        let [a, b, c, d, e, f] = self.settings.mac;
         let gids = tables.gids.iter().enumerate().filter_map(|(index, gid)| {
             let gid = std::net::Ipv6Addr::from((*gid)?);
             Some(json!({ "index": index, "gid": gid.to_string() }))
         });
         json!({
             "name": self.settings.name,
-            "mac": format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}"),
+            "mac": mac_text(&self.settings.mac),
             "network": self.settings.network,
             "node_guid": format!("{:016x}", self.node_guid),
             "link_up": self.vm().link().is_up(),

@@ -2,8 +2,8 @@
 //! The status socket: a client that connects gets the state of all VMs as one line of JSON, or,
 //! after a line with a request, the answer to that.
 //!
-//! A client may send one line, `link DEVICE up`, `link DEVICE down` or `capture snap=BYTES [DEVICE]`,
-//! or end its side of the connection to say that none comes. If it does neither for a while, none is
+//! A client may send one line, `link DEVICE up`, `link DEVICE down`, `faults DEVICE in|out|both
+//! FAULTS|off` or `capture snap=BYTES [DEVICE]`, or end its side of the connection to say that none comes. If it does neither for a while, none is
 //! expected. To `capture` the answer is a file for Wireshark that grows until the client goes; one
 //! client at a time captures.
 use std::io::{self, Read, Write};
@@ -21,9 +21,11 @@ use serde_json::{json, Value};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use crate::adapter::Adapter;
-use crate::config::Mac;
+use crate::config::{FaultDirection, FaultsOrOff, Mac};
 use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::fabric::wire::capture::{CaptureFile, Captured};
+use crate::fabric::wire::layer::settings::FaultSettings;
+use crate::fabric::wire::port::Direction;
 use crate::fabric::wire::View;
 use crate::rnic::RnicSettings;
 use crate::sandbox::{Kind, Sandbox};
@@ -107,6 +109,37 @@ pub fn set_link(path: &Path, device: &str, up: bool) -> Result<(), Error> {
         return Err(Error::Refused(error.to_owned()));
     }
     if answer["link_up"].as_bool() != Some(up) {
+        return Err(Error::NoAnswer(path.to_owned()));
+    }
+    Ok(())
+}
+
+/// Gives the frames of a device of the process behind `path` faults in one direction or both, or none
+/// any longer.
+///
+/// # Errors
+/// If nobody answers, or the process has no such device, or the device no frames.
+pub fn set_faults(
+    path: &Path,
+    device: &str,
+    direction: Option<FaultDirection>,
+    faults: Option<FaultSettings>,
+) -> Result<(), Error> {
+    let line = |c: char| c == '\n' || c == '\r';
+    if device.is_empty() || device.contains(line) || device.len() > MAX_REQUEST / 2 {
+        return Err(Error::Refused(format!("'{device}' is no device")));
+    }
+    let direction = match direction {
+        Some(FaultDirection::In) => "in",
+        Some(FaultDirection::Out) => "out",
+        None => "both",
+    };
+    let faults = faults.map_or_else(|| "off".to_owned(), |faults| faults.to_string());
+    let answer = ask(path, &format!("faults {device} {direction} {faults}\n"))?;
+    if let Some(error) = answer["error"].as_str() {
+        return Err(Error::Refused(error.to_owned()));
+    }
+    if answer["faults"].as_str() != Some(&faults) {
         return Err(Error::NoAnswer(path.to_owned()));
     }
     Ok(())
@@ -431,6 +464,12 @@ fn answer(adapter: &Adapter, devices: &[RnicSettings], request: &[u8]) -> Value 
     if request.is_empty() || request == b"\n" {
         return adapter.status();
     }
+    if request.starts_with(b"faults ") {
+        return match change_faults(adapter, devices, request) {
+            Ok(answer) => answer,
+            Err(error) => json!({ "error": error }),
+        };
+    }
     match command(devices, request) {
         Ok((device, up)) => {
             adapter.set_link(&device.link, up);
@@ -442,20 +481,57 @@ fn answer(adapter: &Adapter, devices: &[RnicSettings], request: &[u8]) -> Value 
     }
 }
 
+/// The line that a request is.
+fn line_of(request: &[u8]) -> Result<&str, &'static str> {
+    request
+        .strip_suffix(b"\n")
+        .filter(|_| request.len() <= MAX_REQUEST)
+        .and_then(|line| std::str::from_utf8(line).ok())
+        .ok_or("the request is not a line")
+}
+
+/// Gives the frames of a device faults, or none any longer; returns the answer.
+fn change_faults(
+    adapter: &Adapter,
+    devices: &[RnicSettings],
+    request: &[u8],
+) -> Result<Value, String> {
+    let line = line_of(request)?;
+    let mut words = line.strip_prefix("faults ").unwrap_or(line).rsplitn(3, ' ');
+    let (Some(faults), Some(direction), Some(device)) = (words.next(), words.next(), words.next())
+    else {
+        return Err("the request is: faults DEVICE in|out|both FAULTS|off".to_owned());
+    };
+    let device = find(devices, device)?;
+    let directions: &[Direction] = match direction {
+        "in" => &[Direction::In],
+        "out" => &[Direction::Out],
+        "both" => &[Direction::Out, Direction::In],
+        _ => return Err(format!("faults are in, out or both, not '{direction}'")),
+    };
+    let wanted = faults.parse::<FaultsOrOff>();
+    let FaultsOrOff(wanted) = wanted.map_err(|error| error.to_string())?;
+    for direction in directions {
+        let set = adapter.set_faults(device, *direction, wanted);
+        set.map_err(|error| error.to_string())?;
+    }
+    info!("{}: faults {direction}: {faults}", device.name);
+    Ok(json!({ "name": device.name, "faults": faults }))
+}
+
 /// The device whose link is to change, and whether it is to be up.
 fn command<'a>(
     devices: &'a [RnicSettings],
     request: &[u8],
 ) -> Result<(&'a RnicSettings, bool), String> {
-    let line = request
-        .strip_suffix(b"\n")
-        .filter(|_| request.len() <= MAX_REQUEST)
-        .and_then(|line| std::str::from_utf8(line).ok())
-        .ok_or("the request is not a line")?;
+    let line = line_of(request)?;
     let (device, state) = line
         .strip_prefix("link ")
         .and_then(|rest| rest.rsplit_once(' '))
-        .ok_or("the requests are: link DEVICE up|down, capture snap=BYTES [DEVICE]")?;
+        .ok_or(
+            "the requests are: link DEVICE up|down, faults DEVICE in|out|both FAULTS|off, \
+             capture snap=BYTES [DEVICE]",
+        )?;
     let up = match state {
         "up" => true,
         "down" => false,

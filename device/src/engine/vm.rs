@@ -120,6 +120,15 @@ pub enum Segment {
     Own(u32),
 }
 
+impl fmt::Display for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Vxlan(vni) => write!(f, "vni {vni}"),
+            Self::Own(number) => write!(f, "dgram {number}"),
+        }
+    }
+}
+
 /// The way that a VM's messages have out of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Uplink {

@@ -125,7 +125,9 @@ pub fn of_address(address: IpAddr) -> Gid {
     }
 }
 
-fn mac_text([a, b, c, d, e, f]: &[u8; 6]) -> String {
+/// How people write a MAC address.
+#[must_use]
+pub fn mac_text([a, b, c, d, e, f]: &[u8; 6]) -> String {
     format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
 }
 

@@ -371,6 +371,7 @@ impl Loop {
             .next()
             .into_iter()
             .chain(self.holds.next())
+            .chain(self.wire.as_ref().and_then(WireEnd::timer))
             .min()
     }
 

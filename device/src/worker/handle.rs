@@ -21,10 +21,13 @@ use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::layer::plan::Planned;
 use crate::fabric::wire::port::uplinks::Uplinks;
+use crate::fabric::wire::port::Direction;
 use crate::fabric::wire::View;
 use crate::sandbox::{Kind, Sandbox};
 use crate::verbs::cq::Cq;
+use crate::verbs::gid_policy::mac_text;
 
 /// Epoll data of the notifications from guests.
 pub(super) const KICK: u64 = 1;
@@ -312,15 +315,34 @@ impl Worker {
             "kicks": self.stats.kicks.load(Ordering::Relaxed),
             "doorbells": self.stats.doorbells.load(Ordering::Relaxed),
         });
-        if let Some(View { counters, .. }) = self.wire.get().map(|view| &**view) {
+        if let Some(View {
+            counters, faults, ..
+        }) = self.wire.get().map(|view| &**view)
+        {
             let numbers = |(name, count): (&str, u64)| (name.to_owned(), json!(count));
             let mut wire: Map<_, _> = counters.list().map(numbers).collect();
             let dropped: Map<_, _> = counters.dropped().map(numbers).collect();
             wire.insert("dropped".to_owned(), dropped.into());
+            let faults: Vec<_> = faults.list().iter().map(|one| planned(one)).collect();
+            wire.insert("faults".to_owned(), faults.into());
             status["wire"] = wire.into();
         }
         status
     }
+}
+
+/// The faults of a device in a direction, and what they did.
+fn planned(one: &Planned) -> Value {
+    let ((segment, mac), direction) = (one.station, one.direction);
+    let counts = one.counts.list().into_iter();
+    let counts = counts.map(|(name, count)| (name.to_owned(), json!(count)));
+    json!({
+        "segment": segment.to_string(),
+        "mac": mac_text(&mac),
+        "direction": match direction { Direction::In => "in", Direction::Out => "out" },
+        "settings": one.settings.to_string(),
+        "counts": counts.collect::<Map<_, _>>(),
+    })
 }
 
 impl Schedule for Worker {

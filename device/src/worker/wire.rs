@@ -12,6 +12,7 @@ use crate::engine::tables::Tables;
 use crate::engine::vm::{Network, Segment, Vm};
 use crate::engine::Budget;
 use crate::fabric::registry::{by_vm, Registry};
+use crate::fabric::wire::layer::faults::Faults;
 use crate::fabric::wire::port::uplinks::UplinkPort;
 use crate::fabric::wire::{Destination, Recipients, Urgency, View, Wire};
 
@@ -27,7 +28,7 @@ const MOST_WAIT: u64 = 20_000;
 /// A worker's end of the wire.
 #[derive(Debug)]
 pub(super) struct WireEnd {
-    wire: Wire<UplinkPort>,
+    wire: Wire<Faults<UplinkPort>>,
     /// The networks of VMs with a way out, by what they are called on the wire.
     networks: Vec<(Segment, Network)>,
     /// Which VM has which GID, as far as that was asked since the registry changed last.
@@ -116,7 +117,7 @@ impl Recipients for Here<'_> {
 impl WireEnd {
     pub(super) fn new(port: UplinkPort, view: Arc<View>) -> Self {
         Self {
-            wire: Wire::new(port, view),
+            wire: Wire::new(Faults::new(port, view.clone()), view),
             networks: Vec::new(),
             owners: HashMap::new(),
             generation: 0,
@@ -139,13 +140,18 @@ impl WireEnd {
     }
 
     /// The fabric.
-    pub(super) fn fabric(&mut self) -> &mut Wire<UplinkPort> {
+    pub(super) fn fabric(&mut self) -> &mut Wire<Faults<UplinkPort>> {
         &mut self.wire
     }
 
     /// Frames and bytes that were sent in all.
     pub(super) fn sent(&self) -> Budget {
         self.wire.sent()
+    }
+
+    /// When a frame goes on that faults hold back, nanoseconds.
+    pub(super) fn timer(&self) -> Option<u64> {
+        self.wire.timer()
     }
 
     /// The next poll iteration looks for frames.
@@ -158,7 +164,8 @@ impl WireEnd {
         self.wire.flush_frames();
     }
 
-    /// Lets leave what was sent, and takes frames that have come, if it is time to look for them. Returns whether there were any.
+    /// Lets leave what was sent, and takes frames that have come, if it is time to look for them.
+    /// Returns whether there were any.
     pub(super) fn look(
         &mut self,
         now: u64,
@@ -176,7 +183,7 @@ impl WireEnd {
         if sent.messages != self.sent.messages {
             self.sent = sent;
             self.busy_until = now.saturating_add(BUSY);
-        } else if now < self.look_at {
+        } else if now < self.look_at && self.wire.timer().is_none_or(|at| now < at) {
             return false;
         }
         let generation = registry.generation();

@@ -5,6 +5,7 @@ use std::net::UdpSocket;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{
@@ -336,6 +337,113 @@ fn what_goes_over_the_wire_is_captured_with_the_reasons() {
         .unwrap();
     let said = String::from_utf8_lossy(&nobody.stderr).into_owned();
     assert!(said.contains("there is no device 'nobody'"), "{said}");
+}
+
+/// Runs `faults` for the VM of a host; returns what it says against it, or nothing.
+fn faults(process: &DeviceProcess, host: u8, words: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_vhost-device-rdma"))
+        .arg("faults")
+        .arg(process.status_socket())
+        .arg(format!("52:54:00:00:01:0{host}"))
+        .args(words)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.success(), said.is_empty());
+    said
+}
+
+/// What faults of a process did, by the name of the count.
+fn suffered(process: &DeviceProcess, direction: &str, name: &str) -> u64 {
+    let status = process.status().unwrap();
+    let list = status["workers"][0]["wire"]["faults"].as_array().unwrap();
+    let one = list.iter().find(|one| one["direction"] == direction);
+    one.unwrap()["counts"][name].as_u64().unwrap()
+}
+
+#[test]
+fn frames_are_lost_and_delayed_as_an_operator_says() {
+    let mut hosts = Hosts::new();
+    let pair = hosts.pair(qp_type::RC, |connection| {
+        connection.timeout = 14;
+        connection.retry_cnt = 7;
+    });
+    let process = &hosts.processes[0];
+    // Any frame may be lost, and all gets there.
+    let some = "seed=3,loss=5%,burst=2,damage=1%,duplicate=2%,reorder=5%,reorder-time=200us";
+    assert_eq!(faults(process, 1, &[some]), "");
+    for len in [1, 1025, 200_000] {
+        assert_works(&pair, len);
+    }
+    assert!(suffered(process, "out", "lost") > 0 && suffered(process, "in", "lost") > 0);
+    let status = process.status().unwrap();
+    let dropped = status["workers"][0]["wire"]["dropped"]["faults"].as_u64();
+    assert_eq!(dropped, Some(suffered(process, "in", "lost")));
+    // These frames, and in one direction.
+    assert_eq!(faults(process, 1, &["off"]), "");
+    assert_eq!(faults(process, 1, &["lose=0..1", "--direction", "out"]), "");
+    assert_works(&pair, 100);
+    assert_eq!(suffered(process, "out", "lost"), 2);
+    // As long as was said, there and back. A worker that sleeps wakes for it.
+    assert_eq!(faults(process, 1, &["delay=30ms"]), "");
+    let start = Instant::now();
+    assert_works(&pair, 8);
+    assert!(start.elapsed() >= Duration::from_millis(3 * 60));
+    // A cut ends messages, and no more than that.
+    assert_eq!(faults(process, 1, &["loss=100%", "--direction", "in"]), "");
+    let other = hosts.pair(qp_type::RC, |connection| {
+        connection.timeout = 8;
+        connection.retry_cnt = 1;
+    });
+    let write = wqe(wr_opcode::RDMA_WRITE, 1, &other);
+    other.a.qp.post_send(&write, &sge(&other.a, 8)).unwrap();
+    assert_status(&other.a.sent(), wc_status::RETRY_EXC_ERR);
+    assert_eq!(faults(process, 1, &["off"]), "");
+    assert_works(&pair, 5000);
+    hosts.assert_unharmed();
+}
+
+#[test]
+fn faults_may_be_there_from_the_start() {
+    let addresses = free();
+    let of = |host: usize| {
+        let (local, remote) = (&addresses[host], &addresses[1 - host]);
+        let dgram = format!("dgram = {{ local = '{local}', remote = '{remote}' }}");
+        let faults = ["faults = { in = 'lose=0' }", "faults = 'lose=1'"][host];
+        (String::new(), format!("{dgram}\n{faults}"))
+    };
+    let hosts = Hosts::start([0, 1].map(of), gid);
+    let pair = hosts.pair(qp_type::RC, |connection| connection.timeout = 14);
+    assert_works(&pair, 3000);
+    assert_eq!(suffered(&hosts.processes[0], "in", "lost"), 1);
+    assert_eq!(suffered(&hosts.processes[1], "in", "lost"), 1);
+    assert_eq!(suffered(&hosts.processes[1], "out", "lost"), 1);
+}
+
+#[test]
+fn faults_that_there_cannot_be_are_refused_in_a_sentence() {
+    let hosts = Hosts::new();
+    let said = faults(&hosts.processes[0], 1, &["loss=200%"]);
+    assert!(said.contains("'200%' of loss is not a part"), "{said}");
+    let said = faults(&hosts.processes[0], 9, &["loss=1%"]);
+    assert!(
+        said.contains("there is no device '52:54:00:00:01:09'"),
+        "{said}"
+    );
+    for (request, answer) in [
+        ("faults x sideways off\n", "there is no device 'x'"),
+        ("faults 52:54:00:00:01:01 sideways off\n", "not 'sideways'"),
+        ("faults 52:54:00:00:01:01 in lost\n", "'lost' is no fault"),
+        ("faults off\n", "the request is: faults DEVICE"),
+    ] {
+        let said = hosts.processes[0].request(request.as_bytes()).unwrap();
+        assert!(said.to_string().contains(answer), "{said}");
+    }
+    // Without a way out there are no frames.
+    let process = crate::common::process(1);
+    let request = "faults 52:54:00:00:00:01 both loss=1%\n";
+    let said = process.request(request.as_bytes()).unwrap().to_string();
+    assert!(said.contains("only frames have faults"), "{said}");
 }
 
 #[test]

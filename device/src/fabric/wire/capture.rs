@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::pcapng::{self, Direction};
+use super::pcapng;
+use super::port::Direction;
 use crate::engine::vm::Segment;
 use crate::verbs::cq::clock;
 
@@ -135,10 +136,7 @@ impl CaptureFile {
 
     /// Appends a frame. `prefix` goes before the name of its interface.
     pub(crate) fn add(&mut self, out: &mut Vec<u8>, prefix: &str, frame: &Captured) {
-        let name = match frame.segment {
-            Segment::Vxlan(vni) => format!("{prefix}vni {vni}"),
-            Segment::Own(number) => format!("{prefix}dgram {number}"),
-        };
+        let name = format!("{prefix}{}", frame.segment);
         let known = |(segment, known): &(_, String)| *segment == frame.segment && *known == name;
         let number = self.interfaces.iter().position(known);
         let number = number.unwrap_or_else(|| {

@@ -9,14 +9,13 @@
 //! [`packet`], [`frame`] and [`icrc`] are bytes and values. The [`sender`] is the requester of a
 //! queue pair whose packets are acknowledged, what is in [`unacknowledged`] that of the others; the
 //! [`receiver`] is the responder of a connected queue pair. They stand on the engine's send queue and
-//! responder, which decide what everything means. Layers may be put around ports (so
-//! far `layer::faults`, for tests).
+//! responder, which decide what everything means. [`layer`] has what is put
+//! around ports: faults.
 pub(crate) mod capture;
 pub(crate) mod counters;
 mod frame;
 mod icrc;
-#[cfg(test)]
-mod layer;
+pub(crate) mod layer;
 mod packet;
 mod pcapng;
 pub(crate) mod port;
@@ -37,9 +36,9 @@ use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 use self::capture::Capture;
 use self::counters::Counters;
 use self::frame::{Addresses, Frame};
+use self::layer::plan::Plan;
 use self::packet::{Body, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
-use self::pcapng::Direction;
-use self::port::{Burst, Fate, Port};
+use self::port::{Burst, Direction, Fate, Port};
 use self::receiver::Receiver;
 use self::sender::{Brought, Peer, Sender};
 use self::unacknowledged::{datagram, datagrams, Stream};
@@ -227,6 +226,8 @@ struct Egress<P> {
 pub(crate) struct View {
     pub counters: Counters,
     pub capture: Capture,
+    /// Faults that are wanted.
+    pub faults: Plan,
 }
 
 impl<P: Port> Egress<P> {
@@ -404,8 +405,12 @@ impl<P: Port> Wire<P> {
         let mut taken = self.take_waiting(now, vms);
         let mut burst = std::mem::take(&mut self.received);
         while taken < most && self.out.port.receive(now, &mut burst) {
-            for (segment, bytes) in burst.frames() {
+            for (segment, bytes, lost) in burst.frames() {
                 taken += 1;
+                if let Some(fate) = lost {
+                    self.lost(now, segment, bytes, fate);
+                    continue;
+                }
                 let Some(gid) = frame::destination(bytes) else {
                     self.judged(now, segment, bytes, Verdict::Dropped(Reason::Other));
                     continue;
@@ -420,6 +425,11 @@ impl<P: Port> Wire<P> {
         }
         self.received = burst;
         taken
+    }
+
+    /// When there is something to take or to send though nobody else does, nanoseconds.
+    pub(crate) fn timer(&self) -> Option<u64> {
+        self.out.port.timer()
     }
 
     /// What was sent leaves now.
@@ -512,9 +522,23 @@ impl<P: Port> Wire<P> {
         there
     }
 
+    /// A frame that came is lost by faults.
+    fn lost(&mut self, now: u64, segment: Segment, bytes: &[u8], fate: Fate) {
+        let View {
+            counters, capture, ..
+        } = &*self.out.view;
+        counters.received(bytes.len(), Verdict::Dropped(Reason::Faults));
+        if capture.is_on() {
+            let comment = Some(fate.to_string());
+            capture.add(now, segment, Direction::In, bytes, comment);
+        }
+    }
+
     /// A frame is done with.
     fn judged(&mut self, now: u64, segment: Segment, bytes: &[u8], verdict: Verdict) {
-        let View { counters, capture } = &*self.out.view;
+        let View {
+            counters, capture, ..
+        } = &*self.out.view;
         counters.received(bytes.len(), verdict);
         if capture.is_on() {
             let comment = Some(verdict.to_string());

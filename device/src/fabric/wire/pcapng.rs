@@ -2,12 +2,7 @@
 //! Captures in the format that Wireshark reads: pcapng (draft-ietf-opsawg-pcapng), with one section,
 //! Ethernet interfaces and times in nanoseconds.
 
-/// Where a captured frame went.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    In,
-    Out,
-}
+use super::port::Direction;
 
 const SECTION_HEADER: u32 = 0x0a0d_0d0a;
 const INTERFACE: u32 = 1;

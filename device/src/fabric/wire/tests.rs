@@ -3,6 +3,7 @@
 //! of a network that loses, repeats, delays and damages frames.
 use std::process;
 use std::sync::Arc;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use vhost_device_rdma_sync::{Reader, Readers};
@@ -15,14 +16,16 @@ use virtio_rdma_spec::verbs::{
 
 use super::capture::{CaptureFile, Captured};
 use super::frame::{self, Addresses};
-use super::layer::faults::{FaultSettings, Faults};
+use super::layer::faults::Faults;
+use super::layer::settings::{Chance, FaultSettings};
 use super::packet::{
     Body, Nak, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
 };
 use super::port::sim::{Network, SimPort};
-use super::port::Port;
+use super::port::{Direction, Port};
 use super::{
-    path_mtu_within, Destination as To, Recipients, Urgency, Wire, MOST_WAIT, MOST_WAITING_FOR_ONE,
+    path_mtu_within, Destination as To, Recipients, Urgency, View, Wire, MOST_WAIT,
+    MOST_WAITING_FOR_ONE,
 };
 use crate::engine::fixture::{Destination, Guest, Send, DATA, ON_HOSTS, QKEY};
 use crate::engine::message::GRH;
@@ -44,6 +47,8 @@ const PORT_MTU: usize = 4200;
 const LATENCY: u64 = 5_000;
 /// The segment of both ends.
 const SEGMENT: Segment = Segment::Vxlan(7);
+/// The time-out of the queue pairs.
+const TIMEOUT: Duration = Duration::from_nanos(TIMEOUT_NANOSECONDS);
 
 /// The only VM behind a port.
 struct Only<'a>(&'a Tables);
@@ -75,6 +80,21 @@ impl Net {
         count.unwrap()
     }
 
+    /// What faults did to the frames of an end, by the name of the count.
+    fn suffered(&self, end: usize, name: &str) -> u64 {
+        let plan = self.wires[end].out.view.faults.list();
+        let mut counts = plan[0].counts.list().into_iter();
+        let count = counts.find_map(|(known, count)| (known == name).then_some(count));
+        count.unwrap()
+    }
+
+    /// From now on an end's frames have these faults.
+    fn set_faults(&self, end: usize, faults: FaultSettings) {
+        let plan = &self.wires[end].out.view.faults;
+        let (station, direction) = (plan.list()[0].station, plan.list()[0].direction);
+        plan.set(station, direction, Some(faults));
+    }
+
     /// What both ends have sent and received.
     fn capture(&self) -> Vec<u8> {
         let taken = |end: usize| self.wires[end].out.view.capture.take().0;
@@ -95,8 +115,12 @@ impl Net {
     fn new(reader: Reader, faults: [FaultSettings; 2], pair: &Pair) -> Self {
         let network = Network::new(LATENCY);
         let wire = |end: usize| {
-            let port = network.port(pair.ends[end].mac(), PORT_MTU);
-            let wire = Wire::new(Faults::new(port, faults[end]), Arc::default());
+            let mac = pair.ends[end].mac();
+            let view = Arc::<View>::default();
+            let station = (SEGMENT, mac);
+            view.faults.set(station, Direction::Out, Some(faults[end]));
+            let port = Faults::new(network.port(mac, PORT_MTU), view.clone());
+            let wire = Wire::new(port, view);
             wire.out.view.capture.set(true);
             wire
         };
@@ -148,17 +172,18 @@ impl Simulation {
 }
 
 fn fault_settings() -> impl Strategy<Value = FaultSettings> {
-    let often = || prop_oneof![1 => Just(0u8), 1 => 1u8..60];
+    let often = || prop_oneof![1 => Just(0), 1 => 1u32..234_000].prop_map(Chance::millionths);
     let all = (any::<u64>(), often(), often(), often(), often());
-    all.prop_map(|(seed, lost, damaged, repeated, delayed)| FaultSettings {
+    all.prop_map(|(seed, loss, damage, duplicate, reorder)| FaultSettings {
         seed,
-        lost,
-        damaged,
-        repeated,
-        delayed,
-        delay: TIMEOUT_NANOSECONDS / 4,
+        loss,
+        damage,
+        duplicate,
+        reorder,
+        reorder_time: TIMEOUT / 4,
         // Both directions together lose less than there are attempts in that time: none is the last.
-        limit: Some((3, 8 * TIMEOUT_NANOSECONDS)),
+        limit: Some((3, 8 * TIMEOUT)),
+        ..FaultSettings::default()
     })
 }
 
@@ -246,7 +271,7 @@ proptest! {
         let arrived = check_numbered(&mut pair, &lens, &places, 0)?;
         let ascending = arrived.windows(2).all(|two| two[0] < two[1]);
         prop_assert!(ascending, "{:?}", arrived);
-        if faults.iter().all(|faults| *faults == FaultSettings { seed: faults.seed, ..NO_FAULTS }) {
+        if faults.iter().all(|faults| *faults == FaultSettings { seed: faults.seed, ..no_faults() }) {
             prop_assert_eq!(arrived.len(), lens.len());
         }
     }
@@ -264,8 +289,8 @@ proptest! {
         let places = post_numbered(&mut pair, &lens, |send| send.to = to);
         net.run(&mut pair, SECOND);
         let arrived = check_numbered(&mut pair, &lens, &places, GRH as u32)?;
-        let lost: u64 = net.wires.iter().map(|wire| wire.out.port.counts.lost).sum();
-        let damaged: u64 = net.wires.iter().map(|wire| wire.out.port.counts.damaged).sum();
+        let lost: u64 = [0, 1].map(|end| net.suffered(end, "lost")).iter().sum();
+        let damaged: u64 = [0, 1].map(|end| net.suffered(end, "damaged")).iter().sum();
         prop_assert!(arrived.len() as u64 + lost + damaged >= lens.len() as u64);
     }
 
@@ -357,15 +382,22 @@ fn a_read_without_a_key_is_refused_and_nothing_comes() {
     assert_eq!(pair.state(1), qp_state::ERR);
 }
 
-const NO_FAULTS: FaultSettings = FaultSettings {
-    seed: 0,
-    lost: 0,
-    damaged: 0,
-    repeated: 0,
-    delayed: 0,
-    delay: TIMEOUT_NANOSECONDS / 4,
-    limit: Some((3, 8 * TIMEOUT_NANOSECONDS)),
-};
+/// None, if they are not changed.
+fn no_faults() -> FaultSettings {
+    FaultSettings {
+        reorder_time: TIMEOUT / 4,
+        limit: Some((3, 8 * TIMEOUT)),
+        ..FaultSettings::default()
+    }
+}
+
+/// All frames are lost.
+fn loses_all() -> FaultSettings {
+    FaultSettings {
+        loss: Chance::millionths(1_000_000),
+        ..FaultSettings::default()
+    }
+}
 
 /// Posts SENDs from the first end to the second that have their number for immediate data, as
 /// `change` changes them, and more receives than there are SENDs. Returns where these are.
@@ -487,12 +519,12 @@ fn datagrams_to_others_are_dropped() {
         let (mut pair, net) = a_datagram([qp_type::UD; 2], change);
         assert_eq!(pair.completions(0).len(), 1);
         assert_eq!(pair.completions(1), []);
-        assert_eq!(net.wires[0].out.port.counts.sent, 1);
+        assert_eq!(net.suffered(0, "frames"), 1);
     }
     // Nor do datagrams reach a queue pair that is connected.
     let (mut pair, net) = a_datagram([qp_type::UD, qp_type::RC], |_, _| {});
     assert_eq!(pair.completions(1), []);
-    assert_eq!(net.wires[0].out.port.counts.sent, 1);
+    assert_eq!(net.suffered(0, "frames"), 1);
 }
 
 #[test]
@@ -585,9 +617,9 @@ fn file<'a>(captures: impl IntoIterator<Item = (&'a str, Vec<Captured>)>) -> Vec
 fn a_capture_has_all_that_went_over_the_wire_and_says_what_became_of_it() {
     let loses = FaultSettings {
         seed: 3,
-        lost: 100,
-        repeated: 50,
-        ..NO_FAULTS
+        loss: Chance::millionths(390_000),
+        duplicate: Chance::millionths(195_000),
+        ..no_faults()
     };
     let rc = captured(qp_type::RC, loses);
     let [uc, ud, xrc] =
@@ -669,11 +701,7 @@ fn clean() -> [FaultSettings; 2] {
 // D-WIRE-004.
 #[test]
 fn a_peer_that_is_cut_off_is_given_up_after_all_attempts_and_not_before() {
-    let cut = FaultSettings {
-        lost: 255,
-        ..FaultSettings::default()
-    };
-    let mut simulation = Simulation::new([cut, clean()[1]], |attr| attr.retry_cnt = 3);
+    let mut simulation = Simulation::new([loses_all(), clean()[1]], |attr| attr.retry_cnt = 3);
     let send = simulation.pair.a_send(0, 5, 100);
     simulation.pair.post_send(0, &send);
     let waits = 4 * TIMEOUT_NANOSECONDS;
@@ -718,19 +746,18 @@ fn what_is_lost_last_is_sent_again_long_before_the_time_out() {
         (0, wr_opcode::RDMA_READ),
         (1, wr_opcode::RDMA_READ),
     ] {
-        let counts = simulation.net.wires[end].out.port.counts;
-        simulation.net.wires[end].out.port.set(FaultSettings {
-            lost: 255,
-            limit: Some((1, u64::MAX)),
-            ..NO_FAULTS
-        });
+        let one = FaultSettings {
+            limit: Some((1, Duration::MAX)),
+            ..loses_all()
+        };
+        simulation.net.set_faults(end, one);
         let number = u64::from(opcode) << 8 | end as u64;
         assert_eq!(
             sent(&mut simulation, number, opcode),
             [(number, wc_status::SUCCESS)]
         );
-        assert!(simulation.net.wires[end].out.port.counts.lost > counts.lost);
-        simulation.net.wires[end].out.port.set(NO_FAULTS);
+        assert_eq!(simulation.net.suffered(end, "lost"), 1);
+        simulation.net.set_faults(end, no_faults());
     }
     // It was no attempt.
     assert_eq!(simulation.pair.ends[0].guest.vm.totals().retries, 0);
@@ -740,9 +767,8 @@ fn what_is_lost_last_is_sent_again_long_before_the_time_out() {
 fn why_a_message_was_refused_is_told_again_to_a_requester_that_went_back_further() {
     // The first answers: to a message that arrived, and to one that does not fit its receive.
     let answers = FaultSettings {
-        lost: 255,
-        limit: Some((2, u64::MAX)),
-        ..NO_FAULTS
+        limit: Some((2, Duration::MAX)),
+        ..loses_all()
     };
     let mut simulation = Simulation::new([clean()[0], answers], |_| {});
     for (wr_id, room) in [(1, 100), (2, 10)] {
@@ -752,7 +778,7 @@ fn why_a_message_was_refused_is_told_again_to_a_requester_that_went_back_further
         simulation.pair.post_send(0, &send);
     }
     simulation.run(SECOND);
-    assert_eq!(simulation.net.wires[1].out.port.counts.lost, 2);
+    assert_eq!(simulation.net.suffered(1, "lost"), 2);
     let sent = simulation.pair.completions(0);
     let sent: Vec<_> = sent.iter().map(|cqe| (cqe.wr_id, cqe.status)).collect();
     let refused = wc_status::REM_INV_REQ_ERR;

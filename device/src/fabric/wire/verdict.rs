@@ -35,11 +35,13 @@ pub(super) enum Reason {
     NoRoom,
     /// It answers nothing that is under way.
     Unasked,
+    /// Faults that are wanted.
+    Faults,
 }
 
 impl Reason {
     /// All of them, in order: what counters call them, and captures.
-    pub(super) const ALL: [(Self, &'static str, &'static str); 13] = [
+    pub(super) const ALL: [(Self, &'static str, &'static str); 14] = [
         (Self::Other, "not_rocev2", "not RoCEv2"),
         (Self::Malformed, "malformed", "malformed"),
         (Self::Icrc, "icrc_wrong", "ICRC wrong"),
@@ -65,6 +67,7 @@ impl Reason {
             "unasked",
             "answers nothing that is under way",
         ),
+        (Self::Faults, "faults", "faults"),
     ];
 
     fn name(self) -> &'static str {

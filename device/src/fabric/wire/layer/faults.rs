@@ -1,59 +1,90 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Faults: a layer that loses, repeats, delays and damages the frames that a port sends.
+//! Faults: a layer around a port that loses, repeats, delays and damages frames of the devices that
+//! have faults planned, on the way out and on the way in. Other frames pass as they are.
 //!
 //! What becomes of a frame depends on the seed and the number of the frame alone, so that any
-//! failure can be had again; with a limit, also on when frames were lost before it.
+//! failure can be had again; with a limit or a rate, also on when there were frames before it.
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
-use super::super::port::{Burst, Fate, Port};
+use super::super::port::{Burst, Direction, Fate, Port};
+use super::super::View;
+use super::plan::{count, Planned, Station};
+use super::settings::Chance;
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 
-/// How often what happens to a frame, each of 256, and how.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(in super::super) struct FaultSettings {
-    pub seed: u64,
-    /// The frame is lost.
-    pub lost: u8,
-    /// One bit of it is damaged.
-    pub damaged: u8,
-    /// It comes twice, the second time later.
-    pub repeated: u8,
-    /// It comes later than others that were sent after it.
-    pub delayed: u8,
-    /// How much later at most, nanoseconds.
-    pub delay: u64,
-    /// How many frames are lost or damaged in any time that is so long (nanoseconds), at most.
-    pub limit: Option<(usize, u64)>,
-}
-
-/// What happened.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(in super::super) struct FaultCounts {
-    pub sent: u64,
-    pub lost: u64,
-    pub damaged: u64,
-    pub repeated: u64,
-    pub delayed: u64,
-}
-
-/// Segment and destination of a frame.
-type Target = (Segment, Gid);
+/// Bytes of frames that are held back, at most; what comes then is lost.
+const MOST_HELD: usize = 64 << 20;
 
 /// A port with faults.
 #[derive(Debug)]
-pub(in super::super) struct Faults<P> {
+pub(crate) struct Faults<P> {
     inner: P,
-    settings: FaultSettings,
-    pub counts: FaultCounts,
+    view: Arc<View>,
+    /// Of the plan that `lines` are from.
+    generation: u64,
+    lines: Vec<Line>,
+    /// The frame that is written, if it may have faults, and where it goes; when that began.
+    written: Vec<u8>,
+    to: Option<(Segment, Gid)>,
+    now: u64,
+    /// Frames that are held back, by the time at which they go on.
+    held: BTreeMap<(u64, u64), Held>,
+    held_bytes: usize,
+    /// Tells frames apart that go on at the same time.
+    serial: u64,
+    /// Frames that came and whose time is there.
+    due: VecDeque<(Segment, Vec<u8>)>,
+}
+
+/// A frame that is held back.
+#[derive(Debug)]
+struct Held {
+    way: Way,
+    frame: Vec<u8>,
+}
+
+/// Where a frame goes on to.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    Out(Segment, Gid),
+    In(Segment),
+}
+
+/// The faults of a device in a direction, as they go on.
+#[derive(Debug)]
+struct Line {
+    planned: Arc<Planned>,
+    odds: Odds,
+    /// The number of the next frame.
+    number: u64,
+    /// Frames are being lost, one after the other.
+    losing: bool,
     /// When frames were lost or damaged, as far as that counts for the limit.
     suffered: VecDeque<u64>,
-    /// The frame that is written, where it goes, and when that began.
-    written: Vec<u8>,
-    to: Target,
-    now: u64,
-    /// Delayed frames, by the time at which they are sent.
-    held: BTreeMap<(u64, u64), (Target, Vec<u8>)>,
+    /// When the last frame has gone, with a limited rate.
+    free_at: u64,
+}
+
+/// How often something happens, of 2^64.
+#[derive(Debug)]
+struct Odds {
+    /// A frame begins a burst of losses; it is the last one of it.
+    lose: u64,
+    last: u64,
+    damage: u64,
+    duplicate: u64,
+    reorder: u64,
+}
+
+/// What happens to a frame: its fate, when it goes on if it does not at once, and when it comes for
+/// the second time.
+#[derive(Debug)]
+struct Course {
+    fate: Fate,
+    at: u64,
+    again: Option<u64>,
 }
 
 /// A number that depends on its arguments alone (splitmix64).
@@ -66,50 +97,53 @@ fn draw(seed: u64, frame: u64, what: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-impl FaultSettings {
-    fn happens(&self, frame: u64, what: u64, often: u8) -> bool {
-        draw(self.seed, frame, what) & 0xff < u64::from(often)
+fn nanoseconds(time: std::time::Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl Odds {
+    fn new(planned: &Planned) -> Self {
+        let of = |part: f64| (part * 2f64.powi(64)) as u64;
+        let settings = &planned.settings;
+        let (Chance(loss), burst) = (settings.loss, f64::from(settings.burst));
+        // So that of all frames `loss` are in bursts, which have `burst` each.
+        let begins = if loss < 1.0 {
+            loss / (loss + burst * (1.0 - loss))
+        } else {
+            1.0
+        };
+        Self {
+            lose: of(begins),
+            last: of(1.0 / burst),
+            damage: of(settings.damage.0),
+            duplicate: of(settings.duplicate.0),
+            reorder: of(settings.reorder.0),
+        }
     }
 }
 
-impl<P: Port> Faults<P> {
-    pub(in super::super) fn new(inner: P, settings: FaultSettings) -> Self {
+impl Line {
+    fn new(planned: Arc<Planned>) -> Self {
         Self {
-            inner,
-            settings,
-            counts: FaultCounts::default(),
+            odds: Odds::new(&planned),
+            planned,
+            number: 0,
+            losing: false,
             suffered: VecDeque::new(),
-            written: Vec::new(),
-            to: (Segment::Vxlan(0), Gid::default()),
-            now: 0,
-            held: BTreeMap::new(),
+            free_at: 0,
         }
     }
 
-    /// From now on it does this.
-    pub(in super::super) fn set(&mut self, settings: FaultSettings) {
-        self.settings = settings;
-        self.suffered.clear();
-    }
-
-    /// Sends what was held back until now.
-    fn release(&mut self, now: u64) {
-        while let Some(entry) = self.held.first_entry() {
-            let (at, _) = *entry.key();
-            if at > now {
-                break;
-            }
-            let ((segment, destination), frame) = entry.remove();
-            self.inner.send(at, segment, destination, &frame);
-        }
+    fn draw(&self, number: u64, what: u64) -> u64 {
+        draw(self.planned.settings.seed, number, what)
     }
 
     /// Whether as many frames as there may be have been lost or damaged by time `now`.
     fn enough(&mut self, now: u64) -> bool {
-        let Some((most, time)) = self.settings.limit else {
+        let Some((most, time)) = self.planned.settings.limit else {
             return false;
         };
-        let past = |at: &u64| at.saturating_add(time) <= now;
+        let past = |at: &u64| at.saturating_add(nanoseconds(time)) <= now;
         while self.suffered.front().is_some_and(past) {
             self.suffered.pop_front();
         }
@@ -118,60 +152,225 @@ impl<P: Port> Faults<P> {
 
     /// A frame is lost or damaged at time `now`.
     fn suffer(&mut self, now: u64) {
-        if self.settings.limit.is_some() {
+        if self.planned.settings.limit.is_some() {
             self.suffered.push_back(now);
         }
     }
 
-    /// Sends a frame, now or, by the draw `what`, later.
-    fn pass(&mut self, now: u64, number: u64, what: Option<u64>, to: Target, frame: &[u8]) {
-        if let Some(what) = what {
-            let wait = 1 + draw(self.settings.seed, number, what) % self.settings.delay.max(1);
-            let at = now.saturating_add(wait);
-            let key = (at, number * 2 + what % 2);
-            self.held.insert(key, (to, frame.to_vec()));
-        } else {
-            let (segment, destination) = to;
-            self.inner.send(now, segment, destination, frame);
+    /// Whether frame `number` is one that is lost.
+    fn loses(&mut self, number: u64) -> bool {
+        let doomed = self.planned.settings.doomed();
+        self.losing |= self.draw(number, 0) < self.odds.lose;
+        let lost = self.losing;
+        if lost && self.draw(number, 6) < self.odds.last {
+            self.losing = false;
         }
+        lost || doomed.is_some_and(|doomed| doomed.contains(&number))
     }
 
-    /// Sends a frame, or does to it what is its turn.
-    fn send_or_not(&mut self, now: u64, to: Target, frame: &mut [u8]) -> Fate {
-        self.release(now);
-        let (settings, number) = (self.settings, self.counts.sent);
-        self.counts.sent += 1;
-        let spared = self.enough(now);
-        if settings.happens(number, 0, settings.lost) && !spared {
-            self.counts.lost += 1;
-            self.suffer(now);
-            return Fate::Lost(number);
+    /// When a frame of so many bytes has gone, at the rate that there is; `None` if too many wait.
+    fn gone(&mut self, now: u64, bytes: usize) -> Option<u64> {
+        let Some(rate) = self.planned.settings.rate else {
+            return Some(now);
+        };
+        let start = self.free_at.max(now);
+        let time = |bytes: u64| u128::from(bytes) * 8_000_000_000 / u128::from(rate);
+        if u128::from(start - now) > time(self.planned.settings.queue) {
+            return None;
         }
-        let mut fate = Fate::Sent;
-        if settings.happens(number, 1, settings.damaged) && !spared {
-            self.counts.damaged += 1;
+        let takes = u64::try_from(time(bytes as u64)).unwrap_or(u64::MAX);
+        self.free_at = start.saturating_add(takes);
+        Some(self.free_at)
+    }
+
+    /// What happens to the next frame; one bit of it may be damaged.
+    fn judge(&mut self, now: u64, frame: &mut [u8]) -> Course {
+        let number = self.number;
+        self.number += 1;
+        let planned = self.planned.clone();
+        let (settings, counts) = (&planned.settings, &planned.counts);
+        count(&counts.frames);
+        let spared = self.enough(now);
+        let ends = |fate| Course {
+            fate,
+            at: now,
+            again: None,
+        };
+        if self.loses(number) && !spared {
+            count(&counts.lost);
             self.suffer(now);
-            let bit = draw(settings.seed, number, 2) % (8 * frame.len() as u64).max(1);
-            let at = usize::try_from(bit / 8).unwrap_or_default();
-            if let Some(byte) = frame.get_mut(at) {
+            return ends(Fate::Lost(number));
+        }
+        let Some(mut at) = self.gone(now, frame.len()) else {
+            count(&counts.overrun);
+            return ends(Fate::Lost(number));
+        };
+        let mut fate = Fate::Sent;
+        if self.draw(number, 1) < self.odds.damage && !spared {
+            count(&counts.damaged);
+            self.suffer(now);
+            let bit = self.draw(number, 2) % (8 * frame.len() as u64).max(1);
+            let place = usize::try_from(bit / 8).unwrap_or_default();
+            if let Some(byte) = frame.get_mut(place) {
                 *byte ^= 1 << (bit % 8);
             }
             fate = Fate::Damaged(number);
         }
-        let late = settings.happens(number, 3, settings.delayed);
-        self.counts.delayed += u64::from(late);
-        self.pass(now, number, late.then_some(4), to, frame);
-        let again = settings.happens(number, 5, settings.repeated);
-        if again {
-            self.counts.repeated += 1;
-            self.pass(now, number, Some(7), to, frame);
+        let (least, most) = settings.delay;
+        let (least, most) = (nanoseconds(least), nanoseconds(most));
+        if most != 0 {
+            at = at.saturating_add(least + self.draw(number, 8) % (most - least + 1));
         }
-        match fate {
-            Fate::Sent if again => Fate::Repeated(number),
-            Fate::Sent if late => Fate::Delayed(number),
-            other => other,
+        let later = |what| {
+            let time = nanoseconds(settings.reorder_time).max(1);
+            at.saturating_add(1 + self.draw(number, what) % time)
+        };
+        let again = (self.draw(number, 5) < self.odds.duplicate).then(|| later(7));
+        let reordered = self.draw(number, 3) < self.odds.reorder;
+        let when = if reordered { later(4) } else { at };
+        if again.is_some() {
+            count(&counts.repeated);
+        }
+        if reordered {
+            count(&counts.reordered);
+        }
+        if fate == Fate::Sent {
+            if again.is_some() {
+                fate = Fate::Repeated(number);
+            } else if when != now {
+                fate = Fate::Delayed(number);
+            }
+        }
+        Course {
+            fate,
+            at: when,
+            again,
         }
     }
+}
+
+impl<P: Port> Faults<P> {
+    /// A port whose faults are those of the plan in `view`.
+    pub(crate) fn new(inner: P, view: Arc<View>) -> Self {
+        Self {
+            inner,
+            view,
+            generation: 0,
+            lines: Vec::new(),
+            written: Vec::new(),
+            to: None,
+            now: 0,
+            held: BTreeMap::new(),
+            held_bytes: 0,
+            serial: 0,
+            due: VecDeque::new(),
+        }
+    }
+
+    /// Follows the plan. Returns whether there are any faults.
+    fn follow(&mut self) -> bool {
+        let generation = self.view.faults.generation();
+        if generation != self.generation {
+            self.generation = generation;
+            let mut known = std::mem::take(&mut self.lines);
+            for planned in self.view.faults.list() {
+                let same = |line: &Line| Arc::ptr_eq(&line.planned, &planned);
+                let line = known.iter().position(same).map(|at| known.swap_remove(at));
+                self.lines.push(line.unwrap_or_else(|| Line::new(planned)));
+            }
+        }
+        !self.lines.is_empty()
+    }
+
+    /// What happens to a frame of a device; `None` if that has no faults.
+    fn judge(
+        &mut self,
+        now: u64,
+        direction: Direction,
+        segment: Segment,
+        frame: &mut [u8],
+    ) -> Option<Course> {
+        let station = station(direction, segment, frame)?;
+        let of = |line: &&mut Line| {
+            line.planned.direction == direction && line.planned.station == station
+        };
+        let line = self.lines.iter_mut().find(of)?;
+        Some(line.judge(now, frame))
+    }
+
+    /// Holds a frame back until time `at`; if too many are, it is lost.
+    fn hold(&mut self, at: u64, way: Way, frame: &[u8]) {
+        if self.held_bytes + frame.len() > MOST_HELD {
+            return;
+        }
+        self.held_bytes += frame.len();
+        self.serial += 1;
+        let frame = frame.to_vec();
+        self.held.insert((at, self.serial), Held { way, frame });
+    }
+
+    /// Lets go on what was held back until now.
+    fn release(&mut self, now: u64) {
+        while let Some(entry) = self.held.first_entry() {
+            let (at, _) = *entry.key();
+            if at > now {
+                break;
+            }
+            let Held { way, frame } = entry.remove();
+            self.held_bytes -= frame.len();
+            match way {
+                Way::Out(segment, destination) => {
+                    self.pass(at, segment, destination, &frame);
+                }
+                Way::In(segment) => self.due.push_back((segment, frame)),
+            }
+        }
+    }
+
+    /// Sends a frame by the port itself.
+    fn pass(&mut self, now: u64, segment: Segment, destination: Gid, frame: &[u8]) -> Fate {
+        let begun = self.inner.begin(now, segment, destination, frame.len());
+        match begun {
+            Ok(space) => space.copy_from_slice(frame),
+            Err(fate) => return fate,
+        }
+        self.inner.end()
+    }
+
+    /// Sends a frame, or does to it what is its turn.
+    fn send_or_not(&mut self, segment: Segment, destination: Gid, frame: &mut [u8]) -> Fate {
+        let now = self.now;
+        let Some(course) = self.judge(now, Direction::Out, segment, frame) else {
+            return self.pass(now, segment, destination, frame);
+        };
+        let Course { fate, at, again } = course;
+        if let Fate::Lost(_) = fate {
+            return fate;
+        }
+        let way = Way::Out(segment, destination);
+        if let Some(again) = again {
+            self.hold(again, way, frame);
+        }
+        if at > now {
+            self.hold(at, way, frame);
+            return fate;
+        }
+        let passed = self.pass(now, segment, destination, frame);
+        if passed == Fate::Sent {
+            fate
+        } else {
+            passed
+        }
+    }
+}
+
+/// The device that a frame is of.
+fn station(direction: Direction, segment: Segment, frame: &[u8]) -> Option<Station> {
+    let mac = match direction {
+        Direction::Out => frame.get(6..12),
+        Direction::In => frame.get(..6),
+    };
+    Some((segment, mac?.try_into().ok()?))
 }
 
 impl<P: Port> Port for Faults<P> {
@@ -182,16 +381,23 @@ impl<P: Port> Port for Faults<P> {
         destination: Gid,
         len: usize,
     ) -> Result<&mut [u8], Fate> {
+        if !self.follow() {
+            self.to = None;
+            return self.inner.begin(now, segment, destination, len);
+        }
+        self.release(now);
         self.now = now;
-        self.to = (segment, destination);
+        self.to = Some((segment, destination));
         self.written.resize(len, 0);
         Ok(&mut self.written)
     }
 
     fn end(&mut self) -> Fate {
-        let (now, to) = (self.now, self.to);
+        let Some((segment, destination)) = self.to else {
+            return self.inner.end();
+        };
         let mut frame = std::mem::take(&mut self.written);
-        let fate = self.send_or_not(now, to, &mut frame);
+        let fate = self.send_or_not(segment, destination, &mut frame);
         self.written = frame;
         fate
     }
@@ -201,12 +407,234 @@ impl<P: Port> Port for Faults<P> {
     }
 
     fn receive(&mut self, now: u64, burst: &mut Burst) -> bool {
+        let faults = self.follow();
         self.release(now);
-        self.inner.receive(now, burst)
+        if !self.due.is_empty() {
+            burst.fill(&mut self.due);
+            return true;
+        }
+        if !self.inner.receive(now, burst) {
+            return false;
+        }
+        if faults {
+            burst.judge(|segment, frame| {
+                let course = self.judge(now, Direction::In, segment, frame)?;
+                if let Some(again) = course.again {
+                    self.hold(again, Way::In(segment), frame);
+                }
+                if course.at > now {
+                    self.hold(course.at, Way::In(segment), frame);
+                    return Some(Fate::Delayed(0));
+                }
+                Some(course.fate)
+            });
+        }
+        true
     }
 
     fn timer(&self) -> Option<u64> {
         let held = self.held.keys().next().map(|(at, _)| *at);
-        held.into_iter().chain(self.inner.timer()).min()
+        let due = (!self.due.is_empty()).then_some(0);
+        held.into_iter().chain(due).chain(self.inner.timer()).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::port::sim::{Network, SimPort};
+    use super::super::settings::FaultSettings;
+    use super::*;
+
+    const HERE: [u8; 6] = [2, 0, 0, 0, 0, 1];
+    const THERE: [u8; 6] = [2, 0, 0, 0, 0, 2];
+    /// How long a frame takes, nanoseconds.
+    const LATENCY: u64 = 1000;
+    const SEGMENT: Segment = Segment::Vxlan(0);
+
+    /// Two ports of a network.
+    struct Two {
+        ports: [Faults<SimPort>; 2],
+        now: u64,
+    }
+
+    impl Two {
+        fn new() -> Self {
+            let network = Network::new(LATENCY);
+            let port = |mac| Faults::new(network.port(mac, 9000), Arc::default());
+            Self {
+                ports: [port(HERE), port(THERE)],
+                now: 0,
+            }
+        }
+
+        /// Frames of the first end have faults in a direction.
+        fn set(&self, direction: Direction, faults: &str) {
+            let faults: Option<FaultSettings> = faults.parse().ok();
+            let plan = &self.ports[0].view.faults;
+            plan.set((SEGMENT, HERE), direction, faults);
+        }
+
+        fn counts(&self, name: &str) -> u64 {
+            let list = self.ports[0].view.faults.list();
+            let mut counts = list.iter().flat_map(|one| one.counts.list());
+            counts.find(|(known, _)| *known == name).unwrap().1
+        }
+
+        /// Sends a frame with a number from an end to the other.
+        fn send(&mut self, from: usize, number: u16) -> Fate {
+            let mut frame = [0; 100];
+            let [source, destination] = if from == 0 {
+                [HERE, THERE]
+            } else {
+                [THERE, HERE]
+            };
+            frame[..6].copy_from_slice(&destination);
+            frame[6..12].copy_from_slice(&source);
+            frame[12..14].copy_from_slice(&number.to_be_bytes());
+            self.ports[from].send(self.now, SEGMENT, [1; 16], &frame)
+        }
+
+        /// What has come to an end by a time: when, and which.
+        fn received(&mut self, end: usize, until: u64) -> Vec<(u64, u16)> {
+            let mut all = Vec::new();
+            let mut burst = Burst::default();
+            loop {
+                for port in &mut self.ports {
+                    port.flush();
+                }
+                let other = &mut self.ports[1 - end];
+                other.follow();
+                other.release(self.now);
+                while self.ports[end].receive(self.now, &mut burst) {
+                    for (_, frame, lost) in burst.frames() {
+                        if lost.is_none() {
+                            let number = u16::from_be_bytes([frame[12], frame[13]]);
+                            all.push((self.now, number));
+                        }
+                    }
+                }
+                let next = self.ports.iter().filter_map(Port::timer).min();
+                match next {
+                    Some(next) if next <= until => self.now = next.max(self.now + 1),
+                    _ => return all,
+                }
+            }
+        }
+    }
+
+    fn numbers(came: &[(u64, u16)]) -> Vec<u16> {
+        came.iter().map(|(_, number)| *number).collect()
+    }
+
+    #[test]
+    fn the_same_seed_and_number_have_the_same_fate_in_both_directions() {
+        let faults = "seed=5,loss=20%,damage=10%,duplicate=10%,reorder=10%";
+        let all = |from: usize, direction| {
+            let mut two = Two::new();
+            two.set(direction, faults);
+            let fates: Vec<_> = (0..1000).map(|number| two.send(from, number)).collect();
+            let came = numbers(&two.received(1 - from, 1 << 30));
+            let counts = ["lost", "damaged", "duplicated", "reordered"];
+            (fates, came, counts.map(|name| two.counts(name)))
+        };
+        let (fates, came, counts) = all(0, Direction::Out);
+        assert_eq!(
+            all(0, Direction::Out),
+            (fates.clone(), came.clone(), counts)
+        );
+        let (untold, there, counted) = all(1, Direction::In);
+        assert!(untold.iter().all(|fate| *fate == Fate::Sent));
+        assert_eq!(counted, counts);
+        let [lost, damaged, duplicated, reordered] = counts;
+        assert!((150..250).contains(&lost) && fates[..20].iter().any(|fate| *fate != Fate::Sent));
+        for count in [damaged, duplicated, reordered] {
+            assert!((50..110).contains(&count), "{counts:?}");
+        }
+        assert_eq!(there.len() as u64, 1000 - lost + duplicated);
+        // A damaged destination is nobody's.
+        assert!(came.len() <= there.len() && came.len() + 20 > there.len());
+        let sorted = came.windows(2).all(|two| two[0] <= two[1]);
+        assert!(!sorted, "some came later than others");
+    }
+
+    #[test]
+    fn losses_come_in_bursts_and_are_as_many_as_was_said() {
+        for burst in [1, 8] {
+            let mut two = Two::new();
+            two.set(Direction::Out, &format!("seed=1,loss=10%,burst={burst}"));
+            let lost: Vec<bool> = (0..60_000u32)
+                .map(|number| matches!(two.send(0, number as u16), Fate::Lost(_)))
+                .collect();
+            let count = lost.iter().filter(|lost| **lost).count();
+            assert!((5000..7000).contains(&count), "{burst}: {count}");
+            let begins = lost.windows(2).filter(|two| !two[0] && two[1]).count();
+            let mean = count as f64 / begins as f64;
+            let expected = if burst == 1 { 1.11 } else { 8.0 };
+            assert!((mean / expected - 1.0).abs() < 0.15, "{burst}: {mean}");
+        }
+    }
+
+    #[test]
+    fn chosen_frames_are_lost_and_a_change_begins_anew() {
+        let mut two = Two::new();
+        two.set(Direction::Out, "lose=2..3");
+        for number in 0..6 {
+            let fate = two.send(0, number);
+            let doomed = matches!(number, 2 | 3);
+            assert_eq!(fate == Fate::Lost(u64::from(number)), doomed);
+        }
+        two.set(Direction::Out, "lose=0");
+        assert_eq!(two.send(0, 6), Fate::Lost(0));
+        assert_eq!(two.counts("frames"), 1);
+        two.set(Direction::Out, "off");
+        assert_eq!(two.send(0, 7), Fate::Sent);
+        assert_eq!(numbers(&two.received(1, 1 << 30)), [0, 1, 4, 5, 7]);
+    }
+
+    #[test]
+    fn frames_wait_as_long_as_was_said_and_keep_their_order() {
+        let mut two = Two::new();
+        two.set(Direction::Out, "delay=1ms");
+        for number in 0..3 {
+            assert_eq!(two.send(0, number), Fate::Delayed(u64::from(number)));
+        }
+        let at = 1_000_000 + LATENCY;
+        assert_eq!(two.received(1, 1 << 30), [(at, 0), (at, 1), (at, 2)]);
+        // What waits comes though the faults have ended.
+        two.send(0, 3);
+        two.set(Direction::Out, "off");
+        let from = two.now;
+        assert_eq!(two.received(1, 1 << 30), [(from + at, 3)]);
+        two.set(Direction::In, "delay=2ms..3ms");
+        let from = two.now;
+        two.send(1, 4);
+        let came = two.received(0, 1 << 40);
+        assert!((2_000_000..3_000_000).contains(&(came[0].0 - from - LATENCY)));
+    }
+
+    #[test]
+    fn a_rate_spreads_frames_and_its_queue_has_an_end() {
+        let mut two = Two::new();
+        // 100 bytes take 1 ms.
+        two.set(Direction::Out, "rate=800k,queue=1000");
+        let fates: Vec<_> = (0..20).map(|number| two.send(0, number)).collect();
+        let lost = fates.iter().filter(|fate| matches!(fate, Fate::Lost(_)));
+        assert_eq!(lost.count(), 9);
+        assert_eq!(two.counts("overrun"), 9);
+        let came = two.received(1, 1 << 30);
+        let expected = (0..11).map(|n: u16| ((u64::from(n) + 1) * 1_000_000 + LATENCY, n));
+        assert_eq!(came, expected.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn others_pass_as_they_are() {
+        let mut two = Two::new();
+        two.set(Direction::Out, "loss=100%");
+        let other = (SEGMENT, [2, 0, 0, 0, 0, 9]);
+        let plan = &two.ports[1].view.faults;
+        plan.set(other, Direction::Out, "loss=1".parse().ok());
+        assert_eq!(two.send(0, 1), Fate::Lost(0));
+        assert_eq!(two.send(1, 2), Fate::Sent);
+        assert_eq!(numbers(&two.received(0, 1 << 30)), [2]);
     }
 }

@@ -1,3 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Layers around any port.
-pub(super) mod faults;
+pub(crate) mod faults;
+pub(crate) mod plan;
+pub mod settings;

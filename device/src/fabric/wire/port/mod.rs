@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Ports: where frames leave and come. Nothing of them blocks, and time is a parameter.
+use std::collections::VecDeque;
 use std::fmt;
-
 use std::ops::Range;
 
 use crate::engine::tables::Gid;
@@ -17,20 +17,79 @@ pub(crate) mod vxlan;
 /// What comes at once is no longer than this, bytes.
 const LONGEST: usize = 1 << 16;
 
+/// Which way frames go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    In,
+    Out,
+}
+
 /// Frames that came at once.
 #[derive(Debug, Default)]
 pub(crate) struct Burst {
     /// Room for them; as long as what may come.
     bytes: Vec<u8>,
-    /// Where each came from, and its place in `bytes`.
-    frames: Vec<(Segment, Range<usize>)>,
+    frames: Vec<Arrived>,
+}
+
+/// A frame that came.
+#[derive(Debug)]
+struct Arrived {
+    /// Where it came from.
+    segment: Segment,
+    /// Its place in the bytes of a burst.
+    place: Range<usize>,
+    /// Faults: it is lost.
+    lost: Option<Fate>,
+}
+
+impl Arrived {
+    /// A frame at `place` of what was read.
+    fn new(segment: Segment, place: Range<usize>) -> Self {
+        Self {
+            segment,
+            place,
+            lost: None,
+        }
+    }
 }
 
 impl Burst {
-    /// The frames, each with where it came from.
-    pub(super) fn frames(&self) -> impl Iterator<Item = (Segment, &[u8])> {
+    /// The frames, each with where it came from, and its fate if that is to be lost.
+    pub(super) fn frames(&self) -> impl Iterator<Item = (Segment, &[u8], Option<Fate>)> {
+        let bytes = |one: &Arrived| self.bytes.get(one.place.clone());
         let frames = self.frames.iter();
-        frames.filter_map(|(segment, place)| Some((*segment, self.bytes.get(place.clone())?)))
+        frames.filter_map(move |one| Some((one.segment, bytes(one)?, one.lost)))
+    }
+
+    /// Asks what happens to each frame: those that are delayed are not in it any longer.
+    pub(super) fn judge(&mut self, mut fate: impl FnMut(Segment, &mut [u8]) -> Option<Fate>) {
+        let bytes = &mut self.bytes;
+        self.frames.retain_mut(|one| {
+            let frame = bytes.get_mut(one.place.clone()).unwrap_or_default();
+            match fate(one.segment, frame) {
+                Some(Fate::Delayed(_)) => return false,
+                Some(lost @ Fate::Lost(_)) => one.lost = Some(lost),
+                _ => {}
+            }
+            true
+        });
+    }
+
+    /// Takes as many of these frames as there is room for, instead of what came before.
+    pub(super) fn fill(&mut self, frames: &mut VecDeque<(Segment, Vec<u8>)>) {
+        self.frames.clear();
+        self.bytes.clear();
+        while let Some((segment, frame)) = frames.pop_front() {
+            let start = self.bytes.len();
+            if start != 0 && start + frame.len() > LONGEST {
+                frames.push_front((segment, frame));
+                break;
+            }
+            self.bytes.extend_from_slice(&frame);
+            let place = start..start + frame.len();
+            self.frames.push(Arrived::new(segment, place));
+        }
     }
 
     /// Room for what comes next, instead of what came before.
@@ -43,7 +102,6 @@ impl Burst {
 
 /// What became of a frame that was to be sent, as far as the port knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[cfg_attr(not(test), expect(dead_code, reason = "only tests have faults so far"))]
 pub(crate) enum Fate {
     Sent,
     /// Faults, by the number of the frame since they began: it is lost.
@@ -110,6 +168,5 @@ pub(crate) trait Port {
     }
 
     /// When it is worth a look though nobody sends, nanoseconds.
-    #[cfg(test)]
     fn timer(&self) -> Option<u64>;
 }

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
-use super::{Burst, Fate, Port};
+use super::{Arrived, Burst, Fate, Port};
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 
@@ -85,7 +85,9 @@ impl Port for SimPort {
         match link.front() {
             Some((at, _)) if *at <= now => {
                 burst.bytes = link.pop_front().unwrap().1;
-                burst.frames = vec![(Segment::Vxlan(0), 0..burst.bytes.len())];
+                burst.frames.clear();
+                let all = 0..burst.bytes.len();
+                burst.frames.push(Arrived::new(Segment::Vxlan(0), all));
                 true
             }
             _ => false,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::bursts::{Bursts, To};
 use super::interface::Interface;
 use super::vxlan::{Tunnel, VxlanPort};
-use super::{Burst, Fate, Port};
+use super::{Arrived, Burst, Fate, Port};
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 use crate::epoll_fd::{EpollFd, NO_EVENT};
@@ -121,7 +121,8 @@ impl UplinkPort {
             self.ready.push_back(number);
             for at in (0..came.bytes).step_by(came.each.max(1)) {
                 let end = came.bytes.min(at + came.each);
-                burst.frames.push((Segment::Own(number), at..end));
+                let place = at..end;
+                burst.frames.push(Arrived::new(Segment::Own(number), place));
             }
             return true;
         }
@@ -195,7 +196,6 @@ impl Port for UplinkPort {
         self.receive_by_interface(burst) || self.receive_by_tunnel(burst)
     }
 
-    #[cfg(test)]
     fn timer(&self) -> Option<u64> {
         None
     }
@@ -230,13 +230,17 @@ mod tests {
         let mut came = Vec::new();
         let mut burst = Burst::default();
         while port.receive(0, &mut burst) {
-            came.extend(burst.frames().map(|(segment, frame)| (segment, frame[0])));
+            came.extend(
+                burst
+                    .frames()
+                    .map(|(segment, frame, _)| (segment, frame[0])),
+            );
         }
         let own = Segment::Own;
         assert_eq!(came, [(own(0), 0), (own(2), 0), (own(0), 1), (own(0), 2)]);
         sockets[1].send(&[9; 60]).unwrap();
         assert!(port.receive(0, &mut burst));
-        assert_eq!(burst.frames().next(), Some((own(1), &[9; 60][..])));
+        assert_eq!(burst.frames().next(), Some((own(1), &[9; 60][..], None)));
         assert!(!port.receive(0, &mut burst));
         let to = [1; 16];
         assert_eq!(port.send(0, own(2), to, &[7; 60]), Fate::Sent);

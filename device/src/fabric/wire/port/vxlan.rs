@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::super::frame;
 use super::bursts::{Bursts, To};
-use super::{Burst, Fate};
+use super::{Arrived, Burst, Fate};
 use crate::engine::message::is_multicast;
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
@@ -196,7 +196,7 @@ impl VxlanPort {
             for datagram in bytes.chunks(came.each.max(1)) {
                 let frame = at + HEADER..at + datagram.len();
                 if let Some(vni) = self.tunnel.network_of(datagram, host) {
-                    burst.frames.push((Segment::Vxlan(vni), frame));
+                    burst.frames.push(Arrived::new(Segment::Vxlan(vni), frame));
                 }
                 at += datagram.len();
             }
@@ -287,7 +287,7 @@ mod tests {
         if !port.receive(&mut burst) {
             return None;
         }
-        let [(Segment::Vxlan(vni), frame)] = burst.frames().collect::<Vec<_>>()[..] else {
+        let [(Segment::Vxlan(vni), frame, None)] = burst.frames().collect::<Vec<_>>()[..] else {
             panic!("not one frame");
         };
         Some((vni, frame.to_vec()))
