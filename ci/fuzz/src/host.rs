@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use rustix::fs::{memfd_create, MemfdFlags};
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
+use vhost_device_rdma::config::{OpenUplink, UplinksConfig};
 use vhost_device_rdma::control::execute;
 use vhost_device_rdma::engine::events::EventSink;
+use vhost_device_rdma::engine::vm::Uplink;
 use vhost_device_rdma::limits::Limits;
 use vhost_device_rdma::memory::{GuestMemory, RegionInfo};
 use vhost_device_rdma::rnic::{Rnic, RnicSettings};
@@ -70,9 +72,23 @@ impl Host {
     /// If the system refuses.
     #[must_use]
     pub fn new() -> Self {
-        let made = Adapter::without_threads(&AdapterSettings::default());
+        Self::with_uplinks(UplinksConfig::default()).expect("an adapter")
+    }
+
+    /// The same with ways out of this process.
+    ///
+    /// # Errors
+    /// If the system refuses an address.
+    ///
+    /// # Panics
+    /// If it refuses more.
+    pub fn with_uplinks(uplinks: UplinksConfig) -> Result<Self, OpenUplink> {
+        let made = Adapter::without_threads(&AdapterSettings {
+            uplinks: uplinks.open()?,
+            ..AdapterSettings::default()
+        });
         let (adapter, work) = made.expect("an adapter");
-        Self { adapter, work }
+        Ok(Self { adapter, work })
     }
 
     /// Lets the worker do some rounds.
@@ -97,10 +113,20 @@ impl Host {
     /// If the system refuses, or the device the GID.
     #[must_use]
     pub fn guest(&self, number: u8, features: u64) -> Guest {
+        self.guest_with(number, features, None)
+    }
+
+    /// The same with a way out of this process.
+    ///
+    /// # Panics
+    /// If the system refuses, or the device the GID.
+    #[must_use]
+    pub fn guest_with(&self, number: u8, features: u64, uplink: Option<Uplink>) -> Guest {
         let settings = RnicSettings {
             name: format!("vm{number}"),
             mac: [0x52, 0x54, 0, 0, 0, number],
             limits: LIMITS,
+            uplink,
             ..RnicSettings::default()
         };
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("memory"));

@@ -13,6 +13,7 @@ pub mod host;
 pub mod memory;
 pub mod model;
 pub mod neighbour;
+pub mod packets;
 pub mod queues;
 pub mod rings;
 pub mod scene;
@@ -44,6 +45,10 @@ pub const TARGETS: &[Target] = &[
     Target {
         name: "memory",
         run: memory::run,
+    },
+    Target {
+        name: "packets",
+        run: packets::run,
     },
     Target {
         name: "rings",

@@ -38,6 +38,8 @@ pub enum Target {
     Model,
     /// Changes of the memory table under traffic
     Memory,
+    /// Frames of a peer on the wire
+    Packets,
     /// Rings, doorbells and page tables that another thread scribbles over
     Rings,
     /// Messages of a front end, with file descriptors of all kinds
