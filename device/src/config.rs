@@ -17,6 +17,7 @@ use crate::engine::vm::{Segment, Uplink};
 use crate::fabric::wire::layer::settings::{BadFaults, DeviceFaults, FaultSettings};
 use crate::fabric::wire::path_mtu_within;
 use crate::fabric::wire::port::interface::Interface;
+use crate::fabric::wire::port::tap::{mtu_of, TapError};
 use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::fabric::wire::port::vxlan::{self, inner_mtu, Directory, Entry, Tunnel, MAX_VNI};
 use crate::limits::{memory_of_each, Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
@@ -140,10 +141,13 @@ pub enum Error {
         vni: u32,
     },
     /// A VM has two ways out.
-    #[error("{0} has both a vni and dgram: there is one way out")]
+    #[error("{0} has more than one of vni, dgram and netdev: there is one way out")]
     TwoWays(PathBuf),
+    /// The interface of the host is not there.
+    #[error("{0} has netdev {1}, but the host has no such interface")]
+    NoNetdev(PathBuf, String),
     /// A device has faults, and no way out of this process.
-    #[error("{0} has faults, but only frames have them: it needs a vni or dgram")]
+    #[error("{0} has faults, but only frames have them: it needs a vni, dgram or netdev")]
     NoFrames(PathBuf),
     /// What a device has for faults makes no sense.
     #[error("the faults of {0}: {1}")]
@@ -382,6 +386,9 @@ pub struct DeviceConfig {
     pub vni: Option<u32>,
     /// Its own interface. Without this and `vni`, no message leaves this process.
     pub dgram: Option<DgramConfig>,
+    /// The interface of the host that its VM's network interface is, where its frames go, too;
+    /// instead of `vni`.
+    pub netdev: Option<String>,
     /// Faults of its frames.
     pub faults: Option<FaultsConfig>,
 }
@@ -410,6 +417,7 @@ impl FromStr for DeviceConfig {
             memory: None,
             vni: None,
             dgram: None,
+            netdev: None,
             faults: None,
         };
         let bytes = |n: &str| {
@@ -680,7 +688,16 @@ pub struct UplinksConfig {
     /// The network between hosts.
     pub wire: Option<Wire>,
     /// Interfaces of VMs, by their numbers.
-    pub interfaces: Vec<DgramConfig>,
+    pub interfaces: Vec<InterfaceConfig>,
+}
+
+/// An interface of a VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum InterfaceConfig {
+    /// Frames are UDP datagrams.
+    Dgram(DgramConfig),
+    /// The interface of the host that the VM's is.
+    Netdev(String),
 }
 
 /// A way out of this process cannot be opened.
@@ -692,6 +709,9 @@ pub enum OpenUplink {
     /// An interface.
     #[error("cannot open dgram at {0}")]
     Dgram(SocketAddr, #[source] std::io::Error),
+    /// An interface of the host.
+    #[error("cannot use netdev {0}")]
+    Netdev(String, #[source] TapError),
 }
 
 impl UplinksConfig {
@@ -701,9 +721,15 @@ impl UplinksConfig {
     /// If the system refuses.
     pub fn open(self) -> Result<Uplinks, OpenUplink> {
         let tunnel = |wire: Wire| Tunnel::open(wire.address, wire.directory);
-        let interface = |dgram: DgramConfig| {
-            let opened = Interface::open(dgram.local, dgram.remote);
-            opened.map_err(|error| OpenUplink::Dgram(dgram.local, error))
+        let interface = |interface| match interface {
+            InterfaceConfig::Dgram(dgram) => {
+                let opened = Interface::open(dgram.local, dgram.remote);
+                opened.map_err(|error| OpenUplink::Dgram(dgram.local, error))
+            }
+            InterfaceConfig::Netdev(name) => {
+                let joined = Interface::join(&name);
+                joined.map_err(|error| OpenUplink::Netdev(name, error))
+            }
         };
         let tunnel = self.wire.map(tunnel).transpose();
         let interfaces = self.interfaces.into_iter().map(interface);
@@ -922,13 +948,28 @@ impl DeviceConfig {
         if let Some(network) = self.network {
             settings.network = network;
         }
+        let ways = [
+            self.vni.is_some(),
+            self.dgram.is_some(),
+            self.netdev.is_some(),
+        ];
+        if ways.iter().filter(|way| **way).count() > 1 {
+            return Err(Error::TwoWays(self.socket));
+        }
+        let number = u32::try_from(uplinks.interfaces.len()).unwrap_or(u32::MAX);
         if let Some(dgram) = self.dgram {
-            if self.vni.is_some() {
-                return Err(Error::TwoWays(self.socket));
-            }
-            let number = u32::try_from(uplinks.interfaces.len()).unwrap_or(u32::MAX);
             settings.uplink = Some(dgram.uplink(number)?);
-            uplinks.interfaces.push(dgram);
+            uplinks.interfaces.push(InterfaceConfig::Dgram(dgram));
+        }
+        if let Some(netdev) = self.netdev {
+            let Some(mtu) = mtu_of(&netdev) else {
+                return Err(Error::NoNetdev(self.socket, netdev));
+            };
+            settings.uplink = Some(Uplink {
+                segment: Segment::Own(number),
+                active_mtu: path_mtu_within(mtu),
+            });
+            uplinks.interfaces.push(InterfaceConfig::Netdev(netdev));
         }
         if let Some(vni) = self.vni {
             let Some(wire) = &uplinks.wire else {
@@ -1255,8 +1296,22 @@ mod tests {
         let expected = [uplink(0, mtu::MTU_1024), uplink(1, mtu::MTU_4096)];
         assert_eq!(uplinks.collect::<Vec<_>>(), expected);
         let ports = both.uplinks.interfaces.iter();
-        let ports: Vec<_> = ports.map(|interface| interface.local.port()).collect();
-        assert_eq!(ports, [1, 2]);
+        let port = |interface: &InterfaceConfig| match interface {
+            InterfaceConfig::Dgram(dgram) => Some(dgram.local.port()),
+            InterfaceConfig::Netdev(_) => None,
+        };
+        assert_eq!(ports.map(port).collect::<Vec<_>>(), [Some(1), Some(2)]);
+        let of_host = config(&[], "[[device]]\nsocket = 'a'\nnetdev = 'lo'\n").unwrap();
+        assert_eq!(of_host.devices[0].1.uplink, Some(uplink(0, mtu::MTU_4096)));
+        let named = InterfaceConfig::Netdev("lo".to_owned());
+        assert_eq!(of_host.uplinks.interfaces, [named]);
+        let said = config(&[], "[[device]]\nsocket = 'a'\nnetdev = 'x0'\n").unwrap_err();
+        assert!(
+            said.contains("a has netdev x0, but the host has no"),
+            "{said}"
+        );
+        let said = config(&[], &(dgram("a", 1, "") + "netdev = 'lo'\n")).unwrap_err();
+        assert!(said.contains("more than one of"), "{said}");
         let file = dgram("a", 1, "") + "faults = { out = 'loss=1%' }\n";
         let faults = config(&[], &file).unwrap().devices[0].1.faults;
         assert_eq!(faults.sent, Some("loss=0.01".parse().unwrap()));
@@ -1273,7 +1328,10 @@ mod tests {
         let said = config(&[], &(dgram("a", 1, "") + "faults = 'x'\n")).unwrap_err();
         assert!(said.contains("the faults of a: 'x' is no fault"), "{said}");
         let said = config(&[], &format!("{WIRE}{}vni = 7\n", dgram("a", 1, ""))).unwrap_err();
-        assert!(said.contains("a has both a vni and dgram"), "{said}");
+        assert!(
+            said.contains("more than one of vni, dgram and netdev"),
+            "{said}"
+        );
         let said = config(&[], &dgram("a", 1, ", mtu = 100")).unwrap_err();
         assert!(said.contains("an mtu of 100"), "{said}");
     }

@@ -7,7 +7,7 @@
 use std::net::UdpSocket;
 
 use arbitrary::{Result, Unstructured};
-use vhost_device_rdma::config::{DgramConfig, UplinksConfig};
+use vhost_device_rdma::config::{DgramConfig, InterfaceConfig, UplinksConfig};
 use vhost_device_rdma::engine::vm::{Segment, Uplink};
 use virtio_rdma_spec::command::opcode;
 use virtio_rdma_spec::ring::{RecvWqe, SendWqe, Sge, UdWqe};
@@ -69,11 +69,11 @@ pub fn run(data: &[u8]) {
     switch.set_nonblocking(true).expect("a socket");
     let uplinks = UplinksConfig {
         wire: None,
-        interfaces: vec![DgramConfig {
+        interfaces: vec![InterfaceConfig::Dgram(DgramConfig {
             local,
             remote: switch.local_addr().expect("an address"),
             mtu: None,
-        }],
+        })],
     };
     // Somebody else may have taken the address: this input is not run then.
     let Ok(mut host) = Host::with_uplinks(uplinks) else {

@@ -1,20 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Frames of one VM, each a UDP datagram, as QEMU's `-netdev dgram` has them: between this process
-//! and a switch in another one. It is for tests and for networks in user space.
+//! A VM's own interface: plain frames of it alone. They are those of an interface of the host, or
+//! each is a UDP datagram, as QEMU's `-netdev dgram` has them, between this process and a switch in
+//! another one, which is for tests and for networks in user space.
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use super::bursts::Bursts;
+use super::bursts::{Bursts, Came, To};
+use super::tap::{Tap, TapEnd, TapError};
+use super::{Arrived, Burst, Segment, LONGEST};
+
+/// Frames that are read from a TAP at a time, at most.
+const AT_A_TIME: usize = 16;
 
 /// A VM's own interface.
 #[derive(Debug)]
-pub struct Interface {
+pub enum Interface {
     /// It takes datagrams of the switch alone.
-    socket: UdpSocket,
+    Datagrams(UdpSocket),
+    /// At an interface of the host.
+    Tap(Tap),
 }
 
 impl Interface {
+    /// Opens it at an interface of the host.
+    ///
+    /// # Errors
+    /// Those of [`Tap::join`].
+    pub fn join(interface: &str) -> Result<Arc<Self>, TapError> {
+        Ok(Arc::new(Self::Tap(Tap::join(interface)?)))
+    }
+
     /// Opens it at address `local`, with the switch at `remote`.
     ///
     /// # Errors
@@ -22,29 +39,110 @@ impl Interface {
     pub fn open(local: SocketAddr, remote: SocketAddr) -> io::Result<Arc<Self>> {
         let socket = UdpSocket::bind(local)?;
         socket.connect(remote)?;
-        Ok(Arc::new(Self { socket }))
+        Ok(Arc::new(Self::Datagrams(socket)))
     }
 
-    /// Frames go to and come from it in bursts.
-    pub(super) fn bursts(&self) -> io::Result<Bursts> {
-        Bursts::new(self.socket.try_clone()?, Vec::new())
+    /// The way in and out for a worker.
+    pub(super) fn end(&self) -> io::Result<InterfaceEnd> {
+        Ok(match self {
+            Self::Datagrams(socket) => {
+                InterfaceEnd::Datagrams(Bursts::new(socket.try_clone()?, Vec::new())?)
+            }
+            Self::Tap(tap) => InterfaceEnd::Tap(tap.end()?),
+        })
+    }
+}
+
+/// A worker's end of an interface.
+#[derive(Debug)]
+pub(super) enum InterfaceEnd {
+    Datagrams(Bursts),
+    Tap(TapEnd),
+}
+
+impl InterfaceEnd {
+    /// What is readable when frames have come.
+    pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Datagrams(bursts) => bursts.socket().as_fd(),
+            Self::Tap(tap) => tap.file().as_fd(),
+        }
+    }
+
+    /// Room for a frame of `len` bytes; `None` if no frame is so long.
+    pub(super) fn begin(&mut self, len: usize) -> Option<&mut [u8]> {
+        match self {
+            Self::Datagrams(bursts) => bursts.begin(To::Peer, len),
+            Self::Tap(tap) => tap.begin(len),
+        }
+    }
+
+    /// The frame of [`Self::begin`], of `len` bytes, is written.
+    pub(super) fn end(&mut self, len: usize) {
+        match self {
+            Self::Datagrams(bursts) => bursts.end(len),
+            Self::Tap(tap) => tap.end(len),
+        }
+    }
+
+    /// Sends what waits. Returns how many frames the system did not take since it was called last.
+    pub(super) fn flush(&mut self) -> u64 {
+        match self {
+            Self::Datagrams(bursts) => bursts.flush(),
+            Self::Tap(tap) => tap.flush(),
+        }
+    }
+
+    /// Reads frames that have come on a segment; false if there are none.
+    pub(super) fn receive(&mut self, segment: Segment, burst: &mut Burst) -> bool {
+        let space = burst.space();
+        match self {
+            Self::Datagrams(bursts) => {
+                let Some(Came { bytes, each, .. }) = bursts.receive(space) else {
+                    return false;
+                };
+                for at in (0..bytes).step_by(each.max(1)) {
+                    let place = at..bytes.min(at + each);
+                    burst.frames.push(Arrived::new(segment, place));
+                }
+            }
+            Self::Tap(tap) => {
+                let mut start = 0;
+                for _ in 0..AT_A_TIME {
+                    // One that does not fit any longer would be cut.
+                    let Some(space) = burst.bytes.get_mut(start..) else {
+                        break;
+                    };
+                    if start != 0 && space.len() < LONGEST / 4 {
+                        break;
+                    }
+                    let Some(place) = tap.receive(space) else {
+                        break;
+                    };
+                    let place = start + place.start..start + place.end;
+                    start = place.end;
+                    burst.frames.push(Arrived::new(segment, place));
+                }
+            }
+        }
+        !burst.frames.is_empty()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::bursts::To;
     use super::*;
 
-    fn send(bursts: &mut Bursts, len: usize) -> u64 {
-        bursts.begin(To::Peer, len).unwrap().fill(1);
-        bursts.end(len);
-        bursts.flush()
+    fn send(end: &mut InterfaceEnd, len: usize) -> u64 {
+        end.begin(len).unwrap().fill(1);
+        end.end(len);
+        end.flush()
     }
 
-    fn received(bursts: &mut Bursts) -> Option<usize> {
-        let mut space = vec![0; super::super::LONGEST];
-        bursts.receive(&mut space).map(|came| came.bytes)
+    fn received(end: &mut InterfaceEnd) -> Option<usize> {
+        let mut burst = Burst::default();
+        let came = end.receive(Segment::Own(0), &mut burst);
+        came.then(|| burst.frames().map(|(_, frame, _)| frame.len()).sum())
     }
 
     #[test]
@@ -53,7 +151,7 @@ mod tests {
         let local = free.local_addr().unwrap();
         drop(free);
         let interface = Interface::open(local, switch.local_addr().unwrap()).unwrap();
-        let mut frames = interface.bursts().unwrap();
+        let mut frames = interface.end().unwrap();
         assert_eq!(send(&mut frames, 60), 0);
         assert_eq!(switch.recv(&mut [0; 100]).unwrap(), 60);
         let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
@@ -69,7 +167,7 @@ mod tests {
         let [local, remote] = [&free, &switch].map(|socket| socket.local_addr().unwrap());
         drop((free, switch));
         let interface = Interface::open(local, remote).unwrap();
-        let mut frames = interface.bursts().unwrap();
+        let mut frames = interface.end().unwrap();
         send(&mut frames, 60);
         send(&mut frames, 60);
         assert_eq!(received(&mut frames), None);

@@ -9,8 +9,11 @@ use crate::engine::vm::Segment;
 
 mod bursts;
 pub(crate) mod interface;
+#[allow(unsafe_code)]
+mod kernel;
 #[cfg(test)]
 pub(super) mod sim;
+pub(crate) mod tap;
 pub(crate) mod uplinks;
 pub(crate) mod vxlan;
 

@@ -4,10 +4,9 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
-use super::bursts::{Bursts, To};
-use super::interface::Interface;
+use super::interface::{Interface, InterfaceEnd};
 use super::vxlan::{Tunnel, VxlanPort};
-use super::{Arrived, Burst, Fate, Port};
+use super::{Burst, Fate, Port};
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 use crate::epoll_fd::{EpollFd, NO_EVENT};
@@ -36,7 +35,7 @@ impl Uplinks {
 #[derive(Debug)]
 pub(crate) struct UplinkPort {
     tunnel: Option<VxlanPort>,
-    interfaces: Vec<Bursts>,
+    interfaces: Vec<InterfaceEnd>,
     /// Waits for frames of interfaces; the number of an event is that of the interface.
     epoll: EpollFd,
     /// Interfaces with frames. Each gives a burst at a time.
@@ -58,10 +57,10 @@ impl UplinkPort {
     pub(crate) fn new(uplinks: &Uplinks) -> io::Result<Self> {
         let epoll = EpollFd::new()?;
         let interfaces = uplinks.interfaces.iter();
-        let interfaces = interfaces.map(|interface| interface.bursts());
+        let interfaces = interfaces.map(|interface| interface.end());
         let interfaces: Vec<_> = interfaces.collect::<io::Result<_>>()?;
         for (number, interface) in (0..).zip(&interfaces) {
-            epoll.add(interface.socket(), number)?;
+            epoll.add(&interface.descriptor(), number)?;
         }
         Ok(Self {
             tunnel: uplinks.tunnel.clone().map(VxlanPort::new).transpose()?,
@@ -115,15 +114,10 @@ impl UplinkPort {
             let Some(interface) = self.interfaces.get_mut(number as usize) else {
                 continue;
             };
-            let Some(came) = interface.receive(burst.space()) else {
+            if !interface.receive(Segment::Own(number), burst) {
                 continue;
-            };
-            self.ready.push_back(number);
-            for at in (0..came.bytes).step_by(came.each.max(1)) {
-                let end = came.bytes.min(at + came.each);
-                let place = at..end;
-                burst.frames.push(Arrived::new(Segment::Own(number), place));
             }
+            self.ready.push_back(number);
             return true;
         }
     }
@@ -150,7 +144,7 @@ impl Port for UplinkPort {
             }
             Segment::Own(number) => {
                 let interface = self.interfaces.get_mut(number as usize);
-                let space = interface.and_then(|interface| interface.begin(To::Peer, len));
+                let space = interface.and_then(|interface| interface.begin(len));
                 space.ok_or(Fate::Refused)
             }
         }
@@ -183,7 +177,7 @@ impl Port for UplinkPort {
         }
         while let Some(number) = self.sent.pop() {
             let interface = self.interfaces.get_mut(number as usize);
-            refused += interface.map_or(0, Bursts::flush);
+            refused += interface.map_or(0, InterfaceEnd::flush);
         }
         refused
     }
