@@ -130,6 +130,7 @@ pub fn all() -> Vec<Lane> {
         stock::lane(),
         stock::wire(),
         stock::wire_switch(),
+        stock::wire_tap(),
         interop::lane(),
         perftest::lane(),
         ulp::lane(),

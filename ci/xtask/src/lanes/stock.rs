@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lanes `tools`, `wire` and `wire-switch`: the stock tools of libibverbs and librdmacm between two VMs, and
+//! Lanes `tools`, `wire`, `wire-switch` and `wire-tap`: the stock tools of libibverbs and librdmacm
+//! between two VMs, and
 //! perftest over rdma_cm; between VMs of one device process, and as on two hosts.
 
 use std::time::Duration;
@@ -59,6 +60,16 @@ pub fn wire_switch() -> Lane {
         name: "wire-switch",
         about: "the same tools between VMs of two device processes, with a switch between them",
         hosts: Hosts::Switch(1500),
+        ..lane()
+    }
+}
+
+/// The same at a bridge of the host, whose TAPs are those of the VMs.
+pub fn wire_tap() -> Lane {
+    Lane {
+        name: "wire-tap",
+        about: "the same tools between VMs of two device processes at TAPs of a bridge",
+        hosts: Hosts::Tap(1500),
         ..lane()
     }
 }

@@ -14,7 +14,7 @@ use anyhow::{bail, ensure, Context, Result};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::{mac, signal_child, spawn, switch, wait_for};
+use super::{mac, namespace, signal_child, spawn, switch, wait_for};
 
 /// The longest IP packet between hosts, bytes: those of the loopback interface are longer.
 const WIRE_MTU: u16 = 9000;
@@ -31,11 +31,14 @@ pub enum Wire {
     Vxlan(u8),
     /// A switch, with IP packets of so many bytes at most.
     Switch(u16),
+    /// The bridge that the TAPs of VMs are in.
+    Tap,
 }
 
 /// A running `vhost-device-rdma`.
 pub struct DeviceProcess {
     child: Child,
+    binary: PathBuf,
     status: PathBuf,
     log: PathBuf,
     command: Vec<String>,
@@ -58,13 +61,13 @@ impl DeviceProcess {
         command.push("--status-socket".to_owned());
         command.push(status.display().to_string());
         let sockets = sockets.iter().map(|(socket, _)| socket.clone());
-        Self::start_by(command, sockets.collect(), status, log)
+        Self::start_by(binary, command, sockets.collect(), status, log)
     }
 
-    /// Starts the process that serves VM `number` alone, as on a host of its own. The others are at
-    /// the other end of the wire.
+    /// Starts the process that serves VM `number` alone, as on a host of its own, by a command with
+    /// this prefix. The others are at the other end of the wire.
     pub fn start_on_host(
-        binary: &Path,
+        (prefix, binary): (&[String], &Path),
         directory: &Path,
         number: u8,
         wire: Wire,
@@ -91,6 +94,7 @@ impl DeviceProcess {
                 let (remote, local) = switch::addresses(number);
                 format!("dgram = {{ local = '{local}', remote = '{remote}', mtu = {mtu} }}")
             }
+            Wire::Tap => format!("netdev = '{}'", namespace::tap(number)),
         };
         let _ = write!(
             text,
@@ -99,17 +103,19 @@ impl DeviceProcess {
             mac(number)
         );
         fs::write(&file, text)?;
-        let command = [
+        let mut command = prefix.to_vec();
+        command.extend([
             binary.display().to_string(),
             "--config".to_owned(),
             file.display().to_string(),
             "--status-socket".to_owned(),
             status.display().to_string(),
-        ];
-        Self::start_by(command.to_vec(), vec![socket], &status, log)
+        ]);
+        Self::start_by(binary, command, vec![socket], &status, log)
     }
 
     fn start_by(
+        binary: &Path,
         command: Vec<String>,
         sockets: Vec<PathBuf>,
         status: &Path,
@@ -117,6 +123,7 @@ impl DeviceProcess {
     ) -> Result<Self> {
         let mut device = DeviceProcess {
             child: spawn(&command, log)?,
+            binary: binary.to_owned(),
             status: status.to_owned(),
             log: log.to_owned(),
             command,
@@ -168,8 +175,7 @@ impl DeviceProcess {
 
     /// Takes the link of a VM's device down or up, as the host's operator does.
     pub fn set_link(&self, number: usize, up: bool) -> Result<()> {
-        let program = self.command.first().context("no command")?;
-        let mut command = Command::new(program);
+        let mut command = Command::new(&self.binary);
         command.arg("link").arg(&self.status);
         command.arg(self.socket(number)?);
         command.arg(if up { "up" } else { "down" });

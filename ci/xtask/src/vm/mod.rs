@@ -7,6 +7,7 @@
 
 mod agent;
 mod device;
+mod namespace;
 mod qmp;
 mod switch;
 
@@ -27,6 +28,7 @@ use crate::artifacts::Stack;
 use crate::images::KernelImage;
 use crate::shell;
 use agent::Agent;
+use namespace::Namespace;
 use qmp::Qmp;
 
 /// How long a guest may take from power-on to its agent, on a machine that is busy with other
@@ -51,6 +53,9 @@ pub enum Hosts {
     /// Each has one of its own, whose frames go through the same switch as those of the VM's
     /// network interface; IP packets have so many bytes at most.
     Switch(u16),
+    /// Each has one of its own, at the TAP of the VM's network interface, which is in a bridge of
+    /// the host; IP packets have so many bytes at most.
+    Tap(u16),
 }
 
 /// What to start.
@@ -91,6 +96,7 @@ pub struct Bed {
     pub vms: Vec<Vm>,
     /// What is between their network interfaces, if it is not QEMU itself.
     pub switch: Option<Switch>,
+    namespace: Option<Namespace>,
     directory: PathBuf,
 }
 
@@ -107,21 +113,28 @@ impl Bed {
             others: Vec::new(),
             vms: Vec::new(),
             switch: None,
+            namespace: None,
             directory,
         };
         if let Hosts::Switch(_) = plan.hosts {
             bed.switch = Some(Switch::start(&bed.directory, plan.vms)?);
         }
+        if let Hosts::Tap(mtu) = plan.hosts {
+            bed.namespace = Some(Namespace::start(plan.vms, mtu)?);
+        }
+        let namespace = bed.namespace.as_ref();
+        let prefix = namespace.map(Namespace::prefix).unwrap_or_default();
         if let Some(stack) = plan.stack.filter(|_| plan.hosts != Hosts::One) {
             for number in 1..=plan.vms {
                 let log = plan.logs.join(format!("device-{number}.log"));
                 let wire = match plan.hosts {
                     Hosts::Switch(mtu) => device::Wire::Switch(mtu),
+                    Hosts::Tap(_) => device::Wire::Tap,
                     _ => device::Wire::Vxlan(plan.vms),
                 };
                 let directory = &bed.directory;
-                let device =
-                    DeviceProcess::start_on_host(&stack.device, directory, number, wire, &log)?;
+                let command = (prefix.as_slice(), stack.device.as_path());
+                let device = DeviceProcess::start_on_host(command, directory, number, wire, &log)?;
                 match &bed.device {
                     None => bed.device = Some(device),
                     Some(_) => bed.others.push(device),
@@ -140,7 +153,7 @@ impl Bed {
             )?);
         }
         for number in 1..=plan.vms {
-            let vm = Vm::start(plan, number, &bed.directory)?;
+            let vm = Vm::start(plan, number, &prefix, &bed.directory)?;
             bed.vms.push(vm);
         }
         for vm in &mut bed.vms {
@@ -163,6 +176,7 @@ impl Bed {
         self.device = None;
         self.others.clear();
         self.switch = None;
+        self.namespace = None;
         // The next bed of this process has the same directory, and may be there before this one is
         // dropped.
         let directory = std::mem::take(&mut self.directory);
@@ -225,7 +239,7 @@ pub struct Vm {
 
 impl Vm {
     /// Starts QEMU. The guest is not up yet when this returns.
-    fn start(plan: &Plan, number: u8, directory: &Path) -> Result<Self> {
+    fn start(plan: &Plan, number: u8, prefix: &[String], directory: &Path) -> Result<Self> {
         let console_log = plan.logs.join(format!("vm{number}.console"));
         let _ = fs::remove_file(&console_log);
         let qemu_log = plan.logs.join(format!("vm{number}.qemu"));
@@ -233,7 +247,8 @@ impl Vm {
             File::create(disk(directory, number))?.set_len(size << 20)?;
         }
         let path = |name: &str| directory.join(format!("{name}-{number}"));
-        let command = command_line(plan, number, directory, &console_log);
+        let mut command = prefix.to_vec();
+        command.extend(command_line(plan, number, directory, &console_log));
         let mut vm = Vm {
             number,
             child: spawn(&command, &qemu_log)?,
@@ -242,7 +257,7 @@ impl Vm {
             qemu_log,
             control: path("control"),
             qmp_path: path("qmp"),
-            links: if number == 1 && !matches!(plan.hosts, Hosts::Switch(_)) {
+            links: if number == 1 && !matches!(plan.hosts, Hosts::Switch(_) | Hosts::Tap(_)) {
                 (2..=plan.vms).map(|peer| link(directory, peer)).collect()
             } else {
                 Vec::new()
@@ -593,12 +608,18 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     add("-qmp", format!("unix:{},server=on,wait=off", socket("qmp")));
 
     let switched = match plan.hosts {
-        Hosts::Switch(mtu) => Some(mtu),
+        Hosts::Switch(mtu) | Hosts::Tap(mtu) => Some(mtu),
         Hosts::One | Hosts::Vxlan => None,
     };
     let host_mtu = switched.map_or_else(String::new, |mtu| format!(",host_mtu={mtu}"));
     // vm1 is the hub that connects the network devices of all, unless a switch does.
     let device_net = match (number, plan.vms) {
+        _ if matches!(plan.hosts, Hosts::Tap(_)) => {
+            let tap = namespace::tap(number);
+            let more = "script=no,downscript=no,vhost=off";
+            add("-netdev", format!("tap,id=net,ifname={tap},{more}"));
+            "net"
+        }
         (1, _) if switched.is_some() => {
             add("-netdev", stream_to(directory, number, true));
             "net"

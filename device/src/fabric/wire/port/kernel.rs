@@ -69,9 +69,23 @@ pub(super) fn tap(name: &str) -> io::Result<(File, String)> {
     Ok((file, String::from_utf8_lossy(&bytes).into_owned()))
 }
 
+/// For calls about interfaces.
+fn any_socket() -> io::Result<UdpSocket> {
+    UdpSocket::bind("127.0.0.1:0").or_else(|_| UdpSocket::bind("[::1]:0"))
+}
+
+/// The longest IP packet of an interface, bytes.
+pub(super) fn mtu(name: &str) -> io::Result<usize> {
+    let mut request = request(name)?;
+    ioctl(&any_socket()?, libc::SIOCGIFMTU as _, &mut request)?;
+    // SAFETY: the call has written it, and any value is one.
+    let mtu = unsafe { request.ifr_ifru.ifru_mtu };
+    usize::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
+}
+
 /// Takes an interface up, with room for IP packets of `mtu` bytes.
 pub(super) fn bring_up(name: &str, mtu: usize) -> io::Result<()> {
-    let socket = UdpSocket::bind("127.0.0.1:0").or_else(|_| UdpSocket::bind("[::]:0"))?;
+    let socket = any_socket()?;
     let mut request = request(name)?;
     request.ifr_ifru.ifru_mtu = c_int::try_from(mtu).unwrap_or(c_int::MAX);
     ioctl(&socket, libc::SIOCSIFMTU as _, &mut request)?;
