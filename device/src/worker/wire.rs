@@ -117,7 +117,7 @@ impl Recipients for Here<'_> {
 impl WireEnd {
     pub(super) fn new(port: UplinkPort, view: Arc<View>) -> Self {
         Self {
-            wire: Wire::new(Faults::new(port, view.clone()), view),
+            wire: Wire::new(Faults::new(port, view.faults.clone()), view),
             networks: Vec::new(),
             owners: HashMap::new(),
             generation: 0,

@@ -227,7 +227,7 @@ pub(crate) struct View {
     pub counters: Counters,
     pub capture: Capture,
     /// Faults that are wanted.
-    pub faults: Plan,
+    pub faults: Arc<Plan>,
 }
 
 impl<P: Port> Egress<P> {

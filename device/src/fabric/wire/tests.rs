@@ -119,7 +119,7 @@ impl Net {
             let view = Arc::<View>::default();
             let station = (SEGMENT, mac);
             view.faults.set(station, Direction::Out, Some(faults[end]));
-            let port = Faults::new(network.port(mac, PORT_MTU), view.clone());
+            let port = Faults::new(network.port(mac, PORT_MTU), view.faults.clone());
             let wire = Wire::new(port, view);
             wire.out.view.capture.set(true);
             wire

@@ -8,8 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use super::super::port::{Burst, Direction, Fate, Port};
-use super::super::View;
-use super::plan::{count, Planned, Station};
+use super::plan::{count, Plan, Planned, Station};
 use super::settings::Chance;
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
@@ -21,7 +20,7 @@ const MOST_HELD: usize = 64 << 20;
 #[derive(Debug)]
 pub(crate) struct Faults<P> {
     inner: P,
-    view: Arc<View>,
+    plan: Arc<Plan>,
     /// Of the plan that `lines` are from.
     generation: u64,
     lines: Vec<Line>,
@@ -250,11 +249,11 @@ impl Line {
 }
 
 impl<P: Port> Faults<P> {
-    /// A port whose faults are those of the plan in `view`.
-    pub(crate) fn new(inner: P, view: Arc<View>) -> Self {
+    /// A port whose faults are those of a plan.
+    pub(crate) fn new(inner: P, plan: Arc<Plan>) -> Self {
         Self {
             inner,
-            view,
+            plan,
             generation: 0,
             lines: Vec::new(),
             written: Vec::new(),
@@ -269,11 +268,11 @@ impl<P: Port> Faults<P> {
 
     /// Follows the plan. Returns whether there are any faults.
     fn follow(&mut self) -> bool {
-        let generation = self.view.faults.generation();
+        let generation = self.plan.generation();
         if generation != self.generation {
             self.generation = generation;
             let mut known = std::mem::take(&mut self.lines);
-            for planned in self.view.faults.list() {
+            for planned in self.plan.list() {
                 let same = |line: &Line| Arc::ptr_eq(&line.planned, &planned);
                 let line = known.iter().position(same).map(|at| known.swap_remove(at));
                 self.lines.push(line.unwrap_or_else(|| Line::new(planned)));
@@ -470,12 +469,12 @@ mod tests {
         /// Frames of the first end have faults in a direction.
         fn set(&self, direction: Direction, faults: &str) {
             let faults: Option<FaultSettings> = faults.parse().ok();
-            let plan = &self.ports[0].view.faults;
+            let plan = &self.ports[0].plan;
             plan.set((SEGMENT, HERE), direction, faults);
         }
 
         fn counts(&self, name: &str) -> u64 {
-            let list = self.ports[0].view.faults.list();
+            let list = self.ports[0].plan.list();
             let mut counts = list.iter().flat_map(|one| one.counts.list());
             counts.find(|(known, _)| *known == name).unwrap().1
         }
@@ -631,7 +630,7 @@ mod tests {
         let mut two = Two::new();
         two.set(Direction::Out, "loss=100%");
         let other = (SEGMENT, [2, 0, 0, 0, 0, 9]);
-        let plan = &two.ports[1].view.faults;
+        let plan = &two.ports[1].plan;
         plan.set(other, Direction::Out, "loss=1".parse().ok());
         assert_eq!(two.send(0, 1), Fate::Lost(0));
         assert_eq!(two.send(1, 2), Fate::Sent);

@@ -19,7 +19,7 @@ pub struct Chance(pub(super) f64);
 impl Chance {
     /// Out of a million.
     #[cfg(test)]
-    pub(in super::super) fn millionths(millionths: u32) -> Self {
+    pub(crate) fn millionths(millionths: u32) -> Self {
         Self(f64::from(millionths) / 1e6)
     }
 }
@@ -50,7 +50,7 @@ pub struct FaultSettings {
     /// These frames are lost, by their numbers, the first of which is 0.
     pub lose: Option<(u64, u64)>,
     /// How many frames are lost or damaged in any time that is so long, at most: for simulations.
-    pub(in super::super) limit: Option<(usize, Duration)>,
+    pub(crate) limit: Option<(usize, Duration)>,
 }
 
 impl Default for FaultSettings {
