@@ -39,6 +39,10 @@ enum Command {
         /// The guests' kernel
         #[arg(long, value_enum, default_value_t = Kernel::Trixie)]
         kernel: Kernel,
+        /// On hosts of their own, which are network namespaces, with a device process each and
+        /// RoCEv2 between them, which loses a packet in a thousand; takes root
+        #[arg(long)]
+        wire: bool,
     },
     /// Boot VMs with the device attached and give a shell in each
     Vm {
@@ -54,6 +58,10 @@ enum Command {
         /// Stock guests: neither the device nor the driver
         #[arg(long)]
         plain: bool,
+        /// On hosts of their own, which are network namespaces, with a device process each and
+        /// RoCEv2 between them; takes root
+        #[arg(long, conflicts_with = "plain")]
+        wire: bool,
         /// Memory of each VM in MiB
         #[arg(long, default_value_t = 1024)]
         memory: u32,
@@ -133,14 +141,15 @@ fn main() {
 /// Runs the command; false if it ran to its end and something in it failed.
 fn dispatch(command: Command) -> Result<bool> {
     match command {
-        Command::Demo { kernel } => commands::demo::run(kernel),
+        Command::Demo { kernel, wire } => commands::demo::run(kernel, wire),
         Command::Vm {
             number,
             kernel,
             image,
             plain,
+            wire,
             memory,
-        } => commands::vm::run(number, kernel, image, plain, memory),
+        } => commands::vm::run(number, kernel, image, plain, wire, memory),
         Command::Test => commands::test::run(),
         Command::Lane {
             names,

@@ -12,6 +12,7 @@ use crate::shell;
 const PACKAGES: &[&str] = &[
     "debian-archive-keyring",
     "e2fsprogs",
+    "iproute2",
     "mmdebstrap",
     "qemu-system-data",
     "seabios",

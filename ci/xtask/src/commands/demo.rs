@@ -3,7 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{ensure, Result};
+use serde_json::Value;
 
 use crate::artifacts;
 use crate::images::{Image, Kernel};
@@ -14,8 +15,12 @@ use crate::{setup, shell};
 /// How long one run may take on a busy machine without KVM.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
+/// Hosts with a device process and a VM each, and a network between them that loses a packet in a
+/// thousand each way.
+const WIRE: Hosts = Hosts::Tap(1500, "seed=1,loss=0.1%");
+
 /// Sets everything up, boots the VMs, runs the tools, shows what they say.
-pub fn run(kernel: Kernel) -> Result<bool> {
+pub fn run(kernel: Kernel, wire: bool) -> Result<bool> {
     let start = Instant::now();
     setup::run()?;
     let everything = artifacts::everything(&[kernel])?;
@@ -28,7 +33,7 @@ pub fn run(kernel: Kernel) -> Result<bool> {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: Hosts::One,
+        hosts: if wire { WIRE } else { Hosts::One },
         disk: None,
         logs: shell::target().join("logs/demo"),
         interactive: false,
@@ -98,13 +103,9 @@ pub fn run(kernel: Kernel) -> Result<bool> {
     show(&verified);
     summary.push(("data", verified));
 
-    let status = bed
-        .device
-        .as_ref()
-        .context("there is no device")?
-        .status()?;
     heading("On the host: what the device has moved for each VM");
-    for device in status["devices"].as_array().into_iter().flatten() {
+    let statuses = bed.statuses()?;
+    for device in statuses.iter().flat_map(devices) {
         let counters = &device["counters"];
         println!(
             "    {}: {} messages ({} bytes) sent, {} ({} bytes) received",
@@ -114,6 +115,24 @@ pub fn run(kernel: Kernel) -> Result<bool> {
             counters["rx_messages"],
             counters["rx_bytes"]
         );
+    }
+
+    if wire {
+        heading("On the wire: packets, and what the network did to them");
+        for status in &statuses {
+            let wire = &status["workers"][0]["wire"];
+            println!(
+                "    {} sent, {} received",
+                wire["sent_frames"], wire["received_frames"]
+            );
+            for faults in wire["faults"].as_array().into_iter().flatten() {
+                let (direction, lost) = (&faults["direction"], &faults["counts"]["lost"]);
+                println!(
+                    "        {lost} lost on the way {}",
+                    direction.as_str().unwrap_or("?")
+                );
+            }
+        }
     }
 
     heading("Summary");
@@ -126,6 +145,10 @@ pub fn run(kernel: Kernel) -> Result<bool> {
         shell::human(start.elapsed())
     ));
     Ok(true)
+}
+
+fn devices(status: &Value) -> impl Iterator<Item = &Value> {
+    status["devices"].as_array().into_iter().flatten()
 }
 
 fn heading(text: &str) {

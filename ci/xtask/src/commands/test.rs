@@ -64,11 +64,12 @@ impl Checks {
 
 /// The VM lanes that have to pass, and which of their cases. What rxe makes of rdma-core's tests is
 /// no matter of a change.
-const LANES: [(&str, Option<&str>); 5] = [
+const LANES: [(&str, Option<&str>); 6] = [
     ("smoke", None),
     ("rdma-core-56", Some("the tests on our device")),
     ("recovery", Some(RECOVERY)),
     ("wire", Some("rping|ucmatose|ibv_xsrq_pingpong")),
+    ("wire-tap", Some("rping|ibv_ud_pingpong")),
     ("rxe-interop", Some("rping|ibv_ud_pingpong")),
 ];
 

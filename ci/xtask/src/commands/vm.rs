@@ -14,7 +14,14 @@ use crate::{setup, shell};
 
 /// Boots VMs and attaches the terminal to them until the shells are left, or until the command is
 /// interrupted.
-pub fn run(number: u8, kernel: Kernel, image: Image, plain: bool, memory: u32) -> Result<bool> {
+pub fn run(
+    number: u8,
+    kernel: Kernel,
+    image: Image,
+    plain: bool,
+    wire: bool,
+    memory: u32,
+) -> Result<bool> {
     setup::run()?;
     setup::packages(&["socat", "tmux"])?;
     let (mut images, qemu, stack) = if plain {
@@ -39,13 +46,17 @@ pub fn run(number: u8, kernel: Kernel, image: Image, plain: bool, memory: u32) -
         vms: number,
         memory,
         bare: 0,
-        hosts: Hosts::One,
+        hosts: if wire {
+            Hosts::Tap(1500, "")
+        } else {
+            Hosts::One
+        },
         disk: None,
         logs: shell::target().join("logs/vm"),
         interactive: true,
     };
     let mut bed = shell::step(&format!("Booting {number} VMs"), || Bed::start(&plan))?;
-    if let Some(device) = &bed.device {
+    for device in bed.devices() {
         println!("\nThe device:\n  {}", line(device.command()));
     }
     for vm in &bed.vms {

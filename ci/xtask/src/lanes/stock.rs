@@ -64,12 +64,12 @@ pub fn wire_switch() -> Lane {
     }
 }
 
-/// The same at a bridge of the host, whose TAPs are those of the VMs.
+/// The same on hosts that are network namespaces, at TAPs in their bridges.
 pub fn wire_tap() -> Lane {
     Lane {
         name: "wire-tap",
-        about: "the same tools between VMs of two device processes at TAPs of a bridge",
-        hosts: Hosts::Tap(1500),
+        about: "the same tools between VMs on two hosts, which are network namespaces with bridges",
+        hosts: Hosts::Tap(1500, ""),
         ..lane()
     }
 }

@@ -31,8 +31,8 @@ pub enum Wire {
     Vxlan(u8),
     /// A switch, with IP packets of so many bytes at most.
     Switch(u16),
-    /// The bridge that the TAPs of VMs are in.
-    Tap,
+    /// What is between hosts of their own, on which the VM has a TAP; faults, if there are to be any.
+    Tap(&'static str),
 }
 
 /// A running `vhost-device-rdma`.
@@ -67,7 +67,7 @@ impl DeviceProcess {
     /// Starts the process that serves VM `number` alone, as on a host of its own, by a command with
     /// this prefix. The others are at the other end of the wire.
     pub fn start_on_host(
-        (prefix, binary): (&[String], &Path),
+        (prefix, binary): (Vec<String>, &Path),
         directory: &Path,
         number: u8,
         wire: Wire,
@@ -94,7 +94,13 @@ impl DeviceProcess {
                 let (remote, local) = switch::addresses(number);
                 format!("dgram = {{ local = '{local}', remote = '{remote}', mtu = {mtu} }}")
             }
-            Wire::Tap => format!("netdev = '{}'", namespace::tap(number)),
+            Wire::Tap(faults) => {
+                let netdev = format!("netdev = '{}'", namespace::TAP);
+                match faults {
+                    "" => netdev,
+                    faults => format!("{netdev}\nfaults = '{faults}'"),
+                }
+            }
         };
         let _ = write!(
             text,
@@ -103,7 +109,7 @@ impl DeviceProcess {
             mac(number)
         );
         fs::write(&file, text)?;
-        let mut command = prefix.to_vec();
+        let mut command = prefix;
         command.extend([
             binary.display().to_string(),
             "--config".to_owned(),

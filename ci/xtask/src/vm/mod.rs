@@ -28,7 +28,6 @@ use crate::artifacts::Stack;
 use crate::images::KernelImage;
 use crate::shell;
 use agent::Agent;
-use namespace::Namespace;
 use qmp::Qmp;
 
 /// How long a guest may take from power-on to its agent, on a machine that is busy with other
@@ -54,8 +53,9 @@ pub enum Hosts {
     /// network interface; IP packets have so many bytes at most.
     Switch(u16),
     /// Each has one of its own, at the TAP of the VM's network interface, which is in a bridge of
-    /// the host; IP packets have so many bytes at most.
-    Tap(u16),
+    /// its host, a network namespace; IP packets have so many bytes at most, and the device has
+    /// these faults.
+    Tap(u16, &'static str),
 }
 
 /// What to start.
@@ -96,7 +96,7 @@ pub struct Bed {
     pub vms: Vec<Vm>,
     /// What is between their network interfaces, if it is not QEMU itself.
     pub switch: Option<Switch>,
-    namespace: Option<Namespace>,
+    hosts: Option<namespace::Hosts>,
     directory: PathBuf,
 }
 
@@ -113,27 +113,27 @@ impl Bed {
             others: Vec::new(),
             vms: Vec::new(),
             switch: None,
-            namespace: None,
+            hosts: None,
             directory,
         };
         if let Hosts::Switch(_) = plan.hosts {
             bed.switch = Some(Switch::start(&bed.directory, plan.vms)?);
         }
-        if let Hosts::Tap(mtu) = plan.hosts {
-            bed.namespace = Some(Namespace::start(plan.vms, mtu)?);
+        if let Hosts::Tap(mtu, _) = plan.hosts {
+            bed.hosts = Some(namespace::Hosts::start(plan.vms, mtu)?);
         }
-        let namespace = bed.namespace.as_ref();
-        let prefix = namespace.map(Namespace::prefix).unwrap_or_default();
+        let hosts = bed.hosts.as_ref();
+        let prefix = |number| hosts.map_or_else(Vec::new, |hosts| hosts.prefix(number));
         if let Some(stack) = plan.stack.filter(|_| plan.hosts != Hosts::One) {
             for number in 1..=plan.vms {
                 let log = plan.logs.join(format!("device-{number}.log"));
                 let wire = match plan.hosts {
                     Hosts::Switch(mtu) => device::Wire::Switch(mtu),
-                    Hosts::Tap(_) => device::Wire::Tap,
+                    Hosts::Tap(_, faults) => device::Wire::Tap(faults),
                     _ => device::Wire::Vxlan(plan.vms),
                 };
                 let directory = &bed.directory;
-                let command = (prefix.as_slice(), stack.device.as_path());
+                let command = (prefix(number), stack.device.as_path());
                 let device = DeviceProcess::start_on_host(command, directory, number, wire, &log)?;
                 match &bed.device {
                     None => bed.device = Some(device),
@@ -153,7 +153,7 @@ impl Bed {
             )?);
         }
         for number in 1..=plan.vms {
-            let vm = Vm::start(plan, number, &prefix, &bed.directory)?;
+            let vm = Vm::start(plan, number, prefix(number), &bed.directory)?;
             bed.vms.push(vm);
         }
         for vm in &mut bed.vms {
@@ -176,7 +176,7 @@ impl Bed {
         self.device = None;
         self.others.clear();
         self.switch = None;
-        self.namespace = None;
+        self.hosts = None;
         // The next bed of this process has the same directory, and may be there before this one is
         // dropped.
         let directory = std::mem::take(&mut self.directory);
@@ -188,6 +188,12 @@ impl Bed {
     /// Its device processes.
     pub fn devices(&mut self) -> impl Iterator<Item = &mut DeviceProcess> {
         self.device.iter_mut().chain(&mut self.others)
+    }
+
+    /// What its device processes say of themselves.
+    pub fn statuses(&self) -> Result<Vec<Value>> {
+        let devices = self.device.iter().chain(&self.others);
+        devices.map(DeviceProcess::status).collect()
     }
 
     /// Where its sockets are.
@@ -239,7 +245,7 @@ pub struct Vm {
 
 impl Vm {
     /// Starts QEMU. The guest is not up yet when this returns.
-    fn start(plan: &Plan, number: u8, prefix: &[String], directory: &Path) -> Result<Self> {
+    fn start(plan: &Plan, number: u8, prefix: Vec<String>, directory: &Path) -> Result<Self> {
         let console_log = plan.logs.join(format!("vm{number}.console"));
         let _ = fs::remove_file(&console_log);
         let qemu_log = plan.logs.join(format!("vm{number}.qemu"));
@@ -247,7 +253,7 @@ impl Vm {
             File::create(disk(directory, number))?.set_len(size << 20)?;
         }
         let path = |name: &str| directory.join(format!("{name}-{number}"));
-        let mut command = prefix.to_vec();
+        let mut command = prefix;
         command.extend(command_line(plan, number, directory, &console_log));
         let mut vm = Vm {
             number,
@@ -257,7 +263,7 @@ impl Vm {
             qemu_log,
             control: path("control"),
             qmp_path: path("qmp"),
-            links: if number == 1 && !matches!(plan.hosts, Hosts::Switch(_) | Hosts::Tap(_)) {
+            links: if number == 1 && !matches!(plan.hosts, Hosts::Switch(_) | Hosts::Tap(..)) {
                 (2..=plan.vms).map(|peer| link(directory, peer)).collect()
             } else {
                 Vec::new()
@@ -608,14 +614,14 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     add("-qmp", format!("unix:{},server=on,wait=off", socket("qmp")));
 
     let switched = match plan.hosts {
-        Hosts::Switch(mtu) | Hosts::Tap(mtu) => Some(mtu),
+        Hosts::Switch(mtu) | Hosts::Tap(mtu, _) => Some(mtu),
         Hosts::One | Hosts::Vxlan => None,
     };
     let host_mtu = switched.map_or_else(String::new, |mtu| format!(",host_mtu={mtu}"));
     // vm1 is the hub that connects the network devices of all, unless a switch does.
     let device_net = match (number, plan.vms) {
-        _ if matches!(plan.hosts, Hosts::Tap(_)) => {
-            let tap = namespace::tap(number);
+        _ if matches!(plan.hosts, Hosts::Tap(..)) => {
+            let tap = namespace::TAP;
             let more = "script=no,downscript=no,vhost=off";
             add("-netdev", format!("tap,id=net,ifname={tap},{more}"));
             "net"

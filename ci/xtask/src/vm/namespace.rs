@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A network namespace with a bridge, and for each VM a TAP in it: the network of a host whose VMs
-//! are at a Linux bridge. It takes root.
+//! Hosts, each a network namespace with a bridge: a TAP in it for a VM's network interface, and one
+//! end of a veth, whose other end is in the bridge of a namespace between all of them. It takes root.
 
 use std::process::Command;
 
@@ -8,50 +8,73 @@ use anyhow::Result;
 
 use crate::shell;
 
-/// A network namespace, which goes when it is dropped.
-pub struct Namespace {
-    name: String,
+/// The TAP of a VM's network interface, on its host.
+pub const TAP: &str = "vm0";
+
+/// Network namespaces, which go when this is dropped.
+pub struct Hosts {
+    between: Namespace,
+    hosts: Vec<Namespace>,
 }
 
-/// The TAP of a VM's network interface.
-pub fn tap(number: u8) -> String {
-    format!("vm{number}")
+struct Namespace(String);
+
+impl Hosts {
+    /// Makes so many; IP packets have so many bytes at most.
+    pub fn start(count: u8, mtu: u16) -> Result<Self> {
+        let name = format!("virtio-rdma-{}", std::process::id());
+        let mut all = Self {
+            between: Namespace::with_bridge(name.clone(), mtu)?,
+            hosts: Vec::new(),
+        };
+        for number in 1..=count {
+            let host = Namespace::with_bridge(format!("{name}-{number}"), mtu)?;
+            let Namespace(other) = &host;
+            all.between.ip(&format!(
+                "link add host{number} mtu {mtu} type veth peer name wire netns {other} mtu {mtu}"
+            ))?;
+            let join = format!("link set host{number} master bridge up");
+            all.between.ip(&join)?;
+            host.ip("link set wire master bridge up")?;
+            host.ip(&format!("tuntap add dev {TAP} mode tap vnet_hdr"))?;
+            host.ip(&format!("link set {TAP} mtu {mtu} master bridge up"))?;
+            all.hosts.push(host);
+        }
+        Ok(all)
+    }
+
+    /// The words before those of a command that is to run on a host; `number` counts from 1.
+    pub fn prefix(&self, number: u8) -> Vec<String> {
+        let host = usize::from(number)
+            .checked_sub(1)
+            .and_then(|at| self.hosts.get(at));
+        let words = host.map(|Namespace(name)| ["ip", "netns", "exec", name]);
+        let words = words.into_iter().flatten();
+        words.map(str::to_owned).collect()
+    }
 }
 
 impl Namespace {
-    /// Makes one with TAPs for so many VMs; IP packets have so many bytes at most.
-    pub fn start(vms: u8, mtu: u16) -> Result<Self> {
-        let name = format!("virtio-rdma-{}", std::process::id());
-        // Perhaps a bed before had it, and did not end well.
+    fn with_bridge(name: String, mtu: u16) -> Result<Self> {
+        // Perhaps one from before did not end well.
         let _ = shell::capture(Command::new("ip").args(["netns", "delete", &name]));
         shell::capture(Command::new("ip").args(["netns", "add", &name]))?;
-        let namespace = Self { name };
-        let mtu = mtu.to_string();
+        let namespace = Self(name);
         namespace.ip("link set lo up")?;
         namespace.ip("link add bridge type bridge mcast_snooping 0")?;
-        for vm in (1..=vms).map(tap) {
-            namespace.ip(&format!("tuntap add dev {vm} mode tap vnet_hdr"))?;
-            namespace.ip(&format!("link set {vm} mtu {mtu} master bridge up"))?;
-        }
         namespace.ip(&format!("link set bridge mtu {mtu} up"))?;
         Ok(namespace)
     }
 
     fn ip(&self, words: &str) -> Result<()> {
         let mut command = Command::new("ip");
-        command.args(["-netns", &self.name]);
+        command.args(["-netns", &self.0]);
         shell::capture(command.args(words.split_ascii_whitespace())).map(drop)
-    }
-
-    /// The words before those of a command that is to run in it.
-    pub fn prefix(&self) -> Vec<String> {
-        let words = ["ip", "netns", "exec", &self.name];
-        words.map(str::to_owned).to_vec()
     }
 }
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        let _ = shell::capture(Command::new("ip").args(["netns", "delete", &self.name]));
+        let _ = shell::capture(Command::new("ip").args(["netns", "delete", &self.0]));
     }
 }
