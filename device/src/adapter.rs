@@ -55,6 +55,13 @@ pub struct AdapterSettings {
     pub uplinks: Uplinks,
 }
 
+/// An object that an operator puts in error, by its number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Failing {
+    Qp(u32),
+    Cq(u32),
+}
+
 /// All messages of a device stay in this process, where there are no frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("only frames have faults, and the device has no way out of this process")]
@@ -223,6 +230,17 @@ impl Adapter {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
+    }
+
+    /// Puts an object of the VM of a device in error. Returns false if the VM has no such object
+    /// that is in use.
+    pub(crate) fn fail(&self, device: &RnicSettings, what: Failing) -> bool {
+        let of = |rnic: &&Arc<Rnic>| Arc::ptr_eq(&rnic.settings.link, &device.link);
+        let rnics = self.rnics();
+        rnics.iter().filter(of).any(|rnic| match what {
+            Failing::Qp(number) => rnic.fail_qp(number),
+            Failing::Cq(number) => rnic.fail_cq(number),
+        })
     }
 
     /// Takes the link of a device down or up, whether or not a VM is attached. Returns when nothing

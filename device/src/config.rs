@@ -238,6 +238,21 @@ pub enum Command {
         #[arg(long, value_enum)]
         direction: Option<FaultDirection>,
     },
+    /// Put a queue pair or a completion queue of a VM in error, to test how software takes it.
+    ///
+    /// A queue pair goes to the error state with IBV_EVENT_QP_FATAL. A completion queue is as after an
+    /// overflow: IBV_EVENT_CQ_ERR, and its queue pairs go to the error state.
+    Fail {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// The device: its socket as `status` names it, or its MAC address.
+        device: String,
+        /// What is to fail.
+        what: Object,
+        /// Its number, as `status` has it.
+        number: u32,
+    },
     /// Write what a running process sends and receives over the wire to standard output, for
     /// Wireshark, until it is stopped.
     ///
@@ -256,6 +271,15 @@ pub enum Command {
         #[arg(long, default_value_t = 65_535)]
         snap: usize,
     },
+}
+
+/// An object that can fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Object {
+    /// A queue pair.
+    Qp,
+    /// A completion queue.
+    Cq,
 }
 
 /// What frames have faults.

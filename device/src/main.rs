@@ -39,6 +39,12 @@ fn main() -> ExitCode {
             direction,
             faults,
         }) => status::set_faults(&path, &device, direction, faults.0).map_err(Into::into),
+        Some(Command::Fail {
+            path,
+            device,
+            what,
+            number,
+        }) => status::fail(&path, &device, what, number).map_err(Into::into),
         Some(Command::Capture { path, vm, snap }) => capture(&path, vm.as_deref(), snap),
         None => serve(args.serve),
     };

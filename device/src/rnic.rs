@@ -13,9 +13,12 @@ use vhost_device_rdma_sync::{Read, Readers, Write};
 use virtio_rdma_spec::config::Config;
 use virtio_rdma_spec::doorbell::worker_status;
 use virtio_rdma_spec::event::{event_type, AsyncEvent};
+use virtio_rdma_spec::verbs::vendor_err;
 
 use crate::adapter::Adapter;
-use crate::engine::events::{notify, EventSink};
+use crate::engine::events::{notify, raise, EventSink};
+use crate::engine::queue_pair::Qp;
+use crate::engine::settle;
 use crate::engine::share::ShareSettings;
 use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::{Link, Schedule, Uplink, Vm, VmSettings};
@@ -25,7 +28,7 @@ use crate::fabric::wire::layer::settings::DeviceFaults;
 use crate::fabric::Fabric;
 use crate::limits::{Limits, PORT};
 use crate::memory::GuestMemory;
-use crate::verbs::cq::L2Source;
+use crate::verbs::cq::{L2Source, Pushed};
 use crate::verbs::gid_policy::{eui64, GidPolicy, Refusal};
 use crate::verbs::numbers::Order;
 use crate::warnings::RateLimited;
@@ -186,6 +189,28 @@ impl Rnic {
                 worker.try_again();
             }
         }
+    }
+
+    /// Puts a queue pair in error on behalf of the operator, as a fault of the device would. Returns
+    /// false if there is none, or it is in error or in no use.
+    pub(crate) fn fail_qp(&self, number: u32) -> bool {
+        let tables = self.tables();
+        let failed = tables.qps.get(number).is_some_and(Qp::fail);
+        if failed {
+            raise(&tables, event_type::QP_FATAL, number, vendor_err::NONE);
+        }
+        failed
+    }
+
+    /// The same with a completion queue, as an overflow would.
+    pub(crate) fn fail_cq(&self, number: u32) -> bool {
+        let tables = self.tables();
+        let Some(cq) = tables.cqs.get(number) else {
+            return false;
+        };
+        let pushed = cq.fail();
+        settle(&tables, cq, pushed);
+        pushed != Pushed::Dropped
     }
 
     /// The operator took the link up or down.

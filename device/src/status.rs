@@ -3,7 +3,7 @@
 //! after a line with a request, the answer to that.
 //!
 //! A client may send one line, `link DEVICE up`, `link DEVICE down`, `faults DEVICE in|out|both
-//! FAULTS|off` or `capture snap=BYTES [DEVICE]`, or end its side of the connection to say that none comes. If it does neither for a while, none is
+//! FAULTS|off`, `fail DEVICE qp|cq NUMBER` or `capture snap=BYTES [DEVICE]`, or end its side of the connection to say that none comes. If it does neither for a while, none is
 //! expected. To `capture` the answer is a file for Wireshark that grows until the client goes; one
 //! client at a time captures.
 use std::io::{self, Read, Write};
@@ -20,8 +20,8 @@ use nix::unistd::Uid;
 use serde_json::{json, Value};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
-use crate::adapter::Adapter;
-use crate::config::{FaultDirection, FaultsOrOff, Mac};
+use crate::adapter::{Adapter, Failing};
+use crate::config::{FaultDirection, FaultsOrOff, Mac, Object};
 use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::fabric::wire::capture::{CaptureFile, Captured};
 use crate::fabric::wire::layer::settings::FaultSettings;
@@ -99,10 +99,7 @@ pub fn query(path: &Path, pretty: bool) -> Result<String, Error> {
 /// # Errors
 /// If nobody answers, or the process has no such device.
 pub fn set_link(path: &Path, device: &str, up: bool) -> Result<(), Error> {
-    let line = |c: char| c == '\n' || c == '\r';
-    if device.is_empty() || device.contains(line) || device.len() > MAX_REQUEST / 2 {
-        return Err(Error::Refused(format!("'{device}' is no device")));
-    }
+    check_device(device)?;
     let state = if up { "up" } else { "down" };
     let answer = ask(path, &format!("link {device} {state}\n"))?;
     if let Some(error) = answer["error"].as_str() {
@@ -110,6 +107,35 @@ pub fn set_link(path: &Path, device: &str, up: bool) -> Result<(), Error> {
     }
     if answer["link_up"].as_bool() != Some(up) {
         return Err(Error::NoAnswer(path.to_owned()));
+    }
+    Ok(())
+}
+
+/// Puts an object of a VM of the process behind `path` in error.
+///
+/// # Errors
+/// If nobody answers, or there is no such object in use.
+pub fn fail(path: &Path, device: &str, what: Object, number: u32) -> Result<(), Error> {
+    check_device(device)?;
+    let kind = match what {
+        Object::Qp => "qp",
+        Object::Cq => "cq",
+    };
+    let answer = ask(path, &format!("fail {device} {kind} {number}\n"))?;
+    if let Some(error) = answer["error"].as_str() {
+        return Err(Error::Refused(error.to_owned()));
+    }
+    if answer["failed"].as_u64() != Some(number.into()) {
+        return Err(Error::NoAnswer(path.to_owned()));
+    }
+    Ok(())
+}
+
+/// A device's name fits into a request.
+fn check_device(device: &str) -> Result<(), Error> {
+    let line = |c: char| c == '\n' || c == '\r';
+    if device.is_empty() || device.contains(line) || device.len() > MAX_REQUEST / 2 {
+        return Err(Error::Refused(format!("'{device}' is no device")));
     }
     Ok(())
 }
@@ -125,10 +151,7 @@ pub fn set_faults(
     direction: Option<FaultDirection>,
     faults: Option<FaultSettings>,
 ) -> Result<(), Error> {
-    let line = |c: char| c == '\n' || c == '\r';
-    if device.is_empty() || device.contains(line) || device.len() > MAX_REQUEST / 2 {
-        return Err(Error::Refused(format!("'{device}' is no device")));
-    }
+    check_device(device)?;
     let direction = match direction {
         Some(FaultDirection::In) => "in",
         Some(FaultDirection::Out) => "out",
@@ -464,11 +487,15 @@ fn answer(adapter: &Adapter, devices: &[RnicSettings], request: &[u8]) -> Value 
     if request.is_empty() || request == b"\n" {
         return adapter.status();
     }
-    if request.starts_with(b"faults ") {
-        return match change_faults(adapter, devices, request) {
-            Ok(answer) => answer,
-            Err(error) => json!({ "error": error }),
-        };
+    let other = if request.starts_with(b"faults ") {
+        Some(change_faults(adapter, devices, request))
+    } else if request.starts_with(b"fail ") {
+        Some(fail_object(adapter, devices, request))
+    } else {
+        None
+    };
+    if let Some(result) = other {
+        return result.unwrap_or_else(|error| json!({ "error": error }));
     }
     match command(devices, request) {
         Ok((device, up)) => {
@@ -519,6 +546,33 @@ fn change_faults(
     Ok(json!({ "name": device.name, "faults": faults }))
 }
 
+/// Puts an object of the VM of a device in error; returns the answer.
+fn fail_object(
+    adapter: &Adapter,
+    devices: &[RnicSettings],
+    request: &[u8],
+) -> Result<Value, String> {
+    let line = line_of(request)?;
+    let mut words = line.strip_prefix("fail ").unwrap_or(line).rsplitn(3, ' ');
+    let (Some(number), Some(kind), Some(device)) = (words.next(), words.next(), words.next())
+    else {
+        return Err("the request is: fail DEVICE qp|cq NUMBER".to_owned());
+    };
+    let device = find(devices, device)?;
+    let bad = |_| format!("'{number}' is not a number");
+    let number = number.parse().map_err(bad)?;
+    let what = match kind {
+        "qp" => Failing::Qp(number),
+        "cq" => Failing::Cq(number),
+        _ => return Err(format!("a qp or a cq fails, not a '{kind}'")),
+    };
+    if !adapter.fail(device, what) {
+        return Err(format!("{} has no {kind} {number} in use", device.name));
+    }
+    info!("{}: {kind} {number} was put in error", device.name);
+    Ok(json!({ "name": device.name, "failed": number }))
+}
+
 /// The device whose link is to change, and whether it is to be up.
 fn command<'a>(
     devices: &'a [RnicSettings],
@@ -530,7 +584,7 @@ fn command<'a>(
         .and_then(|rest| rest.rsplit_once(' '))
         .ok_or(
             "the requests are: link DEVICE up|down, faults DEVICE in|out|both FAULTS|off, \
-             capture snap=BYTES [DEVICE]",
+             fail DEVICE qp|cq NUMBER, capture snap=BYTES [DEVICE]",
         )?;
     let up = match state {
         "up" => true,

@@ -278,6 +278,16 @@ impl Cq {
         Pushed::Error(reason)
     }
 
+    /// Puts it in error, as an overflow does.
+    pub(crate) fn fail(&self) -> Pushed {
+        // Locked, so that nothing is written after it.
+        let _producer = self.producer();
+        if self.errored.swap(true, Ordering::Relaxed) {
+            return Pushed::Dropped;
+        }
+        Pushed::Error(vendor_err::NONE)
+    }
+
     /// Locks it for a few completions of success that nobody solicited.
     pub(crate) fn batch(&self) -> Batch<'_> {
         Batch {

@@ -9,6 +9,7 @@ mod datagram;
 mod ends;
 mod errors;
 mod events;
+mod fail;
 mod fast;
 mod frontend;
 mod hostile;
