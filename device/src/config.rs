@@ -231,7 +231,7 @@ pub enum Command {
         /// mean. damage=PART: one bit. duplicate=PART and reorder=PART: comes twice, or later than
         /// others, by at most reorder-time=TIME [default: 1ms]. delay=TIME or TIME..TIME. rate=BITS
         /// in a second, with at most queue=BYTES waiting [default: 256k]. lose=N or N..N: these
-        /// frames.
+        /// frames. frames=N..N: all of it to these frames alone.
         #[arg(verbatim_doc_comment)]
         faults: FaultsOrOff,
         /// Only what the VM sends, or only what comes for it.
@@ -252,6 +252,16 @@ pub enum Command {
         what: Object,
         /// Its number, as `status` has it.
         number: u32,
+    },
+    /// Do what a file says to devices of a running process, step by step: faults, links, queues in
+    /// error.
+    Play {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// The file, in TOML: for each step `[[step]]` with `at` (a time from the start, as '2s'),
+        /// `device`, and one of `faults` (and `direction`), `link`, `qp` and `cq`.
+        file: PathBuf,
     },
     /// Write what a running process sends and receives over the wire to standard output, for
     /// Wireshark, until it is stopped.

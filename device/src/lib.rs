@@ -39,6 +39,7 @@ pub mod heap;
 pub mod limits;
 #[allow(unsafe_code)]
 pub mod memory;
+pub mod play;
 pub mod rnic;
 mod rnic_status;
 pub mod sandbox;

@@ -16,6 +16,7 @@ use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
 use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
+use vhost_device_rdma::play::Scenario;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::{Kind, Mode, Sandbox};
 use vhost_device_rdma::socket::{self, BoundSocket};
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
             what,
             number,
         }) => status::fail(&path, &device, what, number).map_err(Into::into),
+        Some(Command::Play { path, file }) => play(&path, &file),
         Some(Command::Capture { path, vm, snap }) => capture(&path, vm.as_deref(), snap),
         None => serve(args.serve),
     };
@@ -61,6 +63,12 @@ fn print_status(path: &std::path::Path, pretty: bool) -> Result<(), Box<dyn Erro
     let text = status::query(path, pretty)?;
     writeln!(std::io::stdout(), "{text}")?;
     Ok(())
+}
+
+fn play(path: &Path, file: &Path) -> Result<(), Box<dyn Error>> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
+    Ok(Scenario::read(&text)?.play(path, &mut std::io::stdout())?)
 }
 
 fn capture(path: &Path, vm: Option<&str>, snap: usize) -> Result<(), Box<dyn Error>> {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Objects that the operator puts in error.
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use vhost_device_rdma_bare::spec::event::event_type;
 use vhost_device_rdma_bare::spec::ring::SendWqe;
@@ -66,6 +67,43 @@ fn the_operator_puts_a_completion_queue_in_error() {
     let said = fail(&two.process, "cq", number);
     assert!(said.contains("in use"), "{said}");
     assert_works(&other);
+}
+
+#[test]
+fn a_file_says_what_happens_when() {
+    let two = Two::new();
+    let pair = two.pair();
+    let name = two.process.socket(0).display();
+    let file = std::env::temp_dir().join(format!("play-{}.toml", std::process::id()));
+    let number = pair.a.qp.number();
+    let text = format!(
+        "[[step]]\nat = '200ms'\ndevice = '{name}'\nqp = {number}\n\
+         [[step]]\nat = '0s'\ndevice = '{name}'\nlink = 'down'\n\
+         [[step]]\nat = '100ms'\ndevice = '{name}'\nlink = 'up'\n\
+         [[step]]\nat = '300ms'\ndevice = '{name}'\nfaults = 'loss=1%'\n"
+    );
+    std::fs::write(&file, text).unwrap();
+    let start = Instant::now();
+    let output = Command::new(env!("CARGO_BIN_EXE_vhost-device-rdma"))
+        .arg("play")
+        .args([two.process.status_socket(), file.clone()])
+        .output()
+        .unwrap();
+    std::fs::remove_file(&file).unwrap();
+    assert!(start.elapsed() >= Duration::from_millis(300));
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    let steps: Vec<_> = told
+        .lines()
+        .filter_map(|line| line.split_once(": step ")?.1.split(' ').next())
+        .collect();
+    assert_eq!(steps, ["2", "3", "1"]);
+    for event in [event_type::PORT_ERR, event_type::PORT_ACTIVE] {
+        assert_event(&two.a, event, 1);
+    }
+    assert_event(&two.a, event_type::QP_FATAL, number);
+    // What the process refuses ends it.
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("step 4: only frames have faults"), "{said}");
 }
 
 #[test]

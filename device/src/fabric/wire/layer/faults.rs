@@ -163,13 +163,12 @@ impl Line {
 
     /// Whether frame `number` is one that is lost.
     fn loses(&mut self, number: u64) -> bool {
-        let doomed = self.planned.settings.doomed();
         self.losing |= self.draw(number, 0) < self.odds.lose;
         let lost = self.losing;
         if lost && self.draw(number, 6) < self.odds.last {
             self.losing = false;
         }
-        lost || doomed.is_some_and(|doomed| doomed.contains(&number))
+        lost || self.planned.settings.dooms(number)
     }
 
     /// When a frame of so many bytes has gone, at the rate that there is; `None` if too many wait.
@@ -200,6 +199,9 @@ impl Line {
             at: now,
             again: None,
         };
+        if !settings.concerns(number) {
+            return ends(Fate::Sent);
+        }
         if self.loses(number) && !spared {
             count(&counts.lost);
             self.suffer(now);
@@ -596,6 +598,9 @@ mod tests {
         two.set(Direction::Out, "off");
         assert_eq!(two.send(0, 7), Fate::Sent);
         assert_eq!(numbers(&two.received(1, 1 << 30)), [0, 1, 4, 5, 7]);
+        two.set(Direction::Out, "loss=100%,frames=1..2");
+        let lost = (0..4).filter(|number| two.send(0, *number) != Fate::Sent);
+        assert_eq!(lost.collect::<Vec<_>>(), [1, 2]);
     }
 
     #[test]

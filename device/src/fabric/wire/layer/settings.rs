@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What faults are wanted, and how people write that: `seed=7,loss=1%,delay=2ms..5ms`.
 use std::fmt;
-use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -49,6 +48,8 @@ pub struct FaultSettings {
     pub queue: u64,
     /// These frames are lost, by their numbers, the first of which is 0.
     pub lose: Option<(u64, u64)>,
+    /// All of this happens to these frames alone.
+    pub frames: Option<(u64, u64)>,
     /// How many frames are lost or damaged in any time that is so long, at most: for simulations.
     pub(crate) limit: Option<(usize, Duration)>,
 }
@@ -67,6 +68,7 @@ impl Default for FaultSettings {
             rate: None,
             queue: QUEUE,
             lose: None,
+            frames: None,
             limit: None,
         }
     }
@@ -87,7 +89,7 @@ pub enum BadFaults {
     /// A part is not of the form `name=value`, or has a name that there is not.
     #[error(
         "'{0}' is no fault; there are seed, loss, burst, damage, duplicate, reorder, reorder-time, \
-         delay, rate, queue and lose, each with = and a value"
+         delay, rate, queue, lose and frames, each with = and a value"
     )]
     Unknown(String),
     /// A value is not one of its kind.
@@ -117,7 +119,8 @@ fn chance(text: &str) -> Option<Chance> {
     (0.0..=1.0).contains(&part).then_some(Chance(part))
 }
 
-fn time(text: &str) -> Option<Duration> {
+/// A time as people write it, up to `longest`.
+pub(crate) fn time(text: &str, longest: Duration) -> Option<Duration> {
     let units = [
         ("ns", 1e-9),
         ("us", 1e-6),
@@ -130,7 +133,11 @@ fn time(text: &str) -> Option<Duration> {
         .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)))?;
     let seconds = number.trim().parse::<f64>().ok()? * unit;
     let time = Duration::try_from_secs_f64(seconds).ok()?;
-    (time <= LONGEST).then_some(time)
+    (time <= longest).then_some(time)
+}
+
+fn delay(text: &str) -> Option<Duration> {
+    time(text, LONGEST)
 }
 
 /// `A..B`, or `A` for both.
@@ -163,21 +170,22 @@ impl FromStr for FaultSettings {
                 "damage" => chance(value).map(|damage| settings.damage = damage),
                 "duplicate" => chance(value).map(|duplicate| settings.duplicate = duplicate),
                 "reorder" => chance(value).map(|reorder| settings.reorder = reorder),
-                "reorder-time" => time(value).map(|time| settings.reorder_time = time),
-                "delay" => range(value, time).map(|delay| settings.delay = delay),
+                "reorder-time" => delay(value).map(|time| settings.reorder_time = time),
+                "delay" => range(value, delay).map(|delay| settings.delay = delay),
                 "rate" => {
                     let rate = number(value).filter(|rate| *rate != 0);
                     rate.map(|rate| settings.rate = Some(rate))
                 }
                 "queue" => number(value).map(|queue| settings.queue = queue),
                 "lose" => range(value, number).map(|lose| settings.lose = Some(lose)),
+                "frames" => range(value, number).map(|frames| settings.frames = Some(frames)),
                 _ => return Err(unknown()),
             };
             let wanted = match name {
                 "loss" | "damage" | "duplicate" | "reorder" => "a part, as 0.01 or 1%",
                 "reorder-time" => "a time up to 10 s, as 2ms",
                 "delay" => "a time up to 10 s, as 2ms, or a range, as 2ms..5ms",
-                "lose" => "the number of a frame, or a range, as 100..110",
+                "lose" | "frames" => "the number of a frame, or a range, as 100..110",
                 _ => "a number",
             };
             good.ok_or_else(|| BadFaults::Value(name.to_owned(), value.to_owned(), wanted))?;
@@ -220,14 +228,25 @@ impl fmt::Display for FaultSettings {
         if let Some((first, last)) = self.lose {
             write!(f, ",lose={first}..{last}")?;
         }
+        if let Some((first, last)) = self.frames {
+            write!(f, ",frames={first}..{last}")?;
+        }
         Ok(())
     }
 }
 
 impl FaultSettings {
-    /// Numbers of the frames that are lost whatever chance says.
-    pub(super) fn doomed(&self) -> Option<RangeInclusive<u64>> {
-        self.lose.map(|(first, last)| first..=last)
+    /// Whether a frame is lost whatever chance says.
+    pub(super) fn dooms(&self, number: u64) -> bool {
+        self.lose
+            .is_some_and(|(first, last)| (first..=last).contains(&number))
+    }
+
+    /// Whether anything happens to a frame.
+    pub(super) fn concerns(&self, number: u64) -> bool {
+        let all = (0, u64::MAX);
+        let (first, last) = self.frames.unwrap_or(all);
+        (first..=last).contains(&number)
     }
 }
 
@@ -245,7 +264,7 @@ mod tests {
     fn faults_are_written_as_people_write_them() {
         let all = read(
             "seed=7, loss=1%,burst=20,damage=0.001,duplicate=0.5%,reorder=2%,reorder-time=300us,\
-             delay=2ms..5ms,rate=100M,queue=64k,lose=100..110",
+             delay=2ms..5ms,rate=100M,queue=64k,lose=100..110,frames=50..500",
         );
         let expected = FaultSettings {
             seed: 7,
@@ -259,6 +278,7 @@ mod tests {
             rate: Some(100_000_000),
             queue: 64_000,
             lose: Some((100, 110)),
+            frames: Some((50, 500)),
             limit: None,
         };
         assert_eq!(all, Ok(expected));
