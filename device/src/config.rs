@@ -146,6 +146,9 @@ pub enum Error {
     /// The interface of the host is not there.
     #[error("{0} has netdev {1}, but the host has no such interface")]
     NoNetdev(PathBuf, String),
+    /// Where messages have no way out, they can only stay.
+    #[error("{0} says whether messages are local, but has no vni, dgram or netdev")]
+    NotOutside(PathBuf),
     /// A device has faults, and no way out of this process.
     #[error("{0} has faults, but only frames have them: it needs a vni, dgram or netdev")]
     NoFrames(PathBuf),
@@ -423,6 +426,8 @@ pub struct DeviceConfig {
     /// The interface of the host that its VM's network interface is, where its frames go, too;
     /// instead of `vni`.
     pub netdev: Option<String>,
+    /// Whether messages to VMs of this process stay in it.
+    pub local: Option<bool>,
     /// Faults of its frames.
     pub faults: Option<FaultsConfig>,
 }
@@ -452,6 +457,7 @@ impl FromStr for DeviceConfig {
             vni: None,
             dgram: None,
             netdev: None,
+            local: None,
             faults: None,
         };
         let bytes = |n: &str| {
@@ -667,6 +673,7 @@ impl DgramConfig {
     /// The way that the VM of interface `number` has.
     fn uplink(&self, number: u32) -> Result<Uplink, Error> {
         Ok(Uplink {
+            local: true,
             segment: Segment::Own(number),
             active_mtu: path_mtu_within(mtu_or_usual(self.mtu)?),
         })
@@ -804,6 +811,7 @@ impl Wire {
     /// The way that VMs of network `vni` have.
     fn uplink(&self, vni: u32) -> Uplink {
         Uplink {
+            local: true,
             segment: Segment::Vxlan(vni),
             active_mtu: path_mtu_within(inner_mtu(self.address, self.mtu)),
         }
@@ -1000,6 +1008,7 @@ impl DeviceConfig {
                 return Err(Error::NoNetdev(self.socket, netdev));
             };
             settings.uplink = Some(Uplink {
+                local: true,
                 segment: Segment::Own(number),
                 active_mtu: path_mtu_within(mtu),
             });
@@ -1014,6 +1023,12 @@ impl DeviceConfig {
                 return Err(Error::Vni { socket, vni });
             }
             settings.uplink = Some(wire.uplink(vni));
+        }
+        if let Some(local) = self.local {
+            let Some(uplink) = &mut settings.uplink else {
+                return Err(Error::NotOutside(self.socket));
+            };
+            uplink.local = local;
         }
         if let Some(faults) = self.faults {
             if settings.uplink.is_none() {
@@ -1303,6 +1318,7 @@ mod tests {
         assert_eq!(wire.directory, directory);
         let uplinks = config.devices.iter().map(|(_, device)| device.uplink);
         let uplink = Uplink {
+            local: true,
             segment: Segment::Vxlan(7),
             active_mtu: mtu::MTU_1024,
         };
@@ -1324,6 +1340,7 @@ mod tests {
             .iter()
             .map(|(_, device)| device.uplink.unwrap());
         let uplink = |number, active_mtu| Uplink {
+            local: true,
             segment: Segment::Own(number),
             active_mtu,
         };
@@ -1335,6 +1352,11 @@ mod tests {
             InterfaceConfig::Netdev(_) => None,
         };
         assert_eq!(ports.map(port).collect::<Vec<_>>(), [Some(1), Some(2)]);
+        let file = dgram("a", 1, "") + "local = false\n";
+        let outside = config(&[], &file).unwrap().devices[0].1.uplink.unwrap();
+        assert!(!outside.local);
+        let said = config(&[], "[[device]]\nsocket = 'a'\nlocal = true\n").unwrap_err();
+        assert!(said.contains("a says whether messages are local"), "{said}");
         let of_host = config(&[], "[[device]]\nsocket = 'a'\nnetdev = 'lo'\n").unwrap();
         assert_eq!(of_host.devices[0].1.uplink, Some(uplink(0, mtu::MTU_4096)));
         let named = InterfaceConfig::Netdev("lo".to_owned());

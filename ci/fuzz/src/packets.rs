@@ -98,6 +98,7 @@ pub fn run(data: &[u8]) {
 impl Scene {
     fn new(host: &Host, switch: UdpSocket) -> Self {
         let uplink = Uplink {
+            local: true,
             segment: Segment::Own(0),
             active_mtu: mtu::MTU_1024,
         };

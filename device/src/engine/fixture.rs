@@ -185,6 +185,7 @@ pub(crate) struct Guest {
 
 /// The way out of guests that are on hosts of their own.
 pub(crate) const ON_HOSTS: Option<Uplink> = Some(Uplink {
+    local: true,
     segment: Segment::Vxlan(7),
     active_mtu: mtu::MTU_4096,
 });

@@ -136,6 +136,8 @@ pub struct Uplink {
     pub segment: Segment,
     /// The path MTU that its port has (`mtu`).
     pub active_mtu: u8,
+    /// Messages to VMs of this process that have a way out, too, do not take it.
+    pub local: bool,
 }
 
 /// What a VM is made of.
@@ -253,6 +255,13 @@ impl Vm {
     /// The way out of this process, if it has one.
     pub(crate) fn uplink(&self) -> Option<Uplink> {
         self.uplink
+    }
+
+    /// Whether messages between it and another VM of its network stay in this process.
+    pub(crate) fn meets(&self, other: &Self) -> bool {
+        let outside = self.uplink.zip(other.uplink);
+        let outside = outside.is_some_and(|(ours, theirs)| !(ours.local && theirs.local));
+        !outside || std::ptr::eq(self, other)
     }
 
     /// Whether the port is up.

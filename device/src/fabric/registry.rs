@@ -162,7 +162,7 @@ impl Registry {
     fn find(&self, path: &mut Path, from: &Vm, gid: Gid, generation: u64) {
         let peer = self
             .owner(&from.network, gid)
-            .filter(|peer| from.port_is_up() && peer.port_is_up());
+            .filter(|peer| from.port_is_up() && peer.port_is_up() && from.meets(peer));
         path.found = Some((generation, gid, peer));
     }
 
@@ -191,6 +191,9 @@ impl Peers for Registry {
         else {
             return (Binding::default(), false);
         };
+        if !vm.meets(owner) {
+            return (Binding::default(), false);
+        }
         let other = !std::ptr::eq(&**owner, vm);
         *named += usize::from(other);
         (Binding::to(owner), other)

@@ -14,7 +14,7 @@ use crate::engine::Budget;
 use crate::fabric::registry::{by_vm, Registry};
 use crate::fabric::wire::layer::faults::Faults;
 use crate::fabric::wire::port::uplinks::UplinkPort;
-use crate::fabric::wire::{Destination, Recipients, Urgency, View, Wire};
+use crate::fabric::wire::{Arriving, Destination, Recipients, View, Wire};
 
 /// Frames that are taken in one poll iteration, about: those that came at once are taken together.
 const MOST_FRAMES: usize = 64;
@@ -78,15 +78,22 @@ impl Here<'_> {
 }
 
 impl Recipients for Here<'_> {
-    fn visit(&mut self, to: Destination, frame: Urgency, visit: &mut dyn FnMut(&Tables)) -> bool {
-        let Urgency { bytes, can_wait } = frame;
+    fn visit(&mut self, to: Destination, frame: Arriving, visit: &mut dyn FnMut(&Tables)) -> bool {
+        let Arriving {
+            bytes,
+            source,
+            can_wait,
+        } = frame;
         if is_multicast(&to.gid) {
             let network = self.network(to.segment);
             let members = network.map(|network| self.registry.members(network, to.gid));
+            // What a VM of this process sent, those whom it meets here have had.
+            let sender = network.and_then(|network| self.registry.owner(network, source));
+            let had = |vm: &Vm| sender.as_ref().is_some_and(|sender| sender.meets(vm));
             let vms = || {
                 let vms = members.iter().flat_map(|members| by_vm(members));
                 let vms = vms.filter_map(|members| Some(&members.first()?.vm));
-                vms.filter(|vm| is_on(vm, to.segment))
+                vms.filter(|vm| is_on(vm, to.segment) && !had(vm))
             };
             if can_wait && vms().any(|vm| vm.read_in(self.section).is_none()) {
                 return false;

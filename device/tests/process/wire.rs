@@ -4,7 +4,9 @@ use std::io::Read;
 use std::net::UdpSocket;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
@@ -444,6 +446,142 @@ fn faults_that_there_cannot_be_are_refused_in_a_sentence() {
     let request = "faults 52:54:00:00:00:01 both loss=1%\n";
     let said = process.request(request.as_bytes()).unwrap().to_string();
     assert!(said.contains("only frames have faults"), "{said}");
+}
+
+/// A switch with two ports: what comes at one goes out at the other, until it is dropped.
+struct Hub {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<usize>>,
+}
+
+impl Hub {
+    /// One between two devices. Returns what their configuration says of it, too.
+    fn start() -> (Self, [String; 2]) {
+        let ports = [0, 1].map(|_| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let devices = free();
+        for (port, device) in ports.iter().zip(&devices) {
+            port.connect(device).unwrap();
+            port.set_nonblocking(true).unwrap();
+        }
+        let lines = [0, 1].map(|at: usize| {
+            let (local, remote) = (&devices[at], ports[at].local_addr().unwrap());
+            format!("dgram = {{ local = '{local}', remote = '{remote}' }}")
+        });
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let thread = std::thread::spawn(move || {
+            let (mut bytes, mut count) = ([0; 2048], 0);
+            while !stopped.load(Ordering::SeqCst) {
+                let mut idle = true;
+                for at in [0, 1] {
+                    while let Ok(len) = ports[at].recv(&mut bytes) {
+                        let _ = ports[1 - at].send(&bytes[..len]);
+                        count += 1;
+                        idle = false;
+                    }
+                }
+                if idle {
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+            }
+            count
+        });
+        let thread = Some(thread);
+        (Self { stop, thread }, lines)
+    }
+
+    /// How many frames it has forwarded in all.
+    fn end(mut self) -> usize {
+        self.stop.store(true, Ordering::SeqCst);
+        self.thread.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Both VMs have the same process, with a switch between them; `line` is of both devices.
+fn at_a_switch(line: &str) -> (Hub, Hosts) {
+    let (hub, ways) = Hub::start();
+    let directory = Directory::new();
+    let socket = |host: usize| directory.0.join(format!("vm{host}"));
+    let text: String = (1..)
+        .zip(ways)
+        .map(|(host, way)| {
+            let socket = socket(host);
+            format!(
+                "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:01:0{host}'\n{way}\n{line}\n",
+                socket.display()
+            )
+        })
+        .collect();
+    let file = directory.0.join("1.toml");
+    std::fs::write(&file, text).unwrap();
+    let options = ProcessOptions::vms(0).binary(env!("CARGO_BIN_EXE_vhost-device-rdma"));
+    let arguments = ["--config", file.to_str().unwrap()];
+    let process = DeviceProcess::start(&options.arguments(&arguments)).unwrap();
+    let vms = [1, 2].map(|host: u8| {
+        let options = VmOptions {
+            gid: Some(gid(host)),
+            ..everything()
+        };
+        Vm::connect(&socket(host.into()), options).unwrap()
+    });
+    let hosts = Hosts {
+        vms,
+        processes: vec![process],
+        directory,
+    };
+    (hub, hosts)
+}
+
+#[test]
+fn vms_of_a_process_meet_in_it_or_outside_as_is_said() {
+    for (line, outside) in [("", false), ("local = false", true)] {
+        let (hub, mut hosts) = at_a_switch(line);
+        let pair = hosts.pair(qp_type::RC, |connection| connection.timeout = 14);
+        assert_works(&pair, 5000);
+        let sides = [0, 1].map(|host: usize| datagram_side(&hosts.vms[host]));
+        let [a, b] = &sides;
+        let wqe = Address::of(&b.qp, QKEY).send(1);
+        a.qp.post_send(&wqe, &[a.mr.sge(4096, 100)]).unwrap();
+        assert_success(&a.sent());
+        assert_success(&b.recv_cq.wait(TIMEOUT).expect("a datagram"));
+        hosts.assert_unharmed();
+        // Five packets each of WRITE, SEND and READ, their answers, and a datagram.
+        let forwarded = hub.end();
+        assert_eq!(forwarded >= 19, outside, "{line}: {forwarded}");
+    }
+}
+
+/// The switch brings what goes to a group to all ports, those of this process among them.
+#[test]
+fn what_goes_to_a_group_comes_once_to_vms_of_the_same_process() {
+    let mut group = gid(0);
+    group[12..].copy_from_slice(&[224, 0, 7, 7]);
+    for line in ["", "local = false"] {
+        let (hub, hosts) = at_a_switch(line);
+        let sides = [0, 1].map(|host: usize| datagram_side(&hosts.vms[host]));
+        for side in &sides {
+            side.qp.attach(group).unwrap();
+            side.qp.post_recv(10, &sge(side, 2048)).unwrap();
+        }
+        let [a, b] = &sides;
+        let wqe = Address::group(group, QKEY).send(1);
+        a.qp.post_send(&wqe, &[a.mr.sge(4096, 100)]).unwrap();
+        assert_success(&a.sent());
+        for side in [a, b] {
+            assert_success(&side.recv_cq.wait(TIMEOUT).expect("a datagram"));
+        }
+        std::thread::sleep(NOTHING);
+        for side in [a, b] {
+            assert!(side.recv_cq.poll().is_none(), "it came twice");
+        }
+        assert_eq!(hub.end(), 1, "{line}");
+    }
 }
 
 #[test]

@@ -225,7 +225,7 @@ pub(super) fn deliver_next(
         return Answer::Done;
     };
     let ours = Arc::ptr_eq(vm, &sender.vm);
-    let up = sender.vm.port_is_up() && vm.port_is_up();
+    let up = sender.vm.port_is_up() && vm.port_is_up() && sender.vm.meets(vm);
     if up && !(ours && sender.block_multicast_loopback) {
         let Some(tables) = vm.read_in(section) else {
             return Answer::Busy;

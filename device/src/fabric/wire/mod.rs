@@ -284,13 +284,17 @@ pub(crate) trait Recipients {
     /// Calls `visit` with the tables of each VM that has the destination of a frame, or has queue
     /// pairs in that group. The frame, of so many bytes, is work that is done for the VM. Returns
     /// false if a VM is busy for a moment, and calls nothing if the frame can wait.
-    fn visit(&mut self, to: Destination, frame: Urgency, visit: &mut dyn FnMut(&Tables)) -> bool;
+    fn visit(&mut self, to: Destination, frame: Arriving, visit: &mut dyn FnMut(&Tables)) -> bool;
 }
 
-/// A frame's length in bytes, and whether it can wait for a VM that is busy.
+/// What there is to know of a frame that comes.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Urgency {
+pub(crate) struct Arriving {
+    /// Its length, bytes.
     pub bytes: usize,
+    /// The GID that it is from.
+    pub source: Gid,
+    /// Whether it can wait for a VM that is busy.
     pub can_wait: bool,
 }
 
@@ -502,11 +506,12 @@ impl<P: Port> Wire<P> {
     ) -> bool {
         let mut verdict = Verdict::Dropped(Reason::Stranger);
         let mut frame = None;
-        let urgency = Urgency {
+        let arriving = Arriving {
             bytes: bytes.len(),
+            source: frame::source(bytes).unwrap_or_default(),
             can_wait,
         };
-        let there = vms.visit(to, urgency, &mut |tables| match frame
+        let there = vms.visit(to, arriving, &mut |tables| match frame
             .get_or_insert_with(|| frame::read(bytes))
         {
             Err(reason) => verdict = Verdict::Dropped(*reason),

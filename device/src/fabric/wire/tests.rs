@@ -24,7 +24,7 @@ use super::packet::{
 use super::port::sim::{Network, SimPort};
 use super::port::{Direction, Port};
 use super::{
-    path_mtu_within, Destination as To, Recipients, Urgency, View, Wire, MOST_WAIT,
+    path_mtu_within, Arriving, Destination as To, Recipients, View, Wire, MOST_WAIT,
     MOST_WAITING_FOR_ONE,
 };
 use crate::engine::fixture::{Destination, Guest, Send, DATA, ON_HOSTS, QKEY};
@@ -54,7 +54,7 @@ const TIMEOUT: Duration = Duration::from_nanos(TIMEOUT_NANOSECONDS);
 struct Only<'a>(&'a Tables);
 
 impl Recipients for Only<'_> {
-    fn visit(&mut self, _: To, _: Urgency, visit: &mut dyn FnMut(&Tables)) -> bool {
+    fn visit(&mut self, _: To, _: Arriving, visit: &mut dyn FnMut(&Tables)) -> bool {
         visit(self.0);
         true
     }
@@ -924,7 +924,7 @@ struct Busy {
 }
 
 impl Recipients for Busy {
-    fn visit(&mut self, to: To, frame: Urgency, _: &mut dyn FnMut(&Tables)) -> bool {
+    fn visit(&mut self, to: To, frame: Arriving, _: &mut dyn FnMut(&Tables)) -> bool {
         if self.busy == Some(to.gid) {
             return false;
         }
