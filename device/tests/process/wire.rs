@@ -506,18 +506,22 @@ impl Drop for Hub {
 /// Both VMs have the same process, with a switch between them; `line` is of both devices.
 fn at_a_switch(line: &str) -> (Hub, Hosts) {
     let (hub, ways) = Hub::start();
+    let ways = ways.map(|way| format!("{way}\n{line}"));
+    (hub, of_one_process("", &ways))
+}
+
+/// Both VMs have the same process, with these lines for it and for each device.
+fn of_one_process(of_process: &str, of_devices: &[String; 2]) -> Hosts {
     let directory = Directory::new();
     let socket = |host: usize| directory.0.join(format!("vm{host}"));
-    let text: String = (1..)
-        .zip(ways)
-        .map(|(host, way)| {
-            let socket = socket(host);
-            format!(
-                "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:01:0{host}'\n{way}\n{line}\n",
-                socket.display()
-            )
-        })
-        .collect();
+    let mut text = of_process.to_owned();
+    for (host, of_device) in (1..).zip(of_devices) {
+        let socket = socket(host);
+        text += &format!(
+            "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:01:0{host}'\n{of_device}\n",
+            socket.display()
+        );
+    }
     let file = directory.0.join("1.toml");
     std::fs::write(&file, text).unwrap();
     let options = ProcessOptions::vms(0).binary(env!("CARGO_BIN_EXE_vhost-device-rdma"));
@@ -530,12 +534,28 @@ fn at_a_switch(line: &str) -> (Hub, Hosts) {
         };
         Vm::connect(&socket(host.into()), options).unwrap()
     });
-    let hosts = Hosts {
+    Hosts {
         vms,
         processes: vec![process],
         directory,
-    };
-    (hub, hosts)
+    }
+}
+
+#[test]
+fn vms_of_a_process_meet_in_vxlan_if_they_are_to() {
+    let [address, _] = free();
+    let of_process = format!(
+        "[wire]\naddress = '{address}'\n\
+         [[wire.host]]\naddress = '{address}'\ngids = ['10.0.0.0/24']\n"
+    );
+    let of_device = "vni = 7\nlocal = false\nfaults = 'loss=1%'";
+    let mut hosts = of_one_process(&of_process, &[0, 1].map(|_| of_device.to_owned()));
+    let pair = hosts.pair(qp_type::RC, |connection| connection.timeout = 14);
+    assert_works(&pair, 100_000);
+    let status = hosts.processes[0].status().unwrap();
+    let wire = &status["workers"][0]["wire"];
+    assert!(wire["received_frames"].as_u64().unwrap() > 300, "{wire}");
+    hosts.assert_unharmed();
 }
 
 #[test]
