@@ -304,7 +304,7 @@ pub fn cmtime(fixture: &mut Fixture, ends: Ends) -> Result<()> {
 
 pub fn send_bw(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     let pair = fixture.pair(ends.0, ends.1);
-    let start = |host: &str| format!("ib_send_bw -F -R -a -n 100 -p {} {host}", pair.port);
+    let start = |host: &str| format!("ib_send_bw -F -R -a -n 20 -p {} {host}", pair.port);
     let (text, _) = pair.run_when(
         Ready::Cm(pair.port),
         &fixture.bed,

@@ -21,6 +21,12 @@ pub(crate) struct Counters {
     again: AtomicU64,
     /// Requests that were answered by a NAK.
     naks: AtomicU64,
+    /// Packets that were sent before.
+    sent_again: AtomicU64,
+    /// Answers that had packets sent again.
+    repeats: AtomicU64,
+    /// Answers that ended a message in error.
+    ends: AtomicU64,
     dropped: [AtomicU64; Reason::ALL.len()],
 }
 
@@ -41,6 +47,11 @@ impl Counters {
         }
     }
 
+    /// A frame that was sent had been sent before.
+    pub(super) fn again(&self) {
+        add(&self.sent_again, 1);
+    }
+
     /// The system did not take so many frames, which were counted as sent.
     pub(super) fn refused(&self, frames: u64) {
         let sum = self.refused.load(Ordering::Relaxed).wrapping_add(frames);
@@ -55,6 +66,8 @@ impl Counters {
             Verdict::Taken => {}
             Verdict::Again => add(&self.again, 1),
             Verdict::Refused(..) => add(&self.naks, 1),
+            Verdict::Repeats(_) => add(&self.repeats, 1),
+            Verdict::Ends(_) => add(&self.ends, 1),
             Verdict::Dropped(reason) => {
                 if let Some(count) = self.dropped.get(reason as usize) {
                     add(count, 1);
@@ -82,6 +95,9 @@ impl Counters {
             ("refused_by_system", &self.refused),
             ("answered_again", &self.again),
             ("naks", &self.naks),
+            ("sent_again", &self.sent_again),
+            ("answers_of_loss", &self.repeats),
+            ("answers_of_error", &self.ends),
         ];
         let value = |(name, count): (_, &AtomicU64)| (name, count.load(Ordering::Relaxed));
         all.into_iter().map(value)

@@ -232,7 +232,7 @@ pub(crate) struct View {
 
 impl<P: Port> Egress<P> {
     /// Sends a packet of a VM at time `now`, if there is a way out. Otherwise it is lost, as packets
-    /// may be. Returns false if its payload cannot be read.
+    /// may be. `again`: it was sent before. Returns false if its payload cannot be read.
     fn send(
         &mut self,
         now: u64,
@@ -240,6 +240,7 @@ impl<P: Port> Egress<P> {
         addresses: Option<&Addresses>,
         packet: &Packet<'_>,
         mut payload: Payload<'_>,
+        again: bool,
     ) -> bool {
         let uplink = vm.uplink().filter(|_| vm.port_is_up());
         let Some((addresses, Uplink { segment, .. })) = addresses.zip(uplink) else {
@@ -270,8 +271,15 @@ impl<P: Port> Egress<P> {
             }
         };
         self.view.counters.sent(len, fate);
+        if again {
+            self.view.counters.again();
+        }
         if captures {
-            let comment = (fate != Fate::Sent).then(|| fate.to_string());
+            let comment = match (again, fate) {
+                (false, Fate::Sent) => None,
+                (false, fate) => Some(fate.to_string()),
+                (true, fate) => Some(format!("again: {fate}")),
+            };
             let (capture, frame) = (&self.view.capture, &self.scratch);
             capture.add(now, segment, Direction::Out, frame, comment);
         }
@@ -654,7 +662,8 @@ impl<P: Port> Wire<P> {
             read: &mut |_| true,
         };
         let addresses = connection.addresses.as_ref();
-        self.out.send(now, &qp.vm, addresses, &answer, nothing);
+        self.out
+            .send(now, &qp.vm, addresses, &answer, nothing, false);
         Verdict::Refused(packet.psn, syndrome, 0)
     }
 
@@ -709,7 +718,7 @@ impl<P: Port> Wire<P> {
         let mtu = payload_of(active_mtu(&qp.vm));
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
-            out.send(now, &qp.vm, Some(addresses), packet, payload)
+            out.send(now, &qp.vm, Some(addresses), packet, payload, false)
         };
         datagrams(sq, tables, qp, mtu, budget, &mut send)
     }
@@ -746,7 +755,7 @@ impl<P: Port> Wire<P> {
                 solicited: false,
                 body,
             };
-            out.send(now, &qp.vm, addresses.as_ref(), &packet, payload)
+            out.send(now, &qp.vm, addresses.as_ref(), &packet, payload, false)
         };
         receiver.answer(tables, qp, mtu, BUDGET.bytes, &mut send)
     }
@@ -782,7 +791,7 @@ impl<P: Port> Elsewhere for Wire<P> {
         let mtu = payload_of(active_mtu(&qp.vm));
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
-            out.send(now, &qp.vm, Some(addresses), packet, payload)
+            out.send(now, &qp.vm, Some(addresses), packet, payload, false)
         };
         datagram(sq, tables, qp, active, mtu, &mut send)
     }
@@ -827,8 +836,8 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
                 Requester::Unacknowledged(Stream::new(first))
             }
         });
-        let mut send = |packet: &Packet<'_>, payload: Payload<'_>| {
-            out.send(now, &qp.vm, addresses.as_ref(), packet, payload)
+        let mut send = |packet: &Packet<'_>, payload: Payload<'_>, again: bool| {
+            out.send(now, &qp.vm, addresses.as_ref(), packet, payload, again)
         };
         let polled = match requester {
             Requester::Acknowledged(sender) => {

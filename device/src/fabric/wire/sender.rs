@@ -63,8 +63,9 @@ pub(super) struct Peer {
     pub mtu: u64,
 }
 
-/// Where packets go. It returns false if the payload could not be read.
-pub(super) type Out<'a> = &'a mut dyn FnMut(&Packet<'_>, Payload<'_>) -> bool;
+/// Where packets go, with whether they were sent before. It returns false if the payload could not be
+/// read.
+pub(super) type Out<'a> = &'a mut dyn FnMut(&Packet<'_>, Payload<'_>, bool) -> bool;
 
 /// A message under way.
 #[derive(Debug)]
@@ -597,7 +598,9 @@ impl Sender {
                 len: usize::try_from(len).unwrap_or_default(),
                 read: &mut read,
             };
-            if !out(&packet, payload) {
+            let under_way = self.sent.since(self.unacknowledged);
+            let again = self.next.since(self.unacknowledged) < under_way;
+            if !out(&packet, payload, again) {
                 let reason = fault.map_or(0, |key| key.0);
                 self.unreadable = Some(WcError::new(wc_status::LOC_PROT_ERR, reason));
                 return false;
@@ -652,7 +655,7 @@ impl Sender {
         if acknowledged > first {
             // What was to be brought before is lost.
             self.lost(sq, tables, qp, first, now);
-            return Verdict::Taken;
+            return Verdict::Repeats(self.next);
         }
         if acknowledged != 0 {
             self.progress(sq, tables, qp, acknowledged, now);
@@ -662,6 +665,7 @@ impl Sender {
             Syndrome::Nak(Nak::Sequence) => {
                 self.window.lost(self.unacknowledged, self.sent);
                 self.go_back();
+                return Verdict::Repeats(self.next);
             }
             Syndrome::RnrNak(timer) => {
                 qp.vm.count_rnr(qp.worker_index);
@@ -670,12 +674,13 @@ impl Sender {
                         let status = wc_status::RNR_RETRY_EXC_ERR;
                         let error = WcError::new(status, vendor_err::NO_RECEIVE);
                         self.fail_oldest(sq, tables, qp, error);
-                        return Verdict::Taken;
+                        return Verdict::Ends(error);
                     }
                     sq.tries.not_ready += 1;
                 }
                 self.go_back();
                 self.wait = Wait::Receive(now.saturating_add(rnr_nanoseconds(timer)));
+                return Verdict::Repeats(self.next);
             }
             Syndrome::Nak(nak) => {
                 let status = match nak {
@@ -683,7 +688,9 @@ impl Sender {
                     Nak::RemoteOperational => wc_status::REM_OP_ERR,
                     Nak::Sequence | Nak::InvalidRequest => wc_status::REM_INV_REQ_ERR,
                 };
-                self.fail_oldest(sq, tables, qp, WcError::new(status, vendor_err::PEER));
+                let error = WcError::new(status, vendor_err::PEER);
+                self.fail_oldest(sq, tables, qp, error);
+                return Verdict::Ends(error);
             }
         }
         Verdict::Taken
@@ -782,7 +789,7 @@ impl Sender {
             if let Err(Fault::Destination(key) | Fault::Source(key)) = placed {
                 let error = WcError::new(wc_status::LOC_PROT_ERR, key.0);
                 self.fail_oldest(sq, tables, qp, error);
-                return Verdict::Taken;
+                return Verdict::Ends(error);
             }
         }
         self.progress(sq, tables, qp, 1, now);
@@ -793,7 +800,7 @@ impl Sender {
     fn bad_response(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>) -> Verdict {
         let error = WcError::new(wc_status::BAD_RESP_ERR, vendor_err::PEER);
         self.fail_oldest(sq, tables, qp, error);
-        Verdict::Taken
+        Verdict::Ends(error)
     }
 
     /// So many packets more are acknowledged: the messages that they end are done.

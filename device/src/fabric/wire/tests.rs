@@ -638,12 +638,34 @@ fn a_capture_has_all_that_went_over_the_wire_and_says_what_became_of_it() {
         "packets are missing: NAK, expected PSN ",
         "dropped: packets before it are missing",
         "came before: answered again",
+        "again: sent",
+        "sent again from PSN ",
     ] {
         assert!(says(comment), "{comment}");
     }
     if let Some(path) = std::env::var_os("CAPTURE") {
         std::fs::write(path, &file).unwrap();
     }
+}
+
+/// What ended a message in error is told where the answer came, and counted.
+#[test]
+fn a_capture_says_which_answer_ended_a_message() {
+    let (readers, mut reader) = Readers::new(1);
+    let mut pair = Pair::of(qp_type::RC, (&readers, ON_HOSTS), |_| {});
+    let mut net = between(&pair, &mut reader, clean());
+    let mut send = pair.a_send(0, 1, 10);
+    send.opcode = wr_opcode::RDMA_WRITE;
+    send.rkey = pair.ends[1].guest.key ^ 0x100;
+    pair.post_send(0, &send);
+    net.run(&mut pair, SECOND);
+    let sent: Vec<_> = pair.completions(0).iter().map(|cqe| cqe.status).collect();
+    assert_eq!(sent, [wc_status::REM_ACCESS_ERR]);
+    let mut counts = net.wires[0].out.view.counters.list();
+    assert!(counts.any(|count| count == ("answers_of_error", 1)));
+    let file = net.capture();
+    let comment = b"ends a message with REM_ACCESS_ERR (PEER)";
+    assert!(file.windows(comment.len()).any(|bytes| bytes == comment));
 }
 
 #[test]

@@ -99,7 +99,7 @@ impl Stream {
             }),
         };
         let sent_packet = with_payload(sq, tables, qp, &active, len, |payload| {
-            out(&packet, payload)
+            out(&packet, payload, false)
         });
         if let Err(error) = sent_packet {
             sq.fail(tables, qp, error);

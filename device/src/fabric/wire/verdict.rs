@@ -2,9 +2,10 @@
 //! What was made of a frame that came: for counters, and for whoever looks at a capture.
 use std::fmt;
 
-use virtio_rdma_spec::verbs::vendor_err;
+use virtio_rdma_spec::verbs::{vendor_err, wc_status};
 
 use super::packet::{Nak, Psn, Syndrome};
+use crate::verbs::WcError;
 
 /// Why a frame was dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,6 +87,10 @@ pub(super) enum Verdict {
     /// It is answered by a NAK, to the packet with this PSN, for this reason (`vendor_err`) if it
     /// ends everything.
     Refused(Psn, Syndrome, u8),
+    /// What it answers goes again, from this packet on.
+    Repeats(Psn),
+    /// The message that it answers ends in error.
+    Ends(WcError),
     Dropped(Reason),
 }
 
@@ -103,6 +108,12 @@ impl fmt::Display for Verdict {
             Self::Refused(psn, _, reason) => {
                 let reason = vendor_err::name(*reason).unwrap_or("?");
                 write!(f, "NAK at PSN {}: {reason}", psn.value())
+            }
+            Self::Repeats(psn) => write!(f, "sent again from PSN {} on", psn.value()),
+            Self::Ends(WcError { status, vendor }) => {
+                let status = wc_status::name(*status).unwrap_or("?");
+                let reason = vendor_err::name(*vendor).unwrap_or("?");
+                write!(f, "ends a message with {status} ({reason})")
             }
             Self::Dropped(reason) => write!(f, "dropped: {}", reason.name()),
         }
