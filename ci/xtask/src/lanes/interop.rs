@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `rxe-interop`: our device in vm1 and Soft-RoCE (rxe) in vm2, with a switch between them;
+//! Lanes `rxe-interop` and `rxe-tap`: our device in vm1 and Soft-RoCE (rxe) in vm2, with a switch
+//! between them, or on hosts that are network namespaces;
 //! each as server and as client, and with lost packets.
 //!
 //! Each combination is a case and a cell of the lane's table.
@@ -148,23 +149,47 @@ const CASES: &[Case] = &[
     perftest!("atomic", "RC"),
 ];
 
+/// The same on hosts whose bridges have TAPs of the VMs: packets are lost by our device.
+pub fn at_taps() -> Lane {
+    Lane {
+        name: "rxe-tap",
+        about: "the same on two hosts, which are network namespaces with bridges",
+        hosts: Hosts::Tap(1500, ""),
+        ..lane()
+    }
+}
+
 /// Makes vm2 one with rxe alone, and loses packets from now on as the column says.
-fn set_up(fixture: &Fixture, column: &Column) -> Result<()> {
+fn set_up(fixture: &mut Fixture, column: &Column) -> Result<()> {
     let vm = fixture.vm(RXE)?;
     vm.sh("! grep -q ^virtio_rdma /proc/modules || rmmod virtio_rdma")?;
     vm.sh("test -e /sys/class/infiniband/rxe0 || \
          { modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0; }")?;
     vm.sh("/payload/wait-active rxe0")?;
-    let switch = fixture.bed.switch.as_ref().context("no switch")?;
-    switch.steer(RXE, false);
-    switch.lose(column.lost);
-    Ok(())
+    if let Some(switch) = &fixture.bed.switch {
+        switch.steer(RXE, false);
+        switch.lose(column.lost);
+        return Ok(());
+    }
+    // When the other device ends, its VM gets RoCEv2.
+    fixture.bed.others.clear();
+    let device = fixture.bed.device.as_ref().context("no device")?;
+    let faults = match column.lost {
+        0 => "off".to_owned(),
+        lost => format!("seed=1,loss={}", f64::from(lost) / 1e4),
+    };
+    device.set_faults(usize::from(OURS), &faults)
 }
 
 /// RoCEv2 frames so far.
 fn frames(fixture: &Fixture) -> Result<u64> {
-    let switch = fixture.bed.switch.as_ref().context("no switch")?;
-    Ok(switch.frames())
+    if let Some(switch) = &fixture.bed.switch {
+        return Ok(switch.frames());
+    }
+    let device = fixture.bed.device.as_ref().context("no device")?;
+    let status = device.status()?;
+    let sent = status["workers"][0]["wire"]["sent_frames"].as_u64();
+    sent.context("the device counts no frames")
 }
 
 /// Runs `run` both ways, without and with lost packets.

@@ -132,6 +132,7 @@ pub fn all() -> Vec<Lane> {
         stock::wire_switch(),
         stock::wire_tap(),
         interop::lane(),
+        interop::at_taps(),
         perftest::lane(),
         ulp::lane(),
         recovery::lane(),

@@ -188,6 +188,14 @@ impl DeviceProcess {
         crate::shell::capture(&mut command).map(drop)
     }
 
+    /// Has frames of a VM's device lost, or whatever `faults` says.
+    pub fn set_faults(&self, number: usize, faults: &str) -> Result<()> {
+        let mut command = Command::new(&self.binary);
+        command.arg("faults").arg(&self.status);
+        command.arg(self.socket(number)?).arg(faults);
+        crate::shell::capture(&mut command).map(drop)
+    }
+
     /// Where its socket for a VM is: `number` counts from 1.
     pub fn socket(&self, number: usize) -> Result<&Path> {
         let socket = number.checked_sub(1).and_then(|at| self.sockets.get(at));
