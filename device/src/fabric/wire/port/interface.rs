@@ -9,10 +9,7 @@ use std::sync::Arc;
 
 use super::bursts::{Bursts, Came, To};
 use super::tap::{Tap, TapEnd, TapError};
-use super::{Arrived, Burst, Segment, LONGEST};
-
-/// Frames that are read from a TAP at a time, at most.
-const AT_A_TIME: usize = 16;
+use super::{Arrived, Burst, Segment};
 
 /// A VM's own interface.
 #[derive(Debug)]
@@ -95,37 +92,19 @@ impl InterfaceEnd {
 
     /// Reads frames that have come on a segment; false if there are none.
     pub(super) fn receive(&mut self, segment: Segment, burst: &mut Burst) -> bool {
-        let space = burst.space();
         match self {
             Self::Datagrams(bursts) => {
-                let Some(Came { bytes, each, .. }) = bursts.receive(space) else {
+                let Some(Came { bytes, each, .. }) = bursts.receive(burst.space()) else {
                     return false;
                 };
                 for at in (0..bytes).step_by(each.max(1)) {
                     let place = at..bytes.min(at + each);
                     burst.frames.push(Arrived::new(segment, place));
                 }
+                !burst.frames.is_empty()
             }
-            Self::Tap(tap) => {
-                let mut start = 0;
-                for _ in 0..AT_A_TIME {
-                    // One that does not fit any longer would be cut.
-                    let Some(space) = burst.bytes.get_mut(start..) else {
-                        break;
-                    };
-                    if start != 0 && space.len() < LONGEST / 4 {
-                        break;
-                    }
-                    let Some(place) = tap.receive(space) else {
-                        break;
-                    };
-                    let place = start + place.start..start + place.end;
-                    start = place.end;
-                    burst.frames.push(Arrived::new(segment, place));
-                }
-            }
+            Self::Tap(tap) => tap.receive(segment, burst),
         }
-        !burst.frames.is_empty()
     }
 }
 

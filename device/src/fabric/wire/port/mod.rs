@@ -79,19 +79,33 @@ impl Burst {
         });
     }
 
-    /// Takes as many of these frames as there is room for, instead of what came before.
-    pub(super) fn fill(&mut self, frames: &mut VecDeque<(Segment, Vec<u8>)>) {
+    /// There is nothing in it.
+    fn clear(&mut self) {
         self.frames.clear();
         self.bytes.clear();
+    }
+
+    /// A copy of a frame comes behind the others.
+    fn push(&mut self, segment: Segment, frame: &[u8]) {
+        let start = self.bytes.len();
+        self.bytes.extend_from_slice(frame);
+        let place = start..self.bytes.len();
+        self.frames.push(Arrived::new(segment, place));
+    }
+
+    /// Whether there is enough in it.
+    fn is_full(&self) -> bool {
+        self.bytes.len() >= LONGEST
+    }
+
+    /// Takes as many of these frames as there is room for, instead of what came before.
+    pub(super) fn fill(&mut self, frames: &mut VecDeque<(Segment, Vec<u8>)>) {
+        self.clear();
         while let Some((segment, frame)) = frames.pop_front() {
-            let start = self.bytes.len();
-            if start != 0 && start + frame.len() > LONGEST {
-                frames.push_front((segment, frame));
+            self.push(segment, &frame);
+            if self.is_full() {
                 break;
             }
-            self.bytes.extend_from_slice(&frame);
-            let place = start..start + frame.len();
-            self.frames.push(Arrived::new(segment, place));
         }
     }
 

@@ -12,12 +12,13 @@ use std::os::fd::OwnedFd;
 
 use nix::net::if_::if_nametoindex;
 
+use super::super::icrc::icrc;
 use super::kernel::{attach, bring_up, load, mtu, tap, Instruction};
+use super::{Burst, LONGEST};
+use crate::engine::vm::Segment;
 
 /// Bytes of the header that is before each frame (`virtio_net_hdr`). Zeros: nothing is left to do.
 const HEADER: usize = 10;
-/// Longest frame, bytes.
-const LONGEST: usize = 1 << 16;
 
 /// Why there is no port at an interface.
 #[derive(Debug, thiserror::Error)]
@@ -74,11 +75,7 @@ impl Tap {
 
     /// The way in and out for a worker.
     pub(super) fn end(&self) -> io::Result<TapEnd> {
-        Ok(TapEnd {
-            file: self.file.try_clone()?,
-            written: vec![0; HEADER + LONGEST],
-            refused: 0,
-        })
+        Ok(TapEnd::new(self.file.try_clone()?))
     }
 }
 
@@ -155,47 +152,347 @@ fn from_device(interface: u32) -> [Instruction; 4] {
     ]
 }
 
-/// A worker's end of a TAP.
+/// Bytes of Ethernet and UDP headers.
+const ETHERNET: usize = 14;
+const UDP: usize = 8;
+/// Frames of a burst, and bytes of its IP packet, at most.
+const MOST: usize = 64;
+const MOST_BYTES: usize = 65_000;
+/// Frames that are read at a time, at most.
+const AT_A_TIME: usize = 16;
+
+/// Bytes before the payload of UDP, if a frame is one of IP without options and UDP.
+fn head_len(frame: &[u8]) -> Option<usize> {
+    match (frame.get(12..15)?, frame.get(20), frame.get(23)) {
+        ([0x08, 0x00, 0x45], _, Some(17)) => Some(ETHERNET + 20 + UDP),
+        ([0x86, 0xdd, _], Some(17), _) => Some(ETHERNET + 40 + UDP),
+        _ => None,
+    }
+    .filter(|len| frame.len() > *len)
+}
+
+/// The parts of headers in which frames of a burst are the same.
+fn same(one: &[u8], other: &[u8], head: usize) -> bool {
+    let ipv4 = head == ETHERNET + 20 + UDP;
+    // All but length, identification and checksum.
+    let parts: &[std::ops::Range<usize>] = if ipv4 {
+        &[0..16, 20..24, 26..38]
+    } else {
+        &[0..18, 20..58]
+    };
+    parts
+        .iter()
+        .all(|part| one.get(part.clone()) == other.get(part.clone()))
+}
+
+/// The sum of 16-bit words, folded, on top of `sum`.
+fn folded(sum: u32, bytes: &[u8]) -> u16 {
+    let words = bytes.chunks(2).map(|pair| match pair {
+        [high, low] => u32::from(*high) << 8 | u32::from(*low),
+        [high] => u32::from(*high) << 8,
+        _ => 0,
+    });
+    let mut sum = words.fold(sum, u32::wrapping_add);
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    sum as u16
+}
+
+fn put(frame: &mut [u8], at: usize, value: u16) {
+    if let Some(place) = frame.get_mut(at..at + 2) {
+        place.copy_from_slice(&value.to_be_bytes());
+    }
+}
+
+/// Makes the headers those of a packet with `head` bytes of headers and so many of payload, that is
+/// number `identification` of IPv4.
+fn set_lengths(frame: &mut [u8], head: usize, payload: usize, identification: Option<u16>) {
+    let udp = u16::try_from(UDP + payload).unwrap_or(u16::MAX);
+    put(frame, head - 4, udp);
+    if head == ETHERNET + 20 + UDP {
+        put(frame, 16, udp.saturating_add(20));
+        if let Some(identification) = identification {
+            put(frame, 18, identification);
+        }
+        put(frame, 24, 0);
+        let sum = folded(0, frame.get(14..34).unwrap_or_default());
+        put(frame, 24, !sum);
+    } else {
+        put(frame, 18, udp);
+    }
+}
+
+/// A worker's end of a TAP. Frames that are written one after the other for the same destination, of
+/// the same length but for the last one, leave by one system call, as one packet that the kernel cuts
+/// where it must; and what comes so is cut here.
 #[derive(Debug)]
 pub(super) struct TapEnd {
     file: File,
-    /// The frame that is written, behind its header.
+    /// The header, and what waits to be sent: a frame, and of others of its burst what is behind
+    /// their headers. It ends at `end`.
     written: Vec<u8>,
+    end: usize,
+    count: usize,
+    /// Headers of its first frame; bytes of the headers of each, and behind them.
+    headers: Vec<u8>,
+    head: usize,
+    each: usize,
+    /// Nothing may follow.
+    closed: bool,
+    /// Where the next frame is written, and what its headers are over.
+    start: usize,
+    covered: Vec<u8>,
+    /// The kernel takes no bursts.
+    singly: bool,
     /// Frames that the system did not take, since it was asked last.
     refused: u64,
+    /// What was read.
+    read: Vec<u8>,
 }
 
 impl TapEnd {
+    fn new(file: File) -> Self {
+        Self {
+            file,
+            written: vec![0; HEADER + 2 * LONGEST],
+            end: HEADER,
+            count: 0,
+            headers: Vec::new(),
+            head: 0,
+            each: 0,
+            closed: false,
+            start: HEADER,
+            covered: Vec::new(),
+            singly: false,
+            refused: 0,
+            read: vec![0; HEADER + LONGEST],
+        }
+    }
+
     pub(super) fn file(&self) -> &File {
         &self.file
     }
 
-    /// Room for a frame of `len` bytes; `None` if no frame is so long.
+    /// Room for a frame of `len` bytes; `None` if no frame is so long. What waits is sent before, if
+    /// this one cannot go with it.
     pub(super) fn begin(&mut self, len: usize) -> Option<&mut [u8]> {
-        self.written.get_mut(HEADER..HEADER + len)
+        if len > LONGEST {
+            return None;
+        }
+        let more = len.saturating_sub(self.head);
+        let joins = !self.closed
+            && (1..=self.each).contains(&more)
+            && self.count < MOST
+            && self.end + more <= MOST_BYTES;
+        if self.count != 0 && !joins {
+            self.send();
+        }
+        self.start = self.end;
+        self.covered.clear();
+        if self.count != 0 {
+            // Its headers go over the end of the frame before, which comes back.
+            self.start -= self.head;
+            let covered = self.written.get(self.start..self.end);
+            self.covered.extend_from_slice(covered.unwrap_or_default());
+        }
+        self.written.get_mut(self.start..self.start + len)
     }
 
-    /// Sends the frame of [`Self::begin`], of `len` bytes.
+    /// The frame of [`Self::begin`], of `len` bytes, is written.
     pub(super) fn end(&mut self, len: usize) {
-        let bytes = self.written.get(..HEADER + len).unwrap_or_default();
-        let sent = (&self.file).write(bytes);
-        self.refused += u64::from(sent.is_err());
+        if self.count == 0 {
+            return self.first(len);
+        }
+        let frame = self.written.get_mut(self.start..self.start + len);
+        let frame = frame.unwrap_or_default();
+        if !same(&self.headers, frame, self.head) {
+            let frame = frame.to_vec();
+            self.uncover();
+            self.send();
+            if let Some(space) = self.written.get_mut(HEADER..HEADER + len) {
+                space.copy_from_slice(&frame);
+            }
+            return self.first(len);
+        }
+        if self.head == ETHERNET + 20 + UDP {
+            // The kernel counts on from the first one.
+            let number = u16::try_from(self.count).unwrap_or_default();
+            set_lengths(frame, self.head, len - self.head, Some(number));
+            if let Some((covered, crc)) = frame.split_last_chunk_mut() {
+                *crc = covered.get(ETHERNET..).and_then(icrc).unwrap_or_default();
+            }
+        }
+        self.uncover();
+        self.end += len - self.head;
+        self.count += 1;
+        self.closed = len - self.head < self.each;
     }
 
-    /// How many frames the system did not take since it was asked last.
+    /// A frame of `len` bytes is at the beginning.
+    fn first(&mut self, len: usize) {
+        let frame = self.written.get(HEADER..HEADER + len).unwrap_or_default();
+        let head = head_len(frame).filter(|_| !self.singly);
+        self.head = head.unwrap_or_default();
+        self.headers.clear();
+        self.headers.extend(frame.iter().take(self.head));
+        self.each = len - self.head;
+        self.closed = head.is_none();
+        self.end = HEADER + len;
+        self.count = 1;
+    }
+
+    fn uncover(&mut self) {
+        let place = self.start..self.start + self.covered.len();
+        if let Some(place) = self.written.get_mut(place) {
+            place.copy_from_slice(&self.covered);
+        }
+    }
+
+    /// Sends what waits. Returns how many frames the system did not take since it was called last.
     pub(super) fn flush(&mut self) -> u64 {
+        if self.count != 0 {
+            self.send();
+        }
         std::mem::take(&mut self.refused)
     }
 
-    /// Reads a frame into `space`, behind its header; `None` if none has come. Returns where it is.
-    pub(super) fn receive(&mut self, space: &mut [u8]) -> Option<std::ops::Range<usize>> {
-        let bytes = (&self.file).read(space).ok()?;
-        (bytes > HEADER).then_some(HEADER..bytes)
+    fn send(&mut self) {
+        let count = std::mem::take(&mut self.count);
+        let end = std::mem::replace(&mut self.end, HEADER);
+        self.closed = false;
+        if count == 1 {
+            if let Some(header) = self.written.get_mut(..HEADER) {
+                header.fill(0);
+            }
+            let sent = (&self.file).write(self.written.get(..end).unwrap_or_default());
+            self.refused += u64::from(sent.is_err());
+            return;
+        }
+        self.offload(end);
+        let sent = (&self.file).write(self.written.get(..end).unwrap_or_default());
+        match sent {
+            Ok(_) => {}
+            // Kernels before 6.2 cut no UDP.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                self.singly = true;
+                let mut cut = Vec::new();
+                let burst = self.written.get(HEADER..end).unwrap_or_default();
+                for_each_frame(burst, self.head, self.each, &mut cut, |frame| {
+                    let frame = [&[0; HEADER], frame].concat();
+                    let sent = (&self.file).write(&frame);
+                    self.refused += u64::from(sent.is_err());
+                });
+            }
+            Err(_) => self.refused += count as u64,
+        }
+    }
+
+    /// Makes headers of the burst that is written up to `end`, for the kernel to cut it.
+    fn offload(&mut self, end: usize) {
+        let (head, each) = (self.head, self.each);
+        let Some((header, frame)) = self.written.split_at_mut_checked(HEADER) else {
+            return;
+        };
+        let words = [
+            (2, head),
+            (4, each),
+            (6, head - UDP),
+            // Of the checksum in the header of UDP.
+            (8, 6),
+        ];
+        header[0] = NEEDS_CHECKSUM;
+        header[1] = UDP_SEGMENTS;
+        for (at, value) in words {
+            let value = u16::try_from(value).unwrap_or_default();
+            header[at..at + 2].copy_from_slice(&value.to_le_bytes());
+        }
+        let payload = end - HEADER - head;
+        set_lengths(frame, head, payload, None);
+        // The sum of what is not in the packet: addresses, length and protocol.
+        let addresses = if head == ETHERNET + 20 + UDP {
+            26..34
+        } else {
+            22..54
+        };
+        let addresses = frame.get(addresses).unwrap_or_default();
+        let sum = folded(17 + (UDP + payload) as u32, addresses);
+        put(frame, head - 2, sum);
+    }
+
+    /// Reads frames that have come on a segment; false if there are none.
+    pub(super) fn receive(&mut self, segment: Segment, burst: &mut Burst) -> bool {
+        burst.clear();
+        for _ in 0..AT_A_TIME {
+            let Ok(len) = (&self.file).read(&mut self.read) else {
+                break;
+            };
+            let Some((header, frame)) = self.read.get_mut(..len).and_then(split_header) else {
+                continue;
+            };
+            if header[1] & UDP_KIND == UDP_SEGMENTS {
+                let each = usize::from(u16::from_le_bytes([header[4], header[5]]));
+                let head = head_len(frame).unwrap_or_default();
+                if head != 0 && each != 0 {
+                    let mut cut = std::mem::take(&mut self.covered);
+                    for_each_frame(frame, head, each, &mut cut, |frame| {
+                        burst.push(segment, frame);
+                    });
+                    self.covered = cut;
+                }
+            } else {
+                burst.push(segment, frame);
+            }
+            if burst.is_full() {
+                break;
+            }
+        }
+        !burst.frames.is_empty()
+    }
+}
+
+/// `virtio_net_hdr`: the checksum is to be made; frames of UDP are to be cut, and the bits that say
+/// what is to be cut.
+const NEEDS_CHECKSUM: u8 = 1;
+const UDP_SEGMENTS: u8 = 5;
+const UDP_KIND: u8 = 0x7f;
+
+fn split_header(bytes: &mut [u8]) -> Option<(&mut [u8; HEADER], &mut [u8])> {
+    bytes.split_first_chunk_mut()
+}
+
+/// Cuts a burst into the frames that it is made of, each of `each` bytes behind its headers but for
+/// the last one. They are made in `space`.
+fn for_each_frame(
+    burst: &[u8],
+    head: usize,
+    each: usize,
+    space: &mut Vec<u8>,
+    mut visit: impl FnMut(&[u8]),
+) {
+    let Some((headers, payload)) = burst.split_at_checked(head) else {
+        return;
+    };
+    let first = headers.get(18..20).map_or(0, |bytes| {
+        u16::from_be_bytes(bytes.try_into().unwrap_or_default())
+    });
+    for (number, part) in (0u16..).zip(payload.chunks(each.max(1))) {
+        space.clear();
+        space.extend_from_slice(headers);
+        space.extend_from_slice(part);
+        set_lengths(space, head, part.len(), Some(first.wrapping_add(number)));
+        // Its checksum is not there; the ICRC is.
+        put(space, head - 2, 0);
+        visit(space);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixDatagram;
+
+    use proptest::prelude::*;
+
     use super::*;
 
     /// What a program makes of a frame: where it redirects it to and how, or nothing.
@@ -294,6 +591,167 @@ mod tests {
     #[test]
     fn what_the_device_sends_comes_by_the_interface_of_the_vm() {
         assert_eq!(carry_out(&from_device(9), &[0; 60]), Some((9, COMES)));
+    }
+
+    /// A frame of RoCEv2 with so many bytes of UDP, the last of which are its ICRC.
+    fn rocev2(ipv6: bool, len: usize, to: u8) -> Vec<u8> {
+        let mut frame = if ipv6 { ipv6_head() } else { ipv4_head() };
+        let head = frame.len();
+        frame[if ipv6 { 53 } else { 33 }] = to;
+        frame.extend((0..len - 4).map(|at| (at * 7 + len) as u8));
+        set_lengths(&mut frame, head, len, None);
+        let crc = icrc(&frame[ETHERNET..]).unwrap();
+        frame.extend(crc);
+        frame
+    }
+
+    fn ipv4_head() -> Vec<u8> {
+        let mut head = ipv4();
+        head.truncate(42);
+        head
+    }
+
+    fn ipv6_head() -> Vec<u8> {
+        let mut head = ipv6();
+        head.truncate(62);
+        head
+    }
+
+    /// Two ends that are joined: what one sends, the other receives.
+    fn joined() -> (TapEnd, TapEnd) {
+        let (a, b) = UnixDatagram::pair().unwrap();
+        b.set_nonblocking(true).unwrap();
+        let [a, b] = [a, b].map(|end| TapEnd::new(File::from(OwnedFd::from(end))));
+        (a, b)
+    }
+
+    fn send(end: &mut TapEnd, frame: &[u8]) {
+        end.begin(frame.len()).unwrap().copy_from_slice(frame);
+        end.end(frame.len());
+    }
+
+    /// What has come, and by how many calls.
+    fn received(end: &mut TapEnd) -> (usize, Vec<Vec<u8>>) {
+        let mut packets = 0;
+        let mut frames = Vec::new();
+        let mut space = vec![0; HEADER + LONGEST];
+        while let Ok(len) = (&end.file).read(&mut space) {
+            packets += 1;
+            // What a kernel does, and what an end does, with what it reads.
+            let (a, b) = UnixDatagram::pair().unwrap();
+            a.send(&space[..len]).unwrap();
+            b.set_nonblocking(true).unwrap();
+            let mut again = TapEnd::new(File::from(OwnedFd::from(b)));
+            let mut burst = Burst::default();
+            assert!(again.receive(Segment::Own(3), &mut burst));
+            for (segment, frame, lost) in burst.frames() {
+                assert_eq!((segment, lost), (Segment::Own(3), None));
+                frames.push(frame.to_vec());
+            }
+        }
+        (packets, frames)
+    }
+
+    /// They are the same but for what differs between frames of a burst; ICRCs and checksums are
+    /// right.
+    fn assert_same(sent: &[Vec<u8>], came: &[Vec<u8>]) {
+        assert_eq!(came.len(), sent.len());
+        for (came, sent) in came.iter().zip(sent) {
+            let head = head_len(sent).unwrap();
+            assert_eq!(came.len(), sent.len());
+            assert!(same(came, sent, head));
+            let body = head..sent.len() - 4;
+            assert_eq!(came[body.clone()], sent[body]);
+            let (covered, crc) = came[ETHERNET..].split_last_chunk().unwrap();
+            assert_eq!(icrc(covered), Some(*crc));
+            if head == 42 {
+                assert_eq!(folded(0, &came[14..34]), 0xffff, "the checksum of IPv4");
+            }
+        }
+    }
+
+    #[test]
+    fn frames_of_a_length_leave_together_and_are_what_they_were() {
+        for ipv6 in [false, true] {
+            let (mut a, mut b) = joined();
+            let lens = [1044, 1044, 1044, 30, 1044, 20, 20, 20, 20, 4000, 1000, 1000];
+            let sent: Vec<_> = lens.iter().map(|len| rocev2(ipv6, *len, 2)).collect();
+            for frame in &sent {
+                send(&mut a, frame);
+            }
+            assert_eq!(a.flush(), 0);
+            let (packets, came) = received(&mut b);
+            assert_same(&sent, &came);
+            assert_eq!(packets, 5);
+            assert_eq!(a.flush(), 0);
+            assert_eq!(received(&mut b).0, 0);
+        }
+    }
+
+    #[test]
+    fn frames_of_others_do_not_go_with_them() {
+        let (mut a, mut b) = joined();
+        let mut sent: Vec<_> = [2, 2, 3, 3, 2].map(|to| rocev2(false, 100, to)).into();
+        sent.extend([
+            rocev2(true, 100, 2),
+            rocev2(true, 80, 2),
+            rocev2(false, 80, 2),
+        ]);
+        // One that is none of UDP is sent as it is.
+        let mut other = rocev2(false, 100, 2);
+        other[23] = 1;
+        for frame in sent.iter().chain([&other, &other]) {
+            send(&mut a, frame);
+        }
+        a.flush();
+        let (packets, mut came) = received(&mut b);
+        assert_eq!(came.split_off(sent.len()), [other.clone(), other]);
+        assert_same(&sent, &came);
+        assert_eq!(packets, 7);
+    }
+
+    #[test]
+    fn a_burst_has_its_limits() {
+        let (mut a, mut b) = joined();
+        let small: Vec<_> = (0..150).map(|_| rocev2(false, 60, 2)).collect();
+        let large: Vec<_> = (0..20).map(|_| rocev2(true, 8000, 2)).collect();
+        for frames in [&small, &large] {
+            for frame in frames {
+                send(&mut a, frame);
+            }
+            a.flush();
+            let (packets, came) = received(&mut b);
+            assert_same(frames, &came);
+            assert_eq!(packets, 3);
+        }
+        assert!(a.begin(LONGEST + 1).is_none());
+    }
+
+    proptest! {
+        /// Whatever comes with whatever header: nothing breaks.
+        #[test]
+        fn anything_may_come(
+            header: [u8; HEADER], cut: bool, each in 0u16..200, ipv6: bool, len in 24usize..3000,
+            damage in proptest::option::of((0usize..3000, any::<u8>())),
+        ) {
+            let mut frame = rocev2(ipv6, len, 2);
+            if let Some((at, byte)) = damage {
+                let at = at % frame.len();
+                frame[at] = byte;
+            }
+            let mut header = header;
+            if cut {
+                header[1] = UDP_SEGMENTS;
+                header[4..6].copy_from_slice(&each.to_le_bytes());
+            }
+            let (a, b) = UnixDatagram::pair().unwrap();
+            b.set_nonblocking(true).unwrap();
+            a.send(&[&header[..], &frame].concat()).unwrap();
+            let mut end = TapEnd::new(File::from(OwnedFd::from(b)));
+            let mut burst = Burst::default();
+            let came = end.receive(Segment::Own(0), &mut burst);
+            prop_assert_eq!(came, burst.frames().next().is_some());
+        }
     }
 
     #[test]
