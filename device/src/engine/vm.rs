@@ -124,7 +124,7 @@ impl fmt::Display for Segment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Vxlan(vni) => write!(f, "vni {vni}"),
-            Self::Own(number) => write!(f, "dgram {number}"),
+            Self::Own(number) => write!(f, "interface {number}"),
         }
     }
 }

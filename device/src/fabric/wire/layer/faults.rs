@@ -296,17 +296,29 @@ impl<P: Port> Faults<P> {
         segment: Segment,
         frame: &mut [u8],
     ) -> Option<Course> {
+        let line = self.line(direction, segment, frame)?;
+        Some(line.judge(now, frame))
+    }
+
+    /// The faults of the device that a frame is of.
+    fn line(&mut self, direction: Direction, segment: Segment, frame: &[u8]) -> Option<&mut Line> {
         let station = station(direction, segment, frame)?;
         let of = |line: &&mut Line| {
             line.planned.direction == direction && line.planned.station == station
         };
-        let line = self.lines.iter_mut().find(of)?;
-        Some(line.judge(now, frame))
+        self.lines.iter_mut().find(of)
     }
 
-    /// Holds a frame back until time `at`; if too many are, it is lost.
+    /// Holds a frame back until time `at`; if too many are, it is lost, and counted.
     fn hold(&mut self, at: u64, way: Way, frame: &[u8]) {
         if self.held_bytes + frame.len() > MOST_HELD {
+            let (direction, segment) = match way {
+                Way::Out(segment, _) => (Direction::Out, segment),
+                Way::In(segment) => (Direction::In, segment),
+            };
+            if let Some(line) = self.line(direction, segment, frame) {
+                count(&line.planned.counts.overrun);
+            }
             return;
         }
         self.held_bytes += frame.len();
@@ -636,6 +648,19 @@ mod tests {
         let came = two.received(1, 1 << 30);
         let expected = (0..11).map(|n: u16| ((u64::from(n) + 1) * 1_000_000 + LATENCY, n));
         assert_eq!(came, expected.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn no_more_is_held_back_than_there_is_room_for() {
+        let mut two = Two::new();
+        two.set(Direction::Out, "delay=1s");
+        let fits = MOST_HELD / 100;
+        for number in 0..fits + 5 {
+            two.send(0, number as u16);
+        }
+        assert_eq!(two.counts("overrun"), 5);
+        assert_eq!(two.received(1, 2_000_000_000).len(), fits);
+        assert_eq!(two.ports[0].held_bytes, 0);
     }
 
     #[test]
