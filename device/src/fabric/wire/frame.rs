@@ -53,16 +53,23 @@ fn mapped(address: &[u8]) -> Option<[u8; 16]> {
     Some(gid)
 }
 
-/// The checksum of an IPv4 header, whose own field is zero; zero of a header that has its checksum.
-fn checksum(header: &[u8]) -> u16 {
-    let words = header.chunks(2).map(|pair| match pair {
+/// The sum of 16-bit words as the Internet's checksums have it, on top of `sum`.
+pub(super) fn folded(sum: u32, bytes: &[u8]) -> u16 {
+    let words = bytes.chunks(2).map(|pair| match pair {
         [high, low] => u32::from(*high) << 8 | u32::from(*low),
+        [high] => u32::from(*high) << 8,
         _ => 0,
     });
-    let sum = words.fold(0u32, u32::wrapping_add);
-    let sum = (sum & 0xffff) + (sum >> 16);
-    let sum = (sum & 0xffff) + (sum >> 16);
-    !(sum as u16)
+    let mut sum = words.fold(sum, u32::wrapping_add);
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    sum as u16
+}
+
+/// The checksum of an IPv4 header, whose own field is zero; zero of a header that has its checksum.
+pub(super) fn checksum(header: &[u8]) -> u16 {
+    !folded(0, header)
 }
 
 /// The headers of a frame, before a payload of so many bytes.

@@ -12,6 +12,7 @@ use std::os::fd::OwnedFd;
 
 use nix::net::if_::if_nametoindex;
 
+use super::super::frame::{checksum, folded};
 use super::super::icrc::icrc;
 use super::kernel::{attach, bring_up, load, mtu, tap, Instruction};
 use super::{Burst, LONGEST};
@@ -158,8 +159,10 @@ const UDP: usize = 8;
 /// Frames of a burst, and bytes of its IP packet, at most.
 const MOST: usize = 64;
 const MOST_BYTES: usize = 65_000;
-/// Frames that are read at a time, at most.
+/// Frames that are read at a time, at most, and frames that one of these is cut into: a kernel makes
+/// no more than that of what it sends or merges, but a neighbour may ask for very short ones.
 const AT_A_TIME: usize = 16;
+const MOST_CUT: usize = 128;
 
 /// Bytes before the payload of UDP, if a frame is one of IP without options and UDP.
 fn head_len(frame: &[u8]) -> Option<usize> {
@@ -185,20 +188,6 @@ fn same(one: &[u8], other: &[u8], head: usize) -> bool {
         .all(|part| one.get(part.clone()) == other.get(part.clone()))
 }
 
-/// The sum of 16-bit words, folded, on top of `sum`.
-fn folded(sum: u32, bytes: &[u8]) -> u16 {
-    let words = bytes.chunks(2).map(|pair| match pair {
-        [high, low] => u32::from(*high) << 8 | u32::from(*low),
-        [high] => u32::from(*high) << 8,
-        _ => 0,
-    });
-    let mut sum = words.fold(sum, u32::wrapping_add);
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
-    }
-    sum as u16
-}
-
 fn put(frame: &mut [u8], at: usize, value: u16) {
     if let Some(place) = frame.get_mut(at..at + 2) {
         place.copy_from_slice(&value.to_be_bytes());
@@ -216,8 +205,8 @@ fn set_lengths(frame: &mut [u8], head: usize, payload: usize, identification: Op
             put(frame, 18, identification);
         }
         put(frame, 24, 0);
-        let sum = folded(0, frame.get(14..34).unwrap_or_default());
-        put(frame, 24, !sum);
+        let sum = checksum(frame.get(14..34).unwrap_or_default());
+        put(frame, 24, sum);
     } else {
         put(frame, 18, udp);
     }
@@ -476,7 +465,8 @@ fn for_each_frame(
     let first = headers.get(18..20).map_or(0, |bytes| {
         u16::from_be_bytes(bytes.try_into().unwrap_or_default())
     });
-    for (number, part) in (0u16..).zip(payload.chunks(each.max(1))) {
+    let parts = payload.chunks(each.max(1)).take(MOST_CUT);
+    for (number, part) in (0u16..).zip(parts) {
         space.clear();
         space.extend_from_slice(headers);
         space.extend_from_slice(part);
@@ -665,7 +655,7 @@ mod tests {
             let (covered, crc) = came[ETHERNET..].split_last_chunk().unwrap();
             assert_eq!(icrc(covered), Some(*crc));
             if head == 42 {
-                assert_eq!(folded(0, &came[14..34]), 0xffff, "the checksum of IPv4");
+                assert_eq!(checksum(&came[14..34]), 0, "the checksum of IPv4");
             }
         }
     }
@@ -750,6 +740,7 @@ mod tests {
             let mut end = TapEnd::new(File::from(OwnedFd::from(b)));
             let mut burst = Burst::default();
             let came = end.receive(Segment::Own(0), &mut burst);
+            prop_assert!(burst.frames().count() <= MOST_CUT);
             prop_assert_eq!(came, burst.frames().next().is_some());
         }
     }
