@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use crate::adapter::AdapterSettings;
 use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
-use crate::engine::vm::{Segment, Uplink};
+use crate::engine::vm::{Congestion, Segment, Uplink};
 use crate::fabric::wire::layer::settings::{BadFaults, DeviceFaults, FaultSettings};
 use crate::fabric::wire::path_mtu_within;
 use crate::fabric::wire::port::interface::Interface;
@@ -147,8 +147,8 @@ pub enum Error {
     #[error("{0} has netdev {1}, but the host has no such interface")]
     NoNetdev(PathBuf, String),
     /// Where messages have no way out, they can only stay.
-    #[error("{0} says whether messages are local, but has no vni, dgram or netdev")]
-    NotOutside(PathBuf),
+    #[error("{0} has {1}, but no way out that this is about: no vni, dgram or netdev")]
+    NotOutside(PathBuf, &'static str),
     /// A device has faults, and no way out of this process.
     #[error("{0} has faults, but only frames have them: it needs a vni, dgram or netdev")]
     NoFrames(PathBuf),
@@ -233,8 +233,9 @@ pub enum Command {
         /// seed=N. loss=PART: 0.01 or 1%. burst=N: frames that are lost one after the other, in the
         /// mean. damage=PART: one bit. duplicate=PART and reorder=PART: comes twice, or later than
         /// others, by at most reorder-time=TIME [default: 1ms]. delay=TIME or TIME..TIME. rate=BITS
-        /// in a second, with at most queue=BYTES waiting [default: 256k]. lose=N or N..N: these
-        /// frames. frames=N..N: all of it to these frames alone.
+        /// in a second, with at most queue=BYTES waiting [default: 256k]. mark=PART, or
+        /// mark-from=BYTES that wait: a router says that it is congested (ECN). lose=N or N..N:
+        /// these frames. frames=N..N: all of it to these frames alone.
         #[arg(verbatim_doc_comment)]
         faults: FaultsOrOff,
         /// Only what the VM sends, or only what comes for it.
@@ -305,8 +306,8 @@ pub enum FaultDirection {
 }
 
 /// Faults, or the word `off`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct FaultsOrOff(pub Option<FaultSettings>);
+#[derive(Debug, Clone, PartialEq)]
+pub struct FaultsOrOff(pub Option<Box<FaultSettings>>);
 
 impl FromStr for FaultsOrOff {
     type Err = BadFaults;
@@ -315,7 +316,7 @@ impl FromStr for FaultsOrOff {
         if text == "off" {
             return Ok(Self(None));
         }
-        text.parse().map(|faults| Self(Some(faults)))
+        text.parse().map(|faults| Self(Some(Box::new(faults))))
     }
 }
 
@@ -428,6 +429,8 @@ pub struct DeviceConfig {
     pub netdev: Option<String>,
     /// Whether messages to VMs of this process stay in it.
     pub local: Option<bool>,
+    /// How its senders go by the state of the network.
+    pub congestion: Option<Congestion>,
     /// Faults of its frames.
     pub faults: Option<FaultsConfig>,
 }
@@ -458,6 +461,7 @@ impl FromStr for DeviceConfig {
             dgram: None,
             netdev: None,
             local: None,
+            congestion: None,
             faults: None,
         };
         let bytes = |n: &str| {
@@ -674,6 +678,7 @@ impl DgramConfig {
     fn uplink(&self, number: u32) -> Result<Uplink, Error> {
         Ok(Uplink {
             local: true,
+            congestion: Congestion::default(),
             segment: Segment::Own(number),
             active_mtu: path_mtu_within(mtu_or_usual(self.mtu)?),
         })
@@ -812,6 +817,7 @@ impl Wire {
     fn uplink(&self, vni: u32) -> Uplink {
         Uplink {
             local: true,
+            congestion: Congestion::default(),
             segment: Segment::Vxlan(vni),
             active_mtu: path_mtu_within(inner_mtu(self.address, self.mtu)),
         }
@@ -1009,6 +1015,7 @@ impl DeviceConfig {
             };
             settings.uplink = Some(Uplink {
                 local: true,
+                congestion: Congestion::default(),
                 segment: Segment::Own(number),
                 active_mtu: path_mtu_within(mtu),
             });
@@ -1024,11 +1031,18 @@ impl DeviceConfig {
             }
             settings.uplink = Some(wire.uplink(vni));
         }
-        if let Some(local) = self.local {
-            let Some(uplink) = &mut settings.uplink else {
-                return Err(Error::NotOutside(self.socket));
-            };
-            uplink.local = local;
+        match &mut settings.uplink {
+            Some(uplink) => {
+                uplink.local = self.local.unwrap_or(uplink.local);
+                uplink.congestion = self.congestion.unwrap_or_default();
+            }
+            None if self.local.is_some() => {
+                return Err(Error::NotOutside(self.socket, "local"));
+            }
+            None if self.congestion.is_some() => {
+                return Err(Error::NotOutside(self.socket, "congestion"));
+            }
+            None => {}
         }
         if let Some(faults) = self.faults {
             if settings.uplink.is_none() {
@@ -1319,6 +1333,7 @@ mod tests {
         let uplinks = config.devices.iter().map(|(_, device)| device.uplink);
         let uplink = Uplink {
             local: true,
+            congestion: Congestion::default(),
             segment: Segment::Vxlan(7),
             active_mtu: mtu::MTU_1024,
         };
@@ -1341,6 +1356,7 @@ mod tests {
             .map(|(_, device)| device.uplink.unwrap());
         let uplink = |number, active_mtu| Uplink {
             local: true,
+            congestion: Congestion::default(),
             segment: Segment::Own(number),
             active_mtu,
         };
@@ -1356,7 +1372,12 @@ mod tests {
         let outside = config(&[], &file).unwrap().devices[0].1.uplink.unwrap();
         assert!(!outside.local);
         let said = config(&[], "[[device]]\nsocket = 'a'\nlocal = true\n").unwrap_err();
-        assert!(said.contains("a says whether messages are local"), "{said}");
+        assert!(said.contains("a has local, but no way out"), "{said}");
+        let file = dgram("a", 1, "") + "congestion = 'none'\n";
+        let even = config(&[], &file).unwrap().devices[0].1.uplink.unwrap();
+        assert_eq!(even.congestion, Congestion::None);
+        let said = config(&[], "[[device]]\nsocket = 'a'\ncongestion = 'window'\n").unwrap_err();
+        assert!(said.contains("a has congestion, but no way out"), "{said}");
         let of_host = config(&[], "[[device]]\nsocket = 'a'\nnetdev = 'lo'\n").unwrap();
         assert_eq!(of_host.devices[0].1.uplink, Some(uplink(0, mtu::MTU_4096)));
         let named = InterfaceConfig::Netdev("lo".to_owned());

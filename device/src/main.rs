@@ -39,7 +39,9 @@ fn main() -> ExitCode {
             device,
             direction,
             faults,
-        }) => status::set_faults(&path, &device, direction, faults.0).map_err(Into::into),
+        }) => {
+            status::set_faults(&path, &device, direction, faults.0.as_deref()).map_err(Into::into)
+        }
         Some(Command::Fail {
             path,
             device,

@@ -59,7 +59,7 @@ struct StepConfig {
 }
 
 /// What happens to a device.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 enum Deed {
     Faults(Option<FaultDirection>, FaultsOrOff),
     Link(LinkState),
@@ -144,7 +144,7 @@ impl Scenario {
             std::thread::sleep(at.saturating_sub(start.elapsed()));
             let done = match deed {
                 Deed::Faults(direction, FaultsOrOff(faults)) => {
-                    status::set_faults(path, device, *direction, *faults)
+                    status::set_faults(path, device, *direction, faults.as_deref())
                 }
                 Deed::Link(state) => status::set_link(path, device, *state == LinkState::Up),
                 Deed::Fail(what, object) => status::fail(path, device, *what, *object),
@@ -177,7 +177,7 @@ mod tests {
         let Scenario(steps) = Scenario::read(text).unwrap();
         let numbers: Vec<_> = steps.iter().map(|step| step.number).collect();
         assert_eq!(numbers, [4, 2, 1, 3, 5, 6]);
-        let faults = FaultsOrOff(Some("seed=1".parse().unwrap()));
+        let faults = FaultsOrOff(Some(Box::new("seed=1".parse().unwrap())));
         assert_eq!(
             steps[1].deed,
             Deed::Faults(Some(FaultDirection::In), faults)

@@ -149,7 +149,7 @@ pub fn set_faults(
     path: &Path,
     device: &str,
     direction: Option<FaultDirection>,
-    faults: Option<FaultSettings>,
+    faults: Option<&FaultSettings>,
 ) -> Result<(), Error> {
     check_device(device)?;
     let direction = match direction {
@@ -539,7 +539,7 @@ fn change_faults(
     let wanted = faults.parse::<FaultsOrOff>();
     let FaultsOrOff(wanted) = wanted.map_err(|error| error.to_string())?;
     for direction in directions {
-        let set = adapter.set_faults(device, *direction, wanted);
+        let set = adapter.set_faults(device, *direction, wanted.as_deref().copied());
         set.map_err(|error| error.to_string())?;
     }
     info!("{}: faults {direction}: {faults}", device.name);

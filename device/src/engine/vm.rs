@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use crossbeam_utils::CachePadded;
+use serde::Deserialize;
 use vhost_device_rdma_sync::{self as sync, ReadSection, Readers, Shared};
 
 use super::binding::serial;
@@ -129,6 +130,17 @@ impl fmt::Display for Segment {
     }
 }
 
+/// How much connected queue pairs have under way on the wire.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Congestion {
+    /// A window of packets, by what answers and routers say of the network.
+    #[default]
+    Window,
+    /// As much as there may be: the network loses nothing, and holds senders back itself.
+    None,
+}
+
 /// The way that a VM's messages have out of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Uplink {
@@ -138,6 +150,8 @@ pub struct Uplink {
     pub active_mtu: u8,
     /// Messages to VMs of this process that have a way out, too, do not take it.
     pub local: bool,
+    /// How senders go by the state of the network.
+    pub congestion: Congestion,
 }
 
 /// What a VM is made of.

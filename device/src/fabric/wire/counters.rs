@@ -21,12 +21,19 @@ pub(crate) struct Counters {
     again: AtomicU64,
     /// Requests that were answered by a NAK.
     naks: AtomicU64,
+    /// Packets that came too early, and were kept.
+    kept: AtomicU64,
     /// Packets that were sent before.
     sent_again: AtomicU64,
     /// Answers that had packets sent again.
     repeats: AtomicU64,
     /// Answers that ended a message in error.
     ends: AtomicU64,
+    /// Frames that came and said that a router was congested.
+    congested: AtomicU64,
+    /// Congestion notifications that were sent, and those that were obeyed.
+    notified: AtomicU64,
+    slowed: AtomicU64,
     dropped: [AtomicU64; Reason::ALL.len()],
 }
 
@@ -52,6 +59,12 @@ impl Counters {
         add(&self.sent_again, 1);
     }
 
+    /// A frame came that says that a router was congested. Perhaps its sender was notified.
+    pub(super) fn congested(&self, notified: bool) {
+        add(&self.congested, 1);
+        add(&self.notified, usize::from(notified));
+    }
+
     /// The system did not take so many frames, which were counted as sent.
     pub(super) fn refused(&self, frames: u64) {
         let sum = self.refused.load(Ordering::Relaxed).wrapping_add(frames);
@@ -66,8 +79,10 @@ impl Counters {
             Verdict::Taken => {}
             Verdict::Again => add(&self.again, 1),
             Verdict::Refused(..) => add(&self.naks, 1),
-            Verdict::Repeats(_) => add(&self.repeats, 1),
+            Verdict::Kept => add(&self.kept, 1),
+            Verdict::Repeats(_) | Verdict::Fills(_) => add(&self.repeats, 1),
             Verdict::Ends(_) => add(&self.ends, 1),
+            Verdict::Slows => add(&self.slowed, 1),
             Verdict::Dropped(reason) => {
                 if let Some(count) = self.dropped.get(reason as usize) {
                     add(count, 1);
@@ -95,9 +110,13 @@ impl Counters {
             ("refused_by_system", &self.refused),
             ("answered_again", &self.again),
             ("naks", &self.naks),
+            ("kept", &self.kept),
             ("sent_again", &self.sent_again),
             ("answers_of_loss", &self.repeats),
             ("answers_of_error", &self.ends),
+            ("congestion_marks", &self.congested),
+            ("cnp_sent", &self.notified),
+            ("cnp_handled", &self.slowed),
         ];
         let value = |(name, count): (_, &AtomicU64)| (name, count.load(Ordering::Relaxed));
         all.into_iter().map(value)

@@ -19,6 +19,11 @@ const TYPE_IPV4: u16 = 0x0800;
 const TYPE_IPV6: u16 = 0x86dd;
 /// Number of UDP as IP's next protocol.
 const PROTOCOL_UDP: u8 = 17;
+/// Explicit congestion notification, the lower bits of a traffic class (RFC 3168): a router that is
+/// congested sets `CONGESTED` instead of dropping packets with `CAPABLE`.
+const ECN: u8 = 3;
+const CAPABLE: u8 = 2;
+const CONGESTED: u8 = 3;
 /// The bits of a flow label.
 const FLOW_LABEL: u32 = 0xf_ffff;
 /// An IPv4 address as a GID.
@@ -38,11 +43,28 @@ pub(super) struct Addresses {
     pub hop_limit: u8,
 }
 
+impl Addresses {
+    /// The same, and routers that are congested may say so.
+    pub(super) fn capable(&self) -> Self {
+        Self {
+            traffic_class: self.traffic_class & !ECN | CAPABLE,
+            ..*self
+        }
+    }
+
+    /// Whether a router that was congested has said so.
+    pub(super) fn congested(&self) -> bool {
+        self.traffic_class & ECN == CONGESTED
+    }
+}
+
 /// A frame that came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Frame<'a> {
     pub addresses: Addresses,
     pub packet: Packet<'a>,
+    /// The bytes that the packet was read from.
+    pub bytes: &'a [u8],
 }
 
 fn mapped(address: &[u8]) -> Option<[u8; 16]> {
@@ -199,6 +221,30 @@ pub(super) fn destination(bytes: &[u8]) -> Option<[u8; 16]> {
     }
 }
 
+/// What a router does that is congested: it says so in the frame, if that is one that it can say so
+/// in. Returns whether it was.
+pub(super) fn mark(frame: &mut [u8]) -> bool {
+    let capable = |class: u8| matches!(class & ECN, 1 | CAPABLE);
+    match (u16_at(frame, 12), frame.get_mut(ETHERNET..)) {
+        (Some(TYPE_IPV4), Some([_, class, rest @ ..])) if capable(*class) => {
+            *class |= CONGESTED;
+            if let Some(sum) = rest.get_mut(8..10) {
+                sum.fill(0);
+            }
+            let sum = checksum(frame.get(ETHERNET..ETHERNET + IPV4).unwrap_or_default());
+            if let Some(place) = frame.get_mut(ETHERNET + 10..ETHERNET + 12) {
+                place.copy_from_slice(&sum.to_be_bytes());
+            }
+            true
+        }
+        (Some(TYPE_IPV6), Some([_, low, ..])) if capable(*low >> 4) => {
+            *low |= CONGESTED << 4;
+            true
+        }
+        _ => false,
+    }
+}
+
 /// Reads a frame.
 ///
 /// # Errors
@@ -228,10 +274,8 @@ pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Reason> {
     if icrc(covered) != Some(*crc) {
         return Err(Reason::Icrc);
     }
-    let packet = covered
-        .get(header + UDP..)
-        .and_then(Packet::read)
-        .ok_or(Reason::Malformed)?;
+    let bytes = covered.get(header + UDP..).ok_or(Reason::Malformed)?;
+    let packet = Packet::read(bytes).ok_or(Reason::Malformed)?;
     Ok(Frame {
         addresses: Addresses {
             source_mac: *source_mac,
@@ -239,6 +283,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Reason> {
             ..addresses
         },
         packet,
+        bytes,
     })
 }
 
@@ -341,16 +386,62 @@ mod tests {
                 frame.len(),
                 ETHERNET + if ipv6 { 40 } else { 20 } + 8 + 16 + 4
             );
-            let expected = Frame {
-                addresses,
-                packet: acknowledge(),
+            let is_read = |frame: &[u8]| {
+                let read = read(frame).unwrap();
+                assert_eq!((read.addresses, read.packet), (addresses, acknowledge()));
+                assert_eq!(read.bytes.len(), 16);
             };
-            assert_eq!(read(&frame), Ok(expected));
+            is_read(&frame);
             assert_eq!(source(&frame), Some(addresses.source));
             // Ethernet pads short frames.
             frame.resize(frame.len() + 18, 0);
-            assert_eq!(read(&frame), Ok(expected));
+            is_read(&frame);
         }
+    }
+
+    #[test]
+    fn a_router_marks_what_can_be_marked() {
+        for ipv6 in [false, true] {
+            let never = Addresses {
+                traffic_class: 0xb8,
+                ..addresses(ipv6)
+            };
+            let mut bytes = frame(&never, &acknowledge());
+            assert!(!mark(&mut bytes));
+            assert!(!read(&bytes).unwrap().addresses.congested());
+            let capable = never.capable();
+            let mut bytes = frame(&capable, &acknowledge());
+            assert!(mark(&mut bytes));
+            // Its checksums are right.
+            let marked = read(&bytes).unwrap().addresses;
+            assert_eq!(marked.traffic_class, 0xbb);
+            assert!(marked.congested() && !capable.congested());
+        }
+        assert!(!mark(&mut [0; 13]) && !mark(&mut [8; 14]));
+    }
+
+    /// A congestion notification of a ConnectX-4 Lx, as the tests of scapy have it.
+    #[test]
+    fn the_notification_of_an_adapter_is_read() {
+        let mut bytes = vec![2; 12];
+        bytes.extend([0x08, 0x00]);
+        bytes.extend([
+            0x45, 0xc2, 0, 0x3c, 0x71, 0x8c, 0x40, 0, 0x40, 17, 0x91, 0x61,
+        ]);
+        bytes.extend([10, 0, 17, 1, 10, 0, 18, 1]);
+        bytes.extend([0, 0, 0x12, 0xb7, 0, 0x28, 0, 0]);
+        bytes.extend([0x81, 0, 0xff, 0xff, 0x40, 0, 1, 0x18]);
+        bytes.extend([0; 20]);
+        bytes.extend([0x82, 0xfd, 0x00, 0x2a]);
+        let frame = read(&bytes).unwrap();
+        assert_eq!(frame.packet, Packet::notification(0x118));
+        // Ours is the same, but that adapters have migrated.
+        let ours = super::frame(&frame.addresses, &frame.packet);
+        assert_eq!(
+            ours[42..54],
+            [0x81, 0x40, 0xff, 0xff, 0x40, 0, 1, 0x18, 0, 0, 0, 0]
+        );
+        assert_eq!(ours.len(), bytes.len());
     }
 
     proptest! {

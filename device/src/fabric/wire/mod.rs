@@ -37,7 +37,7 @@ use self::capture::Capture;
 use self::counters::Counters;
 use self::frame::{Addresses, Frame};
 use self::layer::plan::Plan;
-use self::packet::{Body, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
+use self::packet::{Body, Nak, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
 use self::port::{Burst, Direction, Fate, Port};
 use self::receiver::Receiver;
 use self::sender::{Brought, Peer, Sender};
@@ -50,7 +50,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::responder::Origin;
 use crate::engine::send_queue::{Active, PathAttributes, Polled, SendQueue};
 use crate::engine::tables::{Gid, Tables};
-use crate::engine::vm::{Segment, Uplink, Vm};
+use crate::engine::vm::{Congestion, Segment, Uplink, Vm};
 use crate::engine::{payload_of, Budget, BUDGET};
 use crate::footprint::Share;
 use crate::verbs::cq::{L2Source, NO_VLAN};
@@ -86,6 +86,9 @@ const MOST_SPARE: usize = 32;
 /// 41 ms.
 const STOPPED_TIMER: u8 = 24;
 
+/// A peer is told at most once in this time that the network is congested, nanoseconds.
+const NOTIFY_AGAIN: u64 = 50_000;
+
 /// How long to wait where the account of a VM has no room, nanoseconds.
 const NO_ROOM_RETRY: u64 = 10_000_000;
 
@@ -99,6 +102,8 @@ struct Connection {
     path: (PathAttributes, Gid),
     addresses: Option<Addresses>,
     peer: Peer,
+    /// When its peer was last told that the network is congested.
+    notified: Option<u64>,
     /// Made when it sends first, and when it receives first: both PSNs are known by then.
     requester: Option<Requester>,
     receiver: Option<Receiver>,
@@ -243,11 +248,20 @@ impl<P: Port> Egress<P> {
         again: bool,
     ) -> bool {
         let uplink = vm.uplink().filter(|_| vm.port_is_up());
-        let Some((addresses, Uplink { segment, .. })) = addresses.zip(uplink) else {
+        let Some((addresses, uplink)) = addresses.zip(uplink) else {
             self.scratch.resize(payload.len, 0);
             return (payload.read)(&mut self.scratch);
         };
-        let headers = frame::headers(addresses, packet, payload.len);
+        let Uplink {
+            segment,
+            congestion,
+            ..
+        } = uplink;
+        let headers = if congestion == Congestion::Window && packet.may_be_marked() {
+            frame::headers(&addresses.capable(), packet, payload.len)
+        } else {
+            frame::headers(addresses, packet, payload.len)
+        };
         let len = frame::len(&headers, payload.len);
         let begun = self.port.begin(now, segment, addresses.destination, len);
         let captures = self.view.capture.is_on();
@@ -387,6 +401,7 @@ impl<P: Port> Wire<P> {
                     dest_qp: sq.dest_qp,
                     mtu: payload_of(sq.path_attributes.path_mtu),
                 },
+                notified: None,
                 requester: None,
                 receiver: None,
             };
@@ -571,7 +586,9 @@ impl<P: Port> Wire<P> {
         let qp = tables.qps.get(packet.dest_qp)?;
         // It has an address when it is ready to receive.
         let begun = !matches!(qp.state(), qp_state::RESET | qp_state::INIT);
-        if Service::of(qp.qp_type) != Some(packet.service) || !begun || !qp.leaves() {
+        let notified = packet.service == Service::Notification && !qp.facts.datagram;
+        let fits = notified || Service::of(qp.qp_type) == Some(packet.service);
+        if !fits || !begun || !qp.leaves() {
             return None;
         }
         if !qp.vm.port_is_up() {
@@ -593,12 +610,16 @@ impl<P: Port> Wire<P> {
         if !addressed || from.source != destination {
             return None;
         }
+        if from.congested() && packet.may_be_marked() {
+            self.notify(qp, now);
+        }
         if !tables.running {
             return Some(self.not_now(qp, packet, now));
         }
         if let Body::Request(request) = &packet.body {
-            return self.request(tables, qp, packet, request, now);
+            return self.request(tables, qp, frame, request, now);
         }
+        let connection = self.connections.get_mut(&qp.serial())?;
         let peer = connection.peer;
         // Before it sends there is nothing to answer.
         let Some(Requester::Acknowledged(sender)) = &mut connection.requester else {
@@ -612,6 +633,9 @@ impl<P: Port> Wire<P> {
             match packet.body {
                 Body::ReadResponse { payload, .. } => {
                     let bytes = Brought::Bytes(payload);
+                    if from.congested() {
+                        sender.congested();
+                    }
                     sender.bring(&mut sq, tables, qp, peer, psn, bytes, now)
                 }
                 Body::AtomicAcknowledge { value, .. } => {
@@ -620,12 +644,37 @@ impl<P: Port> Wire<P> {
                 Body::Acknowledge { syndrome, .. } => {
                     sender.answer(&mut sq, tables, qp, psn, syndrome, now)
                 }
+                Body::Notification => {
+                    sender.congested();
+                    Verdict::Slows
+                }
                 Body::Request(_) => return None,
             }
         };
         drop(sq);
         qp.schedule();
         Some(verdict)
+    }
+
+    /// A packet from the peer of a queue pair says that a router was congested. The peer is to know.
+    fn notify(&mut self, qp: &Arc<Qp>, now: u64) {
+        let Some(connection) = self.connections.get_mut(&qp.serial()) else {
+            return;
+        };
+        let again = |before: u64| now.saturating_sub(before) >= NOTIFY_AGAIN;
+        let notifies = connection.notified.is_none_or(again);
+        self.out.view.counters.congested(notifies);
+        if notifies {
+            connection.notified = Some(now);
+            let packet = Packet::notification(connection.peer.dest_qp);
+            let nothing = Payload {
+                len: 0,
+                read: &mut |_| true,
+            };
+            let addresses = connection.addresses.as_ref();
+            self.out
+                .send(now, &qp.vm, addresses, &packet, nothing, false);
+        }
     }
 
     /// A packet came for a VM that is stopped. The requester whose turn it is waits, as it does where
@@ -667,15 +716,16 @@ impl<P: Port> Wire<P> {
         Verdict::Refused(packet.psn, syndrome, 0)
     }
 
-    /// Carries out a request, and answers it.
+    /// Carries out a request, and those that came before it and waited for it, and answers them.
     fn request(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
-        packet: &Packet<'_>,
+        frame: &Frame<'_>,
         request: &RequestPacket<'_>,
         now: u64,
     ) -> Option<Verdict> {
+        let packet = &frame.packet;
         if qp.qp_type == qp_type::XRC_INI {
             return None;
         }
@@ -699,7 +749,37 @@ impl<P: Port> Wire<P> {
             return Some(Verdict::Dropped(Reason::NoRoom));
         }
         let mtu = peer.mtu;
-        let verdict = receiver.receive(&mut responder, tables, qp, mtu, packet, request);
+        let mut verdict = receiver.receive(&mut responder, tables, qp, mtu, packet, request);
+        match verdict {
+            Verdict::Taken => {
+                let mut filled = false;
+                while let Some(kept) = receiver.next_kept() {
+                    let packet = Packet::read(&kept.bytes);
+                    let Some((packet, Body::Request(request))) =
+                        packet.map(|packet| (packet, packet.body))
+                    else {
+                        break;
+                    };
+                    let taken =
+                        receiver.receive(&mut responder, tables, qp, mtu, &packet, &request);
+                    filled = taken == Verdict::Taken;
+                    if !filled {
+                        break;
+                    }
+                }
+                if filled {
+                    receiver.filled();
+                }
+            }
+            Verdict::Dropped(Reason::Ahead) if receiver.keep(packet.psn, frame.bytes, share) => {
+                verdict = Verdict::Kept;
+            }
+            // The first one of those.
+            Verdict::Refused(_, Syndrome::Nak(Nak::Sequence), _) => {
+                receiver.keep(packet.psn, frame.bytes, share);
+            }
+            _ => {}
+        }
         drop(responder);
         if self.send_answers(tables, qp, now) {
             qp.schedule();
@@ -831,7 +911,10 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         let first = Psn::new(sq.path_attributes.sq_psn);
         let requester = requester.get_or_insert_with(|| {
             if qp.facts.acknowledged {
-                Requester::Acknowledged(Box::new(Sender::new(first, share.another())))
+                let uplink = qp.vm.uplink();
+                let congestion = uplink.map(|uplink| uplink.congestion).unwrap_or_default();
+                let sender = Sender::new(first, congestion, share.another());
+                Requester::Acknowledged(Box::new(sender))
             } else {
                 Requester::Unacknowledged(Stream::new(first))
             }

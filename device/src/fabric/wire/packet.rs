@@ -71,6 +71,8 @@ pub(super) enum Service {
     Uc,
     Ud,
     Xrc,
+    /// That of congestion notifications (RoCEv2), to a queue pair of any.
+    Notification,
 }
 
 /// The lower bits of an opcode, which say what a packet is.
@@ -79,6 +81,7 @@ const OPCODE_BITS: u8 = 0x1f;
 const PACKET_OPCODES: usize = 1 << OPCODE_BITS.count_ones();
 
 impl Service {
+    /// Those of messages.
     const ALL: [Self; 4] = [Self::Rc, Self::Uc, Self::Ud, Self::Xrc];
 
     /// That of queue pairs of a type.
@@ -97,17 +100,19 @@ impl Service {
             Self::Rc => 0x00,
             Self::Uc => 0x20,
             Self::Ud => 0x60,
+            Self::Notification => 0x80,
             Self::Xrc => 0xa0,
         }
     }
 
-    /// The type of the queue pairs that send its requests.
-    const fn requester(self) -> u8 {
+    /// The type of the queue pairs that send its requests, if it has any.
+    const fn requester(self) -> Option<u8> {
         match self {
-            Self::Rc => qp_type::RC,
-            Self::Uc => qp_type::UC,
-            Self::Ud => qp_type::UD,
-            Self::Xrc => qp_type::XRC_INI,
+            Self::Rc => Some(qp_type::RC),
+            Self::Uc => Some(qp_type::UC),
+            Self::Ud => Some(qp_type::UD),
+            Self::Xrc => Some(qp_type::XRC_INI),
+            Self::Notification => None,
         }
     }
 
@@ -145,11 +150,14 @@ const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8, imm: Imm) 
             Service::Rc | Service::Xrc => true,
             Service::Uc => !matches!(imm, Imm::RemoteKey),
             Service::Ud => matches!(place, Place::Only),
+            Service::Notification => false,
         };
         let mut j = 0;
         while there && j < OPCODES.len() {
-            if OPCODES[j].opcode == wr_opcode && OPCODES[j].is_for(service.requester()) {
-                services |= 1 << service as u8;
+            if let Some(requester) = service.requester() {
+                if OPCODES[j].opcode == wr_opcode && OPCODES[j].is_for(requester) {
+                    services |= 1 << service as u8;
+                }
             }
             j += 1;
         }
@@ -202,6 +210,10 @@ const READ_RESPONSE_LAST: u8 = 0x0f;
 const READ_RESPONSE_ONLY: u8 = 0x10;
 const ACKNOWLEDGE: u8 = 0x11;
 const ATOMIC_ACKNOWLEDGE: u8 = 0x12;
+/// A congestion notification, with the bits of its service, and what it has behind its base
+/// transport header: nothing (annex A17.9.3).
+const NOTIFICATION: u8 = 0x81;
+const RESERVED: [u8; 16] = [0; 16];
 
 /// The requests by the lower bits of their opcodes.
 static BY_OPCODE: [Option<Request>; PACKET_OPCODES] = {
@@ -411,7 +423,7 @@ impl<'a> RequestPacket<'a> {
                 out.put(&(self.deth.src_qp & MASK_24).to_be_bytes());
             }
             Service::Xrc => out.put(&(self.srqn & MASK_24).to_be_bytes()),
-            Service::Rc | Service::Uc => {}
+            Service::Rc | Service::Uc | Service::Notification => {}
         }
         if let Operands::Flush { kind, level } = self.operands {
             let feth = u32::from(level) << FLUSH_LEVEL_SHIFT | u32::from(kind);
@@ -455,7 +467,7 @@ impl<'a> RequestPacket<'a> {
                 packet.deth.src_qp = take_u32(&mut bytes)? & MASK_24;
             }
             Service::Xrc => packet.srqn = take_u32(&mut bytes)? & MASK_24,
-            Service::Rc | Service::Uc => {}
+            Service::Rc | Service::Uc | Service::Notification => {}
         }
         if request.kind == Kind::Flush {
             let feth = take_u32(&mut bytes)?;
@@ -510,6 +522,8 @@ pub(super) enum Body<'a> {
     },
     /// What was there before an atomic operation.
     AtomicAcknowledge { msn: u32, value: u64 },
+    /// The network is congested on the way from the queue pair that it goes to.
+    Notification,
 }
 
 /// A packet.
@@ -530,6 +544,8 @@ const PKEY: u16 = 0xffff;
 const BTH: usize = 12;
 /// Migration state: migrated, as adapters send it.
 const MIGRATED: u8 = 0x40;
+/// Backward explicit congestion notification, beside the number of the queue pair.
+const BECN: u32 = 1 << 30;
 
 /// The longest headers of a frame, bytes: Ethernet, IPv6, UDP, and all that a packet may have.
 const LONGEST_HEADERS: usize = 14 + 40 + 8 + BTH + 4 + 4 + 16 + 16 + 4;
@@ -637,6 +653,25 @@ fn read_answer<'a>(opcode: u8, bytes: &mut &'a [u8], padding: usize) -> Option<O
 }
 
 impl<'a> Packet<'a> {
+    /// A congestion notification to a queue pair.
+    pub(super) fn notification(dest_qp: u32) -> Self {
+        Self {
+            service: Service::Notification,
+            dest_qp,
+            psn: Psn::default(),
+            ack_request: false,
+            solicited: false,
+            body: Body::Notification,
+        }
+    }
+
+    /// Whether it has data of a connection whose sender heeds the state of the network: a router that
+    /// is congested may say so in it.
+    pub(super) fn may_be_marked(&self) -> bool {
+        let data = matches!(self.body, Body::Request(_) | Body::ReadResponse { .. });
+        data && self.service.answers()
+    }
+
     /// Appends its headers, from the base transport header on. A payload of so many bytes and its
     /// padding follow.
     pub(super) fn write_headers(&self, payload: usize, out: &mut Headers) {
@@ -645,12 +680,18 @@ impl<'a> Packet<'a> {
             Body::Acknowledge { .. } => ACKNOWLEDGE,
             Body::AtomicAcknowledge { .. } => ATOMIC_ACKNOWLEDGE,
             Body::ReadResponse { place, .. } => read_response(place),
+            Body::Notification => NOTIFICATION & OPCODE_BITS,
+        };
+        let becn = if self.body == Body::Notification {
+            BECN
+        } else {
+            0
         };
         let solicited = if self.solicited { 0x80 } else { 0 };
         let padding = (padding(payload) as u8) << 4;
         out.put(&[self.service.bits() | opcode, solicited | MIGRATED | padding]);
         out.put(&PKEY.to_be_bytes());
-        out.put(&(self.dest_qp & MASK_24).to_be_bytes());
+        out.put(&(becn | self.dest_qp & MASK_24).to_be_bytes());
         let ack_request = u32::from(self.ack_request) << 31;
         out.put(&(ack_request | self.psn.value()).to_be_bytes());
         match self.body {
@@ -665,6 +706,7 @@ impl<'a> Packet<'a> {
                 ..
             } => {}
             Body::ReadResponse { msn, .. } => write_aeth(out, Syndrome::Ack, msn),
+            Body::Notification => out.put(&RESERVED),
         }
     }
 
@@ -704,6 +746,10 @@ impl<'a> Packet<'a> {
             return None;
         }
         let padding = usize::from(flags >> 4 & 3);
+        if opcode == NOTIFICATION {
+            let whole = bytes.len() == RESERVED.len();
+            return whole.then_some(Self::notification(dest_qp));
+        }
         let mut services = Service::ALL.into_iter();
         let service = services.find(|service| service.bits() == opcode & !OPCODE_BITS)?;
         let opcode = opcode & OPCODE_BITS;

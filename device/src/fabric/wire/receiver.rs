@@ -3,8 +3,9 @@
 //! hands their parts of messages to the engine's responder, and answers.
 //!
 //! Each packet is carried out once. One that comes again is acknowledged again; one that comes too
-//! early is dropped, and its requester told once to go back. What was brought is brought again: an
-//! RDMA READ reads anew, what an atomic operation found is kept.
+//! early is kept until those before it are there, if there is room, and its requester told once what
+//! is missing. What was brought is brought again: an RDMA READ reads anew, what an atomic operation
+//! found is kept.
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -30,6 +31,8 @@ use crate::verbs::WcError;
 const HALF: u32 = 1 << 23;
 /// Longest message, bytes.
 const LONGEST: u32 = 1 << 31;
+/// Packets that are kept, at most.
+const MOST_KEPT: usize = 256;
 /// Answers that may wait until what an RDMA READ brings is sent, beside two for each request that
 /// brings something. Packets that would lead to more are dropped.
 const MORE_REPLIES: usize = 8;
@@ -85,6 +88,15 @@ enum What {
     Done,
 }
 
+/// A packet that came too early: its bytes.
+#[derive(Debug)]
+pub(super) struct Kept {
+    psn: Psn,
+    pub bytes: Vec<u8>,
+    /// In the account of its VM.
+    _share: Share,
+}
+
 /// How a packet of a request fared.
 enum Fared {
     /// It is carried out, and takes so many sequence numbers. Perhaps it is to be answered by what it
@@ -112,6 +124,8 @@ pub(super) struct Receiver {
     replies: VecDeque<Reply>,
     /// The last requests that brought something, as many as the requester may have under way.
     brought: VecDeque<Brought>,
+    /// Packets that came too early, in their order.
+    kept: VecDeque<Kept>,
 }
 
 impl Receiver {
@@ -135,7 +149,54 @@ impl Receiver {
             fatal: None,
             replies: VecDeque::new(),
             brought: VecDeque::new(),
+            kept: VecDeque::new(),
         })
+    }
+
+    /// Keeps a packet that came too early, until [`Self::next_kept`]. Returns false if there is no
+    /// room for it in the account that `share` is of.
+    pub(super) fn keep(&mut self, psn: Psn, bytes: &[u8], share: &Share) -> bool {
+        let ahead = psn.since(self.expected);
+        let before = |kept: &Kept| kept.psn.since(self.expected) < ahead;
+        let at = self.kept.partition_point(before);
+        if self.kept.get(at).is_some_and(|kept| kept.psn == psn) {
+            return true;
+        }
+        let mut share = share.another();
+        let footprint = 2 * size_of::<Kept>() + bytes.len();
+        if self.kept.len() >= MOST_KEPT || share.grow(footprint as u64).is_err() {
+            return false;
+        }
+        let bytes = bytes.to_vec();
+        let _share = share;
+        self.kept.insert(at, Kept { psn, bytes, _share });
+        true
+    }
+
+    /// The packet to take next, if it was kept.
+    pub(super) fn next_kept(&mut self) -> Option<Kept> {
+        // What came again meanwhile is done with.
+        let behind = |kept: &Kept| kept.psn.since(self.expected) >= HALF;
+        while self.kept.front().is_some_and(behind) {
+            self.kept.pop_front();
+        }
+        let next = self.kept.front()?.psn == self.expected;
+        next.then(|| self.kept.pop_front()).flatten()
+    }
+
+    /// Packets that were kept are taken: their requester learns how far that went, and what is
+    /// missing next.
+    pub(super) fn filled(&mut self) {
+        if self.kept.is_empty() {
+            let last = self.expected.before();
+            let brings = |brought: &Brought| last.since(brought.psn) < brought.packets;
+            // What the last one brings is its answer.
+            if !self.brought.iter().any(brings) {
+                self.acknowledge(last, Syndrome::Ack);
+            }
+        } else if !std::mem::replace(&mut self.told, true) {
+            self.acknowledge(self.expected, Syndrome::Nak(Nak::Sequence));
+        }
     }
 
     /// A packet came that is not taken now. If it is the one that is expected, its requester is to
@@ -272,6 +333,7 @@ impl Receiver {
             _ => Nak::RemoteOperational,
         };
         self.fatal = Some((psn, nak));
+        self.kept = VecDeque::new();
         self.refuse(psn, Syndrome::Nak(nak), error.vendor)
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The requester of a fabric with packets. Many messages are under way; answers complete them in
-//! order. What is lost is repeated from there on (go back N).
+//! order. What is lost is repeated: alone, if the peer is seen to keep what comes after it; otherwise
+//! all from there on (go back N).
 //!
 //! What an RDMA READ brings takes sequence numbers of its own, as many as it has packets. It is asked
 //! for in parts, so that the requester bounds what comes back at once. An answer to what comes after
@@ -28,6 +29,7 @@ use crate::engine::operation::Operation;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
+use crate::engine::vm::Congestion;
 use crate::engine::Budget;
 use crate::footprint::Share;
 use crate::memory::atomic::AtomicOperation;
@@ -106,11 +108,22 @@ enum Wait {
     Receive(u64),
 }
 
-/// How many packets may be under way: more while none is lost, half as many when one is, or when
-/// answers take long because too many wait on their way.
+/// What a peer was seen to do with packets that come after one that was lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Keeps {
+    /// Nothing was seen yet, or the last answer was not as before.
+    Unknown,
+    Them,
+    Nothing,
+}
+
+/// How many packets may be under way: more while none is lost, half as many when one is, when
+/// answers take long because too many wait on their way, or when a router says so.
 #[derive(Debug, Clone, Copy)]
 struct Window {
     packets: u32,
+    /// It stays as it is: the network loses nothing, and holds senders back itself.
+    fixed: bool,
     /// Packets that were acknowledged since it grew.
     since: u32,
     /// What was lost before this packet has halved it already.
@@ -118,9 +131,11 @@ struct Window {
 }
 
 impl Window {
-    fn new(first: Psn) -> Self {
+    fn new(first: Psn, congestion: Congestion) -> Self {
+        let fixed = congestion == Congestion::None;
         Self {
-            packets: FIRST_WINDOW,
+            packets: if fixed { WINDOW } else { FIRST_WINDOW },
+            fixed,
             since: 0,
             halved: first,
         }
@@ -146,10 +161,22 @@ impl Window {
         self.halve(late, sent, FIRST_WINDOW);
     }
 
+    /// A router on the way of packet `reason` is congested.
+    fn congested(&mut self, reason: Psn, sent: Psn) {
+        self.halve(reason, sent, 1);
+    }
+
+    /// Nothing that was sent is answered.
+    fn timed_out(&mut self) {
+        if !self.fixed {
+            self.packets = 1;
+        }
+    }
+
     /// Once for all packets before `sent`.
     fn halve(&mut self, reason: Psn, sent: Psn, least: u32) {
         let before = self.halved.since(reason);
-        if (before == 0 || before > WINDOW) && self.packets > least {
+        if (before == 0 || before > WINDOW) && self.packets > least && !self.fixed {
             self.packets = (self.packets / 2).max(least);
             self.halved = sent;
         }
@@ -220,6 +247,12 @@ pub(super) struct Sender {
     bringing: usize,
     /// Where `next` is: index in `outstanding`.
     at: usize,
+    /// The packet at `next` goes again by itself; then it goes on here.
+    resume: Option<(Psn, usize)>,
+    /// The number behind the packet that went again by itself, until it has its answer; and what
+    /// such answers say of the peer.
+    filled: Option<Psn>,
+    keeps: Keeps,
     /// The ends of requests that are to bring something, and whose answers are waited for.
     asked: VecDeque<Psn>,
     /// The work request in progress in the send queue waits for what is to be brought (FENCE).
@@ -244,7 +277,7 @@ pub(super) struct Sender {
 
 impl Sender {
     /// What it has under way is in the account that `share` is of.
-    pub(super) fn new(first: Psn, share: Share) -> Self {
+    pub(super) fn new(first: Psn, congestion: Congestion, share: Share) -> Self {
         Self {
             share,
             accounted: 0,
@@ -255,6 +288,9 @@ impl Sender {
             outstanding: VecDeque::new(),
             bringing: 0,
             at: 0,
+            resume: None,
+            filled: None,
+            keeps: Keeps::Unknown,
             asked: VecDeque::new(),
             fenced: false,
             spare: Vec::new(),
@@ -263,7 +299,7 @@ impl Sender {
             wait: Wait::Nothing,
             probe: None,
             round_trip: RoundTrip::default(),
-            window: Window::new(first),
+            window: Window::new(first, congestion),
             packets: 0,
         }
     }
@@ -342,7 +378,7 @@ impl Sender {
     ) -> Result<(), Polled> {
         qp.vm.count_retry(qp.worker_index);
         self.wait = Wait::Nothing;
-        self.window.packets = 1;
+        self.window.timed_out();
         if sq.timeout != 0 {
             if sq.tries.no_answer >= sq.retry_cnt {
                 let error = WcError::new(wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
@@ -355,12 +391,60 @@ impl Sender {
         Ok(())
     }
 
+    /// The network is congested on the way to the peer.
+    pub(super) fn congested(&mut self) {
+        self.window.congested(self.unacknowledged, self.sent);
+    }
+
     fn go_back(&mut self) {
         self.next = self.unacknowledged;
         self.at = 0;
+        self.resume = None;
+        self.filled = None;
         self.asked.clear();
         self.unreadable = None;
         self.round_trip.timed = None;
+    }
+
+    /// The first packet that was not acknowledged is lost: it goes again, by itself if the peer may
+    /// have kept what came after it.
+    fn fill(&mut self) -> Verdict {
+        let others = self.next.since(self.unacknowledged) > 1;
+        if self.keeps == Keeps::Nothing || !others {
+            if self.resume.is_none() {
+                self.go_back();
+                return Verdict::Repeats(self.next);
+            }
+        } else {
+            self.resume = Some((self.next, self.at));
+            self.next = self.unacknowledged;
+            self.at = 0;
+            self.unreadable = None;
+            self.round_trip.timed = None;
+        }
+        Verdict::Fills(self.next)
+    }
+
+    /// So many packets are acknowledged. If that says whether the peer kept what came after the one
+    /// that went again by itself, that is learned. Returns whether all behind it is to go again.
+    fn learn(&mut self, acknowledged: u32) -> bool {
+        let Some(end) = self.filled else {
+            return false;
+        };
+        let filled = end.since(self.unacknowledged);
+        if acknowledged < filled {
+            return false;
+        }
+        self.filled = None;
+        if acknowledged > filled {
+            self.keeps = Keeps::Them;
+            return false;
+        }
+        self.keeps = match self.keeps {
+            Keeps::Them => Keeps::Unknown,
+            _ => Keeps::Nothing,
+        };
+        true
     }
 
     /// Begins work requests, as many as the window allows.
@@ -520,7 +604,8 @@ impl Sender {
             let left = what.length.saturating_sub(offset);
             let moved = left.min(u64::from(count) * peer.mtu);
             if bring {
-                if self.asked.len() >= usize::from(sq.max_rd_atomic.max(1)) {
+                let asked = self.asked.len() >= usize::from(sq.max_rd_atomic.max(1));
+                if asked && self.resume.is_none() {
                     return false;
                 }
                 let with_it = in_flight.saturating_add(count);
@@ -571,7 +656,10 @@ impl Sender {
                 service: peer.service,
                 dest_qp: peer.dest_qp,
                 psn: self.next,
-                ack_request: place.ends() || window_ends || self.packets % ACK_EVERY == 0,
+                ack_request: place.ends()
+                    || window_ends
+                    || self.packets % ACK_EVERY == 0
+                    || self.resume.is_some(),
                 solicited: place.ends() && what.solicited,
                 body: Body::Request(RequestPacket {
                     srqn: if peer.service == Service::Xrc {
@@ -609,6 +697,11 @@ impl Sender {
                 self.round_trip.sent(self.next, now);
             }
             budget.bytes = budget.bytes.saturating_sub(len.max(64));
+            if let Some(resume) = self.resume.take() {
+                self.filled = Some(self.next.after(count));
+                (self.next, self.at) = resume;
+                continue;
+            }
             let ends = number + count == message.packets;
             self.next = self.next.after(count);
             if bring {
@@ -657,15 +750,29 @@ impl Sender {
             self.lost(sq, tables, qp, first, now);
             return Verdict::Repeats(self.next);
         }
+        // What comes after a packet that has no receive was not looked at.
+        let told = !matches!(syndrome, Syndrome::RnrNak(_));
+        let all = told && self.learn(acknowledged);
         if acknowledged != 0 {
             self.progress(sq, tables, qp, acknowledged, now);
         }
         match syndrome {
+            Syndrome::Ack if all => {
+                self.go_back();
+                return Verdict::Repeats(self.next);
+            }
             Syndrome::Ack => {}
             Syndrome::Nak(Nak::Sequence) => {
                 self.window.lost(self.unacknowledged, self.sent);
-                self.go_back();
-                return Verdict::Repeats(self.next);
+                // It went again already.
+                if self.filled.is_some() {
+                    return Verdict::Dropped(Reason::Unasked);
+                }
+                if all {
+                    self.go_back();
+                    return Verdict::Repeats(self.next);
+                }
+                return self.fill();
             }
             Syndrome::RnrNak(timer) => {
                 qp.vm.count_rnr(qp.worker_index);
@@ -835,6 +942,9 @@ impl Sender {
                 break;
             };
             self.at = self.at.saturating_sub(1);
+            if let Some((_, at)) = &mut self.resume {
+                *at = at.saturating_sub(1);
+            }
             let (worker, bytes) = (qp.worker_index, done.active.message.length);
             if done.active.invalidates_sink {
                 if let Err(key) = invalidate_sink(&done.sges, tables, qp) {
@@ -848,9 +958,22 @@ impl Sender {
             qp.vm.count_sent(worker, 1, bytes);
             self.spare.push(done);
         }
+        let filled = |end: Psn| end.since(before) <= packets;
+        if self.filled.is_some_and(filled) {
+            self.filled = None;
+        }
         if behind {
-            // It had gone back further than was needed.
-            self.go_back();
+            match self.resume.take() {
+                // It came after all.
+                Some((next, at)) if next.since(before) >= packets => {
+                    (self.next, self.at) = (next, at);
+                }
+                // It had gone back further than was needed.
+                _ => {
+                    self.keeps = Keeps::Unknown;
+                    self.go_back();
+                }
+            }
         }
     }
 
@@ -878,6 +1001,8 @@ impl Sender {
         self.next = self.end;
         self.sent = self.end;
         self.at = 0;
+        self.resume = None;
+        self.filled = None;
         self.asked.clear();
         self.fenced = false;
         self.refused = None;
@@ -967,7 +1092,7 @@ mod tests {
     #[test]
     fn the_window_grows_by_one_each_time_and_is_halved_once_for_each() {
         let at = Psn::new;
-        let mut window = Window::new(at(0));
+        let mut window = Window::new(at(0), Congestion::Window);
         window.acknowledged(FIRST_WINDOW - 1);
         assert_eq!(window.packets, FIRST_WINDOW);
         window.acknowledged(1);
@@ -992,5 +1117,11 @@ mod tests {
         assert_eq!(window.packets, 1);
         window.late(at(0), at(1));
         assert_eq!(window.packets, 1);
+        // A network that loses nothing.
+        let mut fixed = Window::new(at(0), Congestion::None);
+        fixed.lost(at(0), at(9));
+        fixed.congested(at(20), at(30));
+        fixed.timed_out();
+        assert_eq!(fixed.packets, WINDOW);
     }
 }

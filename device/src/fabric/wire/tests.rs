@@ -31,7 +31,7 @@ use crate::engine::fixture::{Destination, Guest, Send, DATA, ON_HOSTS, QKEY};
 use crate::engine::message::GRH;
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Tables;
-use crate::engine::vm::{Segment, Uplink};
+use crate::engine::vm::{Congestion, Segment, Uplink};
 use crate::engine::{payload_of, BUDGET};
 use crate::fabric::scenario::{
     carry_out, content, programs, requests, verify, Clock, End, Pair, Program, Wanted, World,
@@ -636,7 +636,7 @@ fn a_capture_has_all_that_went_over_the_wire_and_says_what_became_of_it() {
         "faults: repeated (frame ",
         "taken",
         "packets are missing: NAK, expected PSN ",
-        "dropped: packets before it are missing",
+        "packets before it are missing: kept",
         "came before: answered again",
         "again: sent",
         "sent again from PSN ",
@@ -1159,4 +1159,183 @@ fn a_stranger_does_not_reach_a_queue_pair() {
     simulation.run(2 * SECOND);
     assert_eq!(simulation.pair.completions(1).len(), 1);
     assert_eq!(simulation.pair.ends[1].guest.read(at, 4), b"here");
+}
+
+/// Posts WRITEs of so many bytes from the first end to the second. Returns how long they took,
+/// nanoseconds.
+fn write_all(simulation: &mut Simulation, count: u64, len: u32) -> u64 {
+    let from = simulation.pair.ends[0].allocate(u64::from(len));
+    let to = simulation.pair.ends[1].allocate(u64::from(len));
+    let bytes = content(7, 0, len);
+    simulation.pair.ends[0].guest.write(from, &bytes);
+    let begun = simulation.net.clock.now;
+    let mut done = 0;
+    for wr_id in 0..count {
+        let guest = &simulation.pair.ends[0].guest;
+        let send = Send {
+            opcode: wr_opcode::RDMA_WRITE,
+            flags: send_flag::SIGNALED,
+            wr_id,
+            remote_addr: DATA + to,
+            rkey: simulation.pair.ends[1].guest.key,
+            sges: vec![guest.sge(from, len)],
+            ..Send::default()
+        };
+        simulation.pair.post_send(0, &send);
+        if wr_id % 16 == 15 || wr_id + 1 == count {
+            while done <= wr_id && simulation.net.clock.now < begun + 100 * SECOND {
+                let until = simulation.net.clock.now + 10_000;
+                simulation.run(until);
+                simulation.net.clock.now = until;
+                let cqes = simulation.pair.completions(0);
+                assert!(cqes.iter().all(|cqe| cqe.status == wc_status::SUCCESS));
+                done += cqes.len() as u64;
+            }
+        }
+    }
+    assert_eq!(done, count);
+    let there = simulation.pair.ends[1].guest.read(to, len as usize);
+    assert_eq!(there, bytes);
+    simulation.net.clock.now - begun
+}
+
+impl Net {
+    /// What an end has counted.
+    fn counted(&self, end: usize, name: &str) -> u64 {
+        let mut counts = self.wires[end].out.view.counters.list();
+        counts.find(|(known, _)| *known == name).unwrap().1
+    }
+}
+
+/// Faults as people write them.
+fn faults(text: &str) -> FaultSettings {
+    text.parse().unwrap()
+}
+
+/// Two ends whose frames have these faults, with large packets.
+fn with_faults(sent: &str, received: &str, congestion: Congestion) -> Simulation {
+    let (readers, mut each) = Readers::new(1);
+    let uplink = ON_HOSTS.map(|uplink| Uplink {
+        congestion,
+        ..uplink
+    });
+    let pair = Pair::of(qp_type::RC, (&readers, uplink), |attr| {
+        attr.path_mtu = mtu::MTU_4096;
+    });
+    let faults = [faults(sent), faults(received)];
+    let net = Net::new(each.pop().unwrap(), faults, &pair);
+    Simulation { pair, net }
+}
+
+#[test]
+fn what_is_lost_goes_again_alone_to_a_peer_that_keeps_what_comes_after_it() {
+    let mut simulation = with_faults("lose=100", "seed=1", Congestion::Window);
+    write_all(&mut simulation, 40, 64 << 10);
+    assert_eq!(simulation.net.counted(0, "sent_again"), 1);
+    assert!(simulation.net.counted(1, "kept") > 4);
+    assert_eq!(simulation.pair.ends[0].guest.vm.totals().retries, 0);
+    let file = simulation.net.capture();
+    let psn = (FIRST[0] + 100) & MASK_24;
+    for comment in [
+        format!("sent again: PSN {psn} alone"),
+        "packets before it are missing: kept".to_owned(),
+    ] {
+        let there = file.windows(comment.len());
+        assert!(there.into_iter().any(|bytes| bytes == comment.as_bytes()));
+    }
+}
+
+/// Several are missing: each goes again, and little else.
+#[test]
+fn gaps_are_filled_one_after_the_other() {
+    let mut simulation = with_faults("seed=3,loss=2%", "seed=1", Congestion::Window);
+    write_all(&mut simulation, 40, 64 << 10);
+    let lost = simulation.net.suffered(0, "lost");
+    let again = simulation.net.counted(0, "sent_again");
+    assert!(lost > 5 && again <= 2 * lost, "{lost} lost, {again} again");
+}
+
+/// A peer that drops what comes too early is sent all of it again, and is known after the first time.
+#[test]
+fn a_peer_that_keeps_nothing_is_sent_all_again() {
+    let mut simulation = with_faults("lose=500", "seed=1", Congestion::Window);
+    write_all(&mut simulation, 1, 64 << 10);
+    let account = simulation.pair.ends[1].guest.vm.footprint().clone();
+    account.set_limit(account.bytes());
+    write_all(&mut simulation, 40, 64 << 10);
+    assert_eq!(simulation.net.counted(1, "kept"), 0);
+    let first = simulation.net.counted(0, "sent_again");
+    assert!((3..100).contains(&first), "{first}");
+    simulation.net.set_faults(0, faults("lose=500"));
+    write_all(&mut simulation, 40, 64 << 10);
+    let again = simulation.net.counted(0, "sent_again") - first;
+    assert!((3..100).contains(&again), "{again}");
+    assert_eq!(simulation.pair.ends[0].guest.vm.totals().retries, 0);
+}
+
+/// The part of what goes over a clean network in the same time.
+fn goodput(loss: &str) -> f64 {
+    let took = |loss: &str| {
+        let sent = format!("seed=3,rate=10G,queue=4M,loss={loss}");
+        let mut simulation = with_faults(&sent, "seed=1", Congestion::Window);
+        write_all(&mut simulation, 200, 64 << 10) as f64
+    };
+    took("0") / took(loss)
+}
+
+#[test]
+fn losses_cost_little() {
+    for (loss, least) in [("0.1%", 0.9), ("1%", 0.5)] {
+        let goodput = goodput(loss);
+        assert!(goodput >= least, "{loss}: {goodput}");
+    }
+}
+
+// D-WIRE-008.
+/// A router that is congested says so before it must drop packets, and that is enough.
+#[test]
+fn a_sender_slows_down_when_a_router_is_congested() {
+    let sent = "rate=1G,queue=128k";
+    let mut deaf = with_faults(sent, "seed=1", Congestion::Window);
+    write_all(&mut deaf, 100, 64 << 10);
+    assert!(deaf.net.suffered(0, "overrun") > 0);
+    assert_eq!(deaf.net.counted(0, "cnp_handled"), 0);
+    let marks = format!("{sent},mark-from=32k");
+    let mut told = with_faults(&marks, "seed=1", Congestion::Window);
+    let took = write_all(&mut told, 100, 64 << 10);
+    assert_eq!(told.net.suffered(0, "overrun"), 0);
+    let marked = told.net.suffered(0, "marked");
+    assert_eq!(told.net.counted(1, "congestion_marks"), marked);
+    let notified = told.net.counted(1, "cnp_sent");
+    assert!((1..=marked).contains(&notified));
+    assert_eq!(told.net.counted(0, "cnp_handled"), notified);
+    // The bottleneck is used: headers are some of it.
+    let ideal = 100 * (64 << 10) * 8;
+    assert!(took < ideal * 12 / 10, "{took} of {ideal}");
+    // A network that holds senders back itself is not asked.
+    let mut even = with_faults(&marks, "seed=1", Congestion::None);
+    write_all(&mut even, 100, 64 << 10);
+    assert_eq!(even.net.suffered(0, "marked"), 0);
+}
+
+/// What an RDMA READ brings is marked on its way to who asked for it, who asks for less then.
+#[test]
+fn a_requester_asks_for_less_when_what_comes_was_marked() {
+    let mut simulation = with_faults("seed=1", "mark=100%", Congestion::Window);
+    let len = 64 << 10;
+    let here = simulation.pair.ends[0].allocate(len);
+    let there = simulation.pair.ends[1].allocate(len);
+    let read = Send {
+        opcode: wr_opcode::RDMA_READ,
+        flags: send_flag::SIGNALED,
+        remote_addr: DATA + there,
+        rkey: simulation.pair.ends[1].guest.key,
+        sges: vec![simulation.pair.ends[0].guest.sge(here, len as u32)],
+        ..Send::default()
+    };
+    simulation.pair.post_send(0, &read);
+    simulation.run(SECOND);
+    assert_eq!(simulation.pair.completions(0).len(), 1);
+    assert!(simulation.net.counted(0, "congestion_marks") >= 16);
+    assert!(simulation.net.counted(1, "cnp_handled") <= simulation.net.counted(0, "cnp_sent"));
 }

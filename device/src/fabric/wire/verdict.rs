@@ -87,10 +87,16 @@ pub(super) enum Verdict {
     /// It is answered by a NAK, to the packet with this PSN, for this reason (`vendor_err`) if it
     /// ends everything.
     Refused(Psn, Syndrome, u8),
+    /// Packets before it are missing: it is kept until they come.
+    Kept,
     /// What it answers goes again, from this packet on.
     Repeats(Psn),
+    /// This packet goes again, by itself.
+    Fills(Psn),
     /// The message that it answers ends in error.
     Ends(WcError),
+    /// The network is congested: less is sent at a time.
+    Slows,
     Dropped(Reason),
 }
 
@@ -109,12 +115,15 @@ impl fmt::Display for Verdict {
                 let reason = vendor_err::name(*reason).unwrap_or("?");
                 write!(f, "NAK at PSN {}: {reason}", psn.value())
             }
+            Self::Kept => f.write_str("packets before it are missing: kept"),
+            Self::Fills(psn) => write!(f, "sent again: PSN {} alone", psn.value()),
             Self::Repeats(psn) => write!(f, "sent again from PSN {} on", psn.value()),
             Self::Ends(WcError { status, vendor }) => {
                 let status = wc_status::name(*status).unwrap_or("?");
                 let reason = vendor_err::name(*vendor).unwrap_or("?");
                 write!(f, "ends a message with {status} ({reason})")
             }
+            Self::Slows => f.write_str("congestion: less is sent at a time"),
             Self::Dropped(reason) => write!(f, "dropped: {}", reason.name()),
         }
     }

@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
+use super::super::frame;
 use super::super::port::{Burst, Direction, Fate, Port};
 use super::plan::{count, Plan, Planned, Station};
 use super::settings::Chance;
@@ -74,6 +75,7 @@ struct Odds {
     last: u64,
     damage: u64,
     duplicate: u64,
+    mark: u64,
     reorder: u64,
 }
 
@@ -116,6 +118,7 @@ impl Odds {
             last: of(1.0 / burst),
             damage: of(settings.damage.0),
             duplicate: of(settings.duplicate.0),
+            mark: of(settings.mark.0),
             reorder: of(settings.reorder.0),
         }
     }
@@ -186,6 +189,16 @@ impl Line {
         Some(self.free_at)
     }
 
+    /// Whether as many bytes wait for the rate as a router says that it is congested with.
+    fn congested(&self, now: u64) -> bool {
+        let settings = &self.planned.settings;
+        let (Some(rate), Some(from)) = (settings.rate, settings.mark_from) else {
+            return false;
+        };
+        let waits = u128::from(self.free_at.saturating_sub(now));
+        waits * u128::from(rate) > u128::from(from) * 8_000_000_000
+    }
+
     /// What happens to the next frame; one bit of it may be damaged.
     fn judge(&mut self, now: u64, frame: &mut [u8]) -> Course {
         let number = self.number;
@@ -207,11 +220,16 @@ impl Line {
             self.suffer(now);
             return ends(Fate::Lost(number));
         }
+        let marks = self.congested(now) || self.draw(number, 9) < self.odds.mark;
         let Some(mut at) = self.gone(now, frame.len()) else {
             count(&counts.overrun);
             return ends(Fate::Lost(number));
         };
         let mut fate = Fate::Sent;
+        if marks && frame::mark(frame) {
+            count(&counts.marked);
+            fate = Fate::Marked(number);
+        }
         if self.draw(number, 1) < self.odds.damage && !spared {
             count(&counts.damaged);
             self.suffer(now);
@@ -240,7 +258,7 @@ impl Line {
         if reordered {
             count(&counts.reordered);
         }
-        if fate == Fate::Sent {
+        if !matches!(fate, Fate::Damaged(_)) {
             if again.is_some() {
                 fate = Fate::Repeated(number);
             } else if when != now {
@@ -648,6 +666,36 @@ mod tests {
         let came = two.received(1, 1 << 30);
         let expected = (0..11).map(|n: u16| ((u64::from(n) + 1) * 1_000_000 + LATENCY, n));
         assert_eq!(came, expected.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_router_says_that_it_is_congested_if_so_many_bytes_wait() {
+        let mut two = Two::new();
+        two.set(Direction::Out, "rate=800k,queue=1000,mark-from=250");
+        let capable = |number: u16| {
+            let mut frame = [0; 100];
+            frame[..6].copy_from_slice(&THERE);
+            frame[6..12].copy_from_slice(&HERE);
+            frame[12..16].copy_from_slice(&[8, 0, 0x45, 2]);
+            frame[18..20].copy_from_slice(&number.to_be_bytes());
+            frame
+        };
+        for number in 0..6 {
+            let frame = capable(number);
+            two.ports[0].send(0, SEGMENT, [1; 16], &frame);
+        }
+        // The fourth one finds three that wait.
+        assert_eq!(two.counts("marked"), 3);
+        two.received(1, 1 << 30);
+        two.set(Direction::Out, "mark=100%");
+        let frame = capable(7);
+        let fate = two.ports[0].send(two.now, SEGMENT, [1; 16], &frame);
+        assert_eq!(fate, Fate::Marked(0));
+        let mut burst = Burst::default();
+        two.ports[0].flush();
+        assert!(two.ports[1].receive(two.now + LATENCY, &mut burst));
+        let (_, came, _) = burst.frames().next().unwrap();
+        assert_eq!((came[15], frame::checksum(&came[14..34])), (3, 0));
     }
 
     #[test]

@@ -18,19 +18,21 @@ pub(crate) struct FaultCounts {
     pub(super) damaged: AtomicU64,
     pub(super) repeated: AtomicU64,
     pub(super) reordered: AtomicU64,
+    pub(super) marked: AtomicU64,
     /// Lost since too many wait.
     pub(super) overrun: AtomicU64,
 }
 
 impl FaultCounts {
     /// All of them, with their names.
-    pub(crate) fn list(&self) -> [(&'static str, u64); 6] {
+    pub(crate) fn list(&self) -> [(&'static str, u64); 7] {
         [
             ("frames", &self.frames),
             ("lost", &self.lost),
             ("damaged", &self.damaged),
             ("duplicated", &self.repeated),
             ("reordered", &self.reordered),
+            ("marked", &self.marked),
             ("overrun", &self.overrun),
         ]
         .map(|(name, count)| (name, count.load(Ordering::Relaxed)))

@@ -36,6 +36,10 @@ pub struct FaultSettings {
     pub damage: Chance,
     /// Frames that come twice, the second time later.
     pub duplicate: Chance,
+    /// Frames in which a router says that it is congested.
+    pub mark: Chance,
+    /// A router says so if so many bytes wait for the rate.
+    pub mark_from: Option<u64>,
     /// Frames that come later than others behind them.
     pub reorder: Chance,
     /// By how much at most these two come later.
@@ -62,6 +66,8 @@ impl Default for FaultSettings {
             burst: 1,
             damage: Chance::default(),
             duplicate: Chance::default(),
+            mark: Chance::default(),
+            mark_from: None,
             reorder: Chance::default(),
             reorder_time: REORDER_TIME,
             delay: (Duration::ZERO, Duration::ZERO),
@@ -88,8 +94,8 @@ pub struct DeviceFaults {
 pub enum BadFaults {
     /// A part is not of the form `name=value`, or has a name that there is not.
     #[error(
-        "'{0}' is no fault; there are seed, loss, burst, damage, duplicate, reorder, reorder-time, \
-         delay, rate, queue, lose and frames, each with = and a value"
+        "'{0}' is no fault; there are seed, loss, burst, damage, duplicate, mark, mark-from, reorder, \
+         reorder-time, delay, rate, queue, lose and frames, each with = and a value"
     )]
     Unknown(String),
     /// A value is not one of its kind.
@@ -169,6 +175,8 @@ impl FromStr for FaultSettings {
                 }
                 "damage" => chance(value).map(|damage| settings.damage = damage),
                 "duplicate" => chance(value).map(|duplicate| settings.duplicate = duplicate),
+                "mark" => chance(value).map(|mark| settings.mark = mark),
+                "mark-from" => number(value).map(|from| settings.mark_from = Some(from)),
                 "reorder" => chance(value).map(|reorder| settings.reorder = reorder),
                 "reorder-time" => delay(value).map(|time| settings.reorder_time = time),
                 "delay" => range(value, delay).map(|delay| settings.delay = delay),
@@ -182,7 +190,7 @@ impl FromStr for FaultSettings {
                 _ => return Err(unknown()),
             };
             let wanted = match name {
-                "loss" | "damage" | "duplicate" | "reorder" => "a part, as 0.01 or 1%",
+                "loss" | "damage" | "duplicate" | "mark" | "reorder" => "a part, as 0.01 or 1%",
                 "reorder-time" => "a time up to 10 s, as 2ms",
                 "delay" => "a time up to 10 s, as 2ms, or a range, as 2ms..5ms",
                 "lose" | "frames" => "the number of a frame, or a range, as 100..110",
@@ -203,6 +211,7 @@ impl fmt::Display for FaultSettings {
             ("loss", self.loss),
             ("damage", self.damage),
             ("duplicate", self.duplicate),
+            ("mark", self.mark),
             ("reorder", self.reorder),
         ] {
             if chance != Chance::default() {
@@ -221,6 +230,9 @@ impl fmt::Display for FaultSettings {
         }
         if let Some(rate) = self.rate {
             write!(f, ",rate={rate}")?;
+        }
+        if let Some(from) = self.mark_from {
+            write!(f, ",mark-from={from}")?;
         }
         if self.queue != none.queue {
             write!(f, ",queue={}", self.queue)?;
@@ -263,8 +275,8 @@ mod tests {
     #[test]
     fn faults_are_written_as_people_write_them() {
         let all = read(
-            "seed=7, loss=1%,burst=20,damage=0.001,duplicate=0.5%,reorder=2%,reorder-time=300us,\
-             delay=2ms..5ms,rate=100M,queue=64k,lose=100..110,frames=50..500",
+            "seed=7, loss=1%,burst=20,damage=0.001,duplicate=0.5%,reorder=2%,reorder-time=300us,mark=3%,\
+             mark-from=32k,delay=2ms..5ms,rate=100M,queue=64k,lose=100..110,frames=50..500",
         );
         let expected = FaultSettings {
             seed: 7,
@@ -272,6 +284,8 @@ mod tests {
             burst: 20,
             damage: Chance(0.001),
             duplicate: Chance(0.005),
+            mark: Chance(0.03),
+            mark_from: Some(32_000),
             reorder: Chance(0.02),
             reorder_time: Duration::from_micros(300),
             delay: (Duration::from_millis(2), Duration::from_millis(5)),
@@ -317,7 +331,7 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_told_can_be_read_again(
-            seed: u64, parts in [0f64..=1.0, 0f64..=1.0, 0f64..=1.0, 0f64..=1.0], burst in 1u32..,
+            seed: u64, parts in proptest::array::uniform5(0f64..=1.0), burst in 1u32..,
             delay in 0u64..1_000_000, rate in proptest::option::of(1u64..), queue: u64,
         ) {
             let settings = FaultSettings {
@@ -326,6 +340,8 @@ mod tests {
                 damage: Chance(parts[1]),
                 duplicate: Chance(parts[2]),
                 reorder: Chance(parts[3]),
+                mark: Chance(parts[4]),
+                mark_from: rate,
                 burst,
                 delay: (Duration::from_nanos(delay / 2), Duration::from_nanos(delay)),
                 rate,

@@ -125,6 +125,8 @@ pub(crate) enum Fate {
     Lost(u64),
     /// One bit of it is damaged.
     Damaged(u64),
+    /// It says that a router is congested.
+    Marked(u64),
     /// It goes twice, the second time later.
     Repeated(u64),
     /// It goes later.
@@ -141,6 +143,7 @@ impl fmt::Display for Fate {
             Self::Sent => return f.write_str("sent"),
             Self::Lost(number) => ("lost", number),
             Self::Damaged(number) => ("damaged", number),
+            Self::Marked(number) => ("marked", number),
             Self::Repeated(number) => ("repeated", number),
             Self::Delayed(number) => ("delayed", number),
             Self::NoHost => return f.write_str("lost: no host has the destination"),
