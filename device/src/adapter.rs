@@ -1,24 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The adapter of this process: its workers, and the networks between its VMs.
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use log::{info, warn};
 use serde_json::{json, Value};
 use vhost_device_rdma_sync::{self as sync, Reader, Readers};
 
+use crate::engine::payload_of;
 use crate::engine::tables::Gid;
-use crate::engine::vm::Link;
+use crate::engine::vm::{Link, Segment};
 use crate::eventfd;
 use crate::fabric::registry::Registry;
 use crate::fabric::wire::layer::settings::{DeviceFaults, FaultSettings};
 use crate::fabric::wire::port::uplinks::Uplinks;
+use crate::fabric::wire::port::watch::{InterfaceState, Watch};
 use crate::fabric::wire::port::Direction;
 use crate::fabric::wire::View;
 use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
-use crate::sandbox::Sandbox;
+use crate::sandbox::{Kind, Sandbox};
 use crate::worker::{end_process, Loop, OnFailure, Patience, ThreadOptions, Watchdog, Worker};
 
 /// Why an adapter could not be made.
@@ -246,9 +250,58 @@ impl Adapter {
     /// Takes the link of a device down or up, whether or not a VM is attached. Returns when nothing
     /// is under way any longer on a link that goes down.
     pub fn set_link(&self, link: &Arc<Link>, up: bool) {
-        if link.set(up) == up {
-            return;
+        if link.set(up) {
+            self.link_changed(link);
         }
+    }
+
+    /// The interface of the host that frames of a device leave by is up or down, and has this path
+    /// MTU (`mtu`). Returns as [`Self::set_link`].
+    pub fn set_interface(&self, link: &Arc<Link>, up: bool, active_mtu: u8) {
+        if link.set_interface(up, active_mtu) {
+            self.link_changed(link);
+        }
+    }
+
+    /// Has the links of devices follow their interfaces of the host, as long as this adapter is there.
+    ///
+    /// # Errors
+    /// If there is no thread left, or it cannot be confined.
+    pub fn follow_interfaces<'a>(
+        self: &Arc<Self>,
+        watch: Watch,
+        devices: impl IntoIterator<Item = &'a RnicSettings>,
+        sandbox: &Sandbox,
+    ) -> io::Result<()> {
+        let of = |device: &RnicSettings| match device.uplink?.segment {
+            Segment::Own(number) => Some((number, device.link.clone())),
+            Segment::Vxlan(_) => None,
+        };
+        let links: Vec<_> = devices.into_iter().filter_map(of).collect();
+        let adapter = Arc::downgrade(self);
+        let follow = move || {
+            let ended = watch.run(|number, name, InterfaceState { up, active_mtu }| {
+                match up {
+                    true => info!(
+                        "{name} is up, with a path MTU of {}",
+                        payload_of(active_mtu)
+                    ),
+                    false => info!("{name} is down"),
+                }
+                let link = links.iter().find(|(of, _)| *of == number);
+                if let Some((adapter, (_, link))) = adapter.upgrade().zip(link) {
+                    adapter.set_interface(link, up, active_mtu);
+                }
+            });
+            if let Err(error) = ended {
+                warn!("links do not follow interfaces any longer: {error}");
+            }
+        };
+        let name = "interfaces".to_owned();
+        sandbox.spawn(Kind::Control, name, follow).map(drop)
+    }
+
+    fn link_changed(&self, link: &Arc<Link>) {
         // An RNIC that attaches from now on sees the new state.
         for rnic in self.rnics() {
             if Arc::ptr_eq(&rnic.settings.link, link) {
@@ -336,6 +389,8 @@ fn resident_bytes(status: &File) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use virtio_rdma_spec::verbs::mtu;
+
     use super::*;
 
     #[test]
@@ -372,5 +427,14 @@ mod tests {
         assert_eq!(again.config().link_up, 0);
         adapter.set_link(&a.settings.link, true);
         assert_eq!((a.config().link_up, again.config().link_up), (1, 1));
+        // An interface is up for the link to be up, and the operator wants it to be.
+        let up = |rnic: &Rnic| rnic.config().link_up == 1;
+        for (operator, interface) in [(true, false), (false, false), (false, true), (true, true)] {
+            adapter.set_link(&a.settings.link, operator);
+            adapter.set_interface(&a.settings.link, interface, mtu::MTU_2048);
+            assert_eq!((up(&a), up(&b)), (operator && interface, true));
+        }
+        let of = |rnic: &Rnic| rnic.vm().active_mtu();
+        assert_eq!((of(&a), of(&b)), (mtu::MTU_2048, mtu::MTU_4096));
     }
 }

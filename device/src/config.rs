@@ -20,6 +20,7 @@ use crate::fabric::wire::port::interface::Interface;
 use crate::fabric::wire::port::tap::{mtu_of, TapError};
 use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::fabric::wire::port::vxlan::{self, inner_mtu, Directory, Entry, Tunnel, MAX_VNI};
+use crate::fabric::wire::port::watch::Watch;
 use crate::limits::{memory_of_each, Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::rnic::RnicSettings;
 use crate::sandbox::{self, Identity, Mode};
@@ -761,6 +762,20 @@ pub enum OpenUplink {
 }
 
 impl UplinksConfig {
+    /// Watches those that are interfaces of the host, if there are any.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn watch(&self) -> std::io::Result<Option<Watch>> {
+        let named = |(number, interface): (u32, &InterfaceConfig)| match interface {
+            InterfaceConfig::Netdev(name) => Some((number, name.clone())),
+            InterfaceConfig::Dgram(_) => None,
+        };
+        let mut names = (0..).zip(&self.interfaces).filter_map(named).peekable();
+        let any = names.peek().is_some();
+        any.then(|| Watch::new(names)).transpose()
+    }
+
     /// Opens them.
     ///
     /// # Errors

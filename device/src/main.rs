@@ -90,6 +90,7 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let signals: SigSet = signals.into_iter().collect();
     signals.thread_block()?;
     let sockets = Sockets::bind(&config)?;
+    let watch = config.uplinks.watch()?;
     let uplinks = std::mem::take(&mut config.uplinks).open()?;
     let sandbox = Sandbox::enter(&config.sandbox)?;
     if config.sandbox.mode != Mode::Off {
@@ -100,7 +101,14 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     config.adapter.uplinks = uplinks;
     let adapter = Adapter::new(&config.adapter)?;
     let mut running = Running::default();
-    let result = running.start(sockets, config.devices, &adapter, operator, &sandbox);
+    let result = watch.map_or(Ok(()), |watch| {
+        let devices = config.devices.iter().map(|(_, device)| device);
+        adapter
+            .follow_interfaces(watch, devices, &sandbox)
+            .map_err(Into::into)
+    });
+    let result =
+        result.and_then(|()| running.start(sockets, config.devices, &adapter, operator, &sandbox));
     let result = result.and_then(|()| Ok(sandbox.confine(Kind::Control)?));
     let result = result.and_then(|()| Ok(signals.wait()?));
     if let Ok(signal) = result {

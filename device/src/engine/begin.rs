@@ -279,6 +279,5 @@ fn longest_datagram(qp: &Qp) -> u64 {
     if !qp.leaves() {
         return MAX_DATAGRAM;
     }
-    let uplink = qp.vm.uplink();
-    uplink.map_or(MAX_DATAGRAM, |uplink| payload_of(uplink.active_mtu))
+    payload_of(qp.vm.active_mtu())
 }

@@ -7,12 +7,14 @@
 //! pairs, and [`Warn`], the log.
 use std::fmt;
 use std::ops::RangeInclusive;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Weak};
 
 use crossbeam_utils::CachePadded;
 use serde::Deserialize;
 use vhost_device_rdma_sync::{self as sync, ReadSection, Readers, Shared};
+
+use virtio_rdma_spec::verbs::mtu;
 
 use super::binding::serial;
 use super::queue_pair::Qp;
@@ -42,13 +44,23 @@ pub trait Warn: Send + Sync {
     fn warn(&self, what: fmt::Arguments<'_>);
 }
 
-/// The link of a device: up, until the operator takes it down.
+/// The link of a device: up, until the operator takes it down, or the interface of the host goes down
+/// that frames leave by.
 #[derive(Debug)]
-pub struct Link(AtomicBool);
+pub struct Link {
+    up_for_operator: AtomicBool,
+    interface_is_up: AtomicBool,
+    /// The path MTU of that interface (`mtu`), once it was another one than at the start.
+    active_mtu: AtomicU8,
+}
 
 impl Default for Link {
     fn default() -> Self {
-        Self(AtomicBool::new(true))
+        Self {
+            up_for_operator: AtomicBool::new(true),
+            interface_is_up: AtomicBool::new(true),
+            active_mtu: AtomicU8::new(0),
+        }
     }
 }
 
@@ -56,12 +68,23 @@ impl Link {
     /// Whether it is up.
     #[must_use]
     pub fn is_up(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+        self.up_for_operator.load(Ordering::SeqCst) && self.interface_is_up.load(Ordering::SeqCst)
     }
 
-    /// Takes it up or down; returns whether it was up.
+    /// The operator takes it up or down. Returns whether it went up or down by that.
     pub(crate) fn set(&self, up: bool) -> bool {
-        self.0.swap(up, Ordering::SeqCst)
+        let before = self.is_up();
+        self.up_for_operator.store(up, Ordering::SeqCst);
+        self.is_up() != before
+    }
+
+    /// The interface goes up or down, or has another path MTU. Returns whether the link went up or
+    /// down by that.
+    pub(crate) fn set_interface(&self, up: bool, active_mtu: u8) -> bool {
+        let before = self.is_up();
+        self.active_mtu.store(active_mtu, Ordering::SeqCst);
+        self.interface_is_up.store(up, Ordering::SeqCst);
+        self.is_up() != before
     }
 }
 
@@ -146,7 +169,7 @@ pub enum Congestion {
 pub struct Uplink {
     /// Where its frames are.
     pub segment: Segment,
-    /// The path MTU that its port has (`mtu`).
+    /// The path MTU that its port has at the start (`mtu`).
     pub active_mtu: u8,
     /// Messages to VMs of this process that have a way out, too, do not take it.
     pub local: bool,
@@ -269,6 +292,16 @@ impl Vm {
     /// The way out of this process, if it has one.
     pub(crate) fn uplink(&self) -> Option<Uplink> {
         self.uplink
+    }
+
+    /// The path MTU of its port (`mtu`).
+    pub(crate) fn active_mtu(&self) -> u8 {
+        match self.link.active_mtu.load(Ordering::SeqCst) {
+            0 => self
+                .uplink
+                .map_or(mtu::MTU_4096, |uplink| uplink.active_mtu),
+            changed => changed,
+        }
     }
 
     /// Whether messages between it and another VM of its network stay in this process.

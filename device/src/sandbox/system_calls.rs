@@ -130,8 +130,13 @@ const CONNECTIONS: &[Call] = &[
     (libc::SYS_writev, Any),
 ];
 
-/// What the main thread does besides: it waits for signals, and removes sockets.
+/// What the main thread does besides: it waits for signals, and removes sockets. Another one asks for
+/// the state of interfaces.
 const MAIN: &[Call] = &[
+    (
+        libc::SYS_ioctl,
+        OneOf(1, &[libc::SIOCGIFFLAGS as u32, libc::SIOCGIFMTU as u32]),
+    ),
     (libc::SYS_rt_sigtimedwait, Any),
     #[cfg(target_arch = "x86_64")]
     (libc::SYS_unlink, Any),

@@ -69,7 +69,7 @@ const LANES: [(&str, Option<&str>); 6] = [
     ("rdma-core-56", Some("the tests on our device")),
     ("recovery", Some(RECOVERY)),
     ("wire", Some("rping|ucmatose|ibv_xsrq_pingpong")),
-    ("wire-tap", Some("rping|ibv_ud_pingpong")),
+    ("wire-tap", Some("rping|ibv_ud_pingpong|follows")),
     ("rxe-interop", Some("rping|ibv_ud_pingpong")),
 ];
 

@@ -10,7 +10,7 @@ use anyhow::{ensure, Result};
 use super::tools::Ready;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::Hosts;
+use crate::vm::{namespace, Hosts};
 
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(240);
@@ -70,6 +70,11 @@ pub fn wire_tap() -> Lane {
         name: "wire-tap",
         about: "the same tools between VMs on two hosts, which are network namespaces with bridges",
         hosts: Hosts::Tap(1500, ""),
+        runs: || {
+            let cases = [CASES, TAP_CASES].concat();
+            let kernels = Kernel::STABLE.iter();
+            kernels.map(|kernel| (*kernel, cases.clone())).collect()
+        },
         ..lane()
     }
 }
@@ -174,6 +179,27 @@ const CASES: &[Case] = &[
         run: |fixture| send_bw(fixture, USUAL),
     },
 ];
+
+/// What the interfaces of hosts have to do with it.
+const TAP_CASES: &[Case] = &[Case {
+    name: "the port follows the interface of its host",
+    run: |fixture| {
+        let ports = "/sys/class/infiniband/*/ports/1";
+        let vm1 = |fixture: &Fixture, change: &str, seen: &str| {
+            let bed = &fixture.bed;
+            bed.ip_on_host(1, &format!("link set {} {change}", namespace::TAP))?;
+            // It is told at once; the loop is for busy machines.
+            let wait = format!("for i in $(seq 100); do {seen} && exit; sleep 0.1; done; exit 1");
+            fixture.vm(1)?.sh(&wait).map(drop)
+        };
+        vm1(fixture, "down", &format!("grep -q DOWN {ports}/state"))?;
+        vm1(fixture, "up", &format!("grep -q ACTIVE {ports}/state"))?;
+        let mtu = |payload: u32| format!("ibv_devinfo | grep -q 'active_mtu:.*{payload}'");
+        vm1(fixture, "mtu 9000", &mtu(4096))?;
+        vm1(fixture, "mtu 1500", &mtu(1024))?;
+        rping(fixture, USUAL)
+    },
+}];
 
 /// Runs a ping-pong of libibverbs with each of the options.
 pub fn pingpong(fixture: &mut Fixture, ends: Ends, tool: &str, options: &[&str]) -> Result<()> {

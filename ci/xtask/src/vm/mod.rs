@@ -7,7 +7,7 @@
 
 mod agent;
 mod device;
-mod namespace;
+pub mod namespace;
 mod qmp;
 mod switch;
 
@@ -101,6 +101,14 @@ pub struct Bed {
 }
 
 impl Bed {
+    /// Runs an `ip` command on the host of a VM, by its number from 1, if hosts are network namespaces.
+    pub fn ip_on_host(&self, number: u8, words: &str) -> Result<()> {
+        let hosts = self.hosts.as_ref();
+        hosts
+            .context("hosts are no network namespaces")?
+            .ip(number, words)
+    }
+
     /// Starts everything and waits until all guests are up.
     pub fn start(plan: &Plan) -> Result<Self> {
         let directory = std::env::temp_dir().join(format!("virtio-rdma-{}", std::process::id()));

@@ -4,7 +4,7 @@
 
 use std::process::Command;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::shell;
 
@@ -41,6 +41,14 @@ impl Hosts {
             all.hosts.push(host);
         }
         Ok(all)
+    }
+
+    /// Runs an `ip` command on a host; `number` counts from 1.
+    pub fn ip(&self, number: u8, words: &str) -> Result<()> {
+        let host = usize::from(number)
+            .checked_sub(1)
+            .and_then(|at| self.hosts.get(at));
+        host.context("there is no such host")?.ip(words)
     }
 
     /// The words before those of a command that is to run on a host; `number` counts from 1.

@@ -34,11 +34,10 @@ pub(crate) struct Local<'r> {
 
 impl Fabric for Local<'_> {
     fn port(&self, vm: &Vm) -> Port {
-        let uplink = vm.uplink();
         Port {
             up: vm.port_is_up(),
             max_mtu: mtu::MTU_4096,
-            active_mtu: uplink.map_or(mtu::MTU_4096, |uplink| uplink.active_mtu),
+            active_mtu: vm.active_mtu(),
         }
     }
 

@@ -68,12 +68,6 @@ pub(crate) fn path_mtu_within(longest: usize) -> u8 {
     largest.unwrap_or(mtu::MTU_256)
 }
 
-/// The path MTU of a VM's port.
-fn active_mtu(vm: &Vm) -> u8 {
-    let uplink = vm.uplink();
-    uplink.map_or(mtu::MTU_4096, |uplink| uplink.active_mtu)
-}
-
 /// How long a frame waits for a VM whose objects are being changed, at most, nanoseconds;
 const MOST_WAIT: u64 = 10_000_000;
 /// how many frames wait for one destination, at most, and how many in all.
@@ -795,7 +789,7 @@ impl<P: Port> Wire<P> {
         now: u64,
         budget: Budget,
     ) -> Polled {
-        let mtu = payload_of(active_mtu(&qp.vm));
+        let mtu = payload_of(qp.vm.active_mtu());
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
             out.send(now, &qp.vm, Some(addresses), packet, payload, false)
@@ -846,7 +840,7 @@ impl<P: Port> Fabric for Wire<P> {
         super::Port {
             up: vm.port_is_up(),
             max_mtu: mtu::MTU_4096,
-            active_mtu: active_mtu(vm),
+            active_mtu: vm.active_mtu(),
         }
     }
 
@@ -868,7 +862,7 @@ impl<P: Port> Elsewhere for Wire<P> {
         active: &Active,
         now: u64,
     ) -> Result<(), WcError> {
-        let mtu = payload_of(active_mtu(&qp.vm));
+        let mtu = payload_of(qp.vm.active_mtu());
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
             out.send(now, &qp.vm, Some(addresses), packet, payload, false)

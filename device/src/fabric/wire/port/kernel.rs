@@ -76,17 +76,31 @@ pub(super) fn tap(name: &str) -> io::Result<(File, String)> {
 }
 
 /// For calls about interfaces.
-fn any_socket() -> io::Result<UdpSocket> {
+pub(super) fn any_socket() -> io::Result<UdpSocket> {
     UdpSocket::bind("127.0.0.1:0").or_else(|_| UdpSocket::bind("[::1]:0"))
 }
 
 /// The longest IP packet of an interface, bytes.
 pub(super) fn mtu(name: &str) -> io::Result<usize> {
+    mtu_by(&any_socket()?, name)
+}
+
+fn mtu_by(socket: &UdpSocket, name: &str) -> io::Result<usize> {
     let mut request = request(name)?;
-    ioctl(&any_socket()?, libc::SIOCGIFMTU as _, &mut request)?;
+    ioctl(socket, libc::SIOCGIFMTU as _, &mut request)?;
     // SAFETY: the call has written it, and any value is one.
     let mtu = unsafe { request.ifr_ifru.ifru_mtu };
     usize::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
+}
+
+/// Whether an interface is up, with somebody at its other end, and its longest IP packet, bytes.
+pub(super) fn state(socket: &UdpSocket, name: &str) -> io::Result<(bool, usize)> {
+    let mut request = request(name)?;
+    ioctl(socket, libc::SIOCGIFFLAGS as _, &mut request)?;
+    // SAFETY: the call has written them, and any value is one.
+    let flags = libc::c_int::from(unsafe { request.ifr_ifru.ifru_flags });
+    let up = libc::IFF_UP | libc::IFF_RUNNING;
+    Ok((flags & up == up, mtu_by(socket, name)?))
 }
 
 /// Takes an interface up, with room for IP packets of `mtu` bytes.

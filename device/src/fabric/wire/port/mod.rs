@@ -16,6 +16,7 @@ pub(super) mod sim;
 pub(crate) mod tap;
 pub(crate) mod uplinks;
 pub(crate) mod vxlan;
+pub(crate) mod watch;
 
 /// What comes at once is no longer than this, bytes.
 const LONGEST: usize = 1 << 16;
