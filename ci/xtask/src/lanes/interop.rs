@@ -5,50 +5,44 @@
 //!
 //! Each combination is a case and a cell of the lane's table.
 
-use std::time::Instant;
+use anyhow::{Context, Result};
 
-use anyhow::{ensure, Context, Result};
-
-use super::perftest::{self, Combination};
-use super::stock::{self, Ends};
-use super::tools::device_of;
+use super::columns::{Column, Columns, Loses};
+use super::stock;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::report::{CaseReport, Outcome};
 use crate::vm::Hosts;
 
 /// The VM with our device, and that with rxe.
 const OURS: u8 = 1;
 const RXE: u8 = 2;
 
-/// Which way, and how many of ten thousand packets are lost.
-struct Column {
-    name: &'static str,
-    /// Server and client.
-    ends: Ends,
-    lost: u32,
-}
+const COLUMNS: Columns = Columns { all: &WAYS, set_up };
 
-const COLUMNS: [Column; 4] = [
+const WAYS: [Column; 4] = [
     Column {
         name: "rxe is server",
         ends: (RXE, OURS),
         lost: 0,
+        mtu: None,
     },
     Column {
         name: "rxe is client",
         ends: (OURS, RXE),
         lost: 0,
+        mtu: None,
     },
     Column {
         name: "rxe is server, 1 % lost",
         ends: (RXE, OURS),
         lost: 100,
+        mtu: None,
     },
     Column {
         name: "rxe is client, 1 % lost",
         ends: (OURS, RXE),
         lost: 100,
+        mtu: None,
     },
 ];
 
@@ -76,7 +70,7 @@ macro_rules! tool {
     ($name:literal, $run:expr) => {
         Case {
             name: $name,
-            run: |fixture| all_columns(fixture, $name, Loses::Yes, $run),
+            run: |fixture| COLUMNS.run(fixture, $name, Loses::Yes, $run),
         }
     };
 }
@@ -86,7 +80,7 @@ macro_rules! unreliable {
     ($name:literal, $run:expr) => {
         Case {
             name: $name,
-            run: |fixture| all_columns(fixture, $name, Loses::No, $run),
+            run: |fixture| COLUMNS.run(fixture, $name, Loses::No, $run),
         }
     };
 }
@@ -96,16 +90,9 @@ macro_rules! perftest {
     ($operation:literal, $transport:literal) => {
         Case {
             name: concat!("perftest: ", $operation, " ", $transport),
-            run: |fixture| all_variants(fixture, $operation, $transport),
+            run: |fixture| COLUMNS.perftest(fixture, $operation, $transport, Loses::No),
         }
     };
-}
-
-/// Whether a tool gets by when packets are lost.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Loses {
-    Yes,
-    No,
 }
 
 const CASES: &[Case] = &[
@@ -179,96 +166,4 @@ fn set_up(fixture: &mut Fixture, column: &Column) -> Result<()> {
         lost => format!("seed=1,loss={}", f64::from(lost) / 1e4),
     };
     device.set_faults(usize::from(OURS), &faults)
-}
-
-/// RoCEv2 frames so far.
-fn frames(fixture: &Fixture) -> Result<u64> {
-    if let Some(switch) = &fixture.bed.switch {
-        return Ok(switch.frames());
-    }
-    let device = fixture.bed.device.as_ref().context("no device")?;
-    let status = device.status()?;
-    let sent = status["workers"][0]["wire"]["sent_frames"].as_u64();
-    sent.context("the device counts no frames")
-}
-
-/// Runs `run` both ways, without and with lost packets.
-fn all_columns(
-    fixture: &mut Fixture,
-    name: &str,
-    loses: Loses,
-    run: fn(&mut Fixture, Ends) -> Result<()>,
-) -> Result<()> {
-    for column in &COLUMNS {
-        if column.lost != 0 && fixture.quick {
-            continue;
-        }
-        if column.lost != 0 && loses == Loses::No {
-            fixture.cell(name, column.name, "–");
-            continue;
-        }
-        one(fixture, name, column, |fixture| {
-            run(fixture, column.ends).map(|()| "passed".to_owned())
-        })?;
-    }
-    Ok(())
-}
-
-/// Runs all variants of an operation of perftest, both ways.
-fn all_variants(
-    fixture: &mut Fixture,
-    operation: &'static str,
-    transport: &'static str,
-) -> Result<()> {
-    for combination in Combination::all_of(operation, transport) {
-        for column in COLUMNS.iter().filter(|column| column.lost == 0) {
-            let row = combination.title();
-            one(fixture, &row, column, |fixture| {
-                perftest::measure(fixture, column.ends, combination)
-            })?;
-        }
-    }
-    Ok(())
-}
-
-/// Runs a cell of the table, and puts it into the report.
-fn one(
-    fixture: &mut Fixture,
-    row: &str,
-    column: &Column,
-    run: impl FnOnce(&mut Fixture) -> Result<String>,
-) -> Result<()> {
-    let start = Instant::now();
-    let before = frames(fixture)?;
-    let result = set_up(fixture, column).and_then(|()| run(fixture));
-    let result = result.and_then(|cell| {
-        ensure!(frames(fixture)? > before, "not a packet went from VM to VM");
-        fixture.aftermath().map(|()| cell)
-    });
-    let (outcome, cell, reason) = match result {
-        Ok(cell) => (Outcome::Passed, cell, String::new()),
-        Err(error) => {
-            let status = device_of(&fixture.bed, OURS).map(|status| status.to_string());
-            let status = status.unwrap_or_default();
-            let reason = format!("{error:#}{}\n{status}", fixture.circumstances());
-            (Outcome::Failed, "FAILED".to_owned(), reason)
-        }
-    };
-    println!("         {row}, {}: {cell}", column.name);
-    if let Some(line) = reason.lines().next() {
-        println!("          {line}");
-    }
-    let title = format!("{}, {}", fixture.kernel, column.name);
-    fixture.cell(row, &title, &cell);
-    fixture.sub_case(CaseReport {
-        name: format!("{row}, {}", column.name),
-        outcome,
-        reason,
-        seconds: (start.elapsed().as_secs_f64() * 100.0).round() / 100.0,
-        tabulated: true,
-    });
-    if outcome == Outcome::Failed {
-        fixture.mend()?;
-    }
-    Ok(())
 }

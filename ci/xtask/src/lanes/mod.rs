@@ -8,6 +8,7 @@
 
 pub mod bench;
 mod boot;
+mod columns;
 mod hostile;
 mod interop;
 mod kernel_verbs;
@@ -23,6 +24,7 @@ mod suite;
 pub mod tools;
 mod ulp;
 mod verbs;
+mod wire;
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -128,9 +130,9 @@ pub fn all() -> Vec<Lane> {
         kernel_verbs::lane(),
         scale::lane(),
         stock::lane(),
-        stock::wire(),
-        stock::wire_switch(),
-        stock::wire_tap(),
+        wire::vxlan(),
+        wire::switch(),
+        wire::tap(),
         interop::lane(),
         interop::at_taps(),
         perftest::lane(),

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lanes `tools`, `wire`, `wire-switch` and `wire-tap`: the stock tools of libibverbs and librdmacm
-//! between two VMs, and
-//! perftest over rdma_cm; between VMs of one device process, and as on two hosts.
+//! Lane `tools`: the stock tools of libibverbs and librdmacm between two VMs, and perftest over
+//! rdma_cm.
 
 use std::time::Duration;
 
@@ -10,10 +9,10 @@ use anyhow::{ensure, Result};
 use super::tools::Ready;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{namespace, Hosts};
+use crate::vm::Hosts;
 
 /// How long one run of a tool may take on a busy machine without KVM.
-const LONG: Duration = Duration::from_secs(240);
+pub const LONG: Duration = Duration::from_secs(240);
 
 /// The port of the tools that have no option for it.
 const FIXED_PORT: u16 = 7174;
@@ -21,7 +20,7 @@ const FIXED_PORT: u16 = 7174;
 /// In which VMs server and client are.
 pub type Ends = (u8, u8);
 
-const USUAL: Ends = (2, 1);
+pub const USUAL: Ends = (2, 1);
 
 /// The lane.
 pub fn lane() -> Lane {
@@ -41,41 +40,6 @@ pub fn lane() -> Lane {
         hosts: Hosts::One,
         image: Image::Plain,
         runs,
-    }
-}
-
-/// The same as on two hosts.
-pub fn wire() -> Lane {
-    Lane {
-        name: "wire",
-        about: "the same tools between VMs of two device processes, with VXLAN between them",
-        hosts: Hosts::Vxlan,
-        ..lane()
-    }
-}
-
-/// The same over a switch, at the MTU of most networks.
-pub fn wire_switch() -> Lane {
-    Lane {
-        name: "wire-switch",
-        about: "the same tools between VMs of two device processes, with a switch between them",
-        hosts: Hosts::Switch(1500),
-        ..lane()
-    }
-}
-
-/// The same on hosts that are network namespaces, at TAPs in their bridges.
-pub fn wire_tap() -> Lane {
-    Lane {
-        name: "wire-tap",
-        about: "the same tools between VMs on two hosts, which are network namespaces with bridges",
-        hosts: Hosts::Tap(1500, ""),
-        runs: || {
-            let cases = [CASES, TAP_CASES].concat();
-            let kernels = Kernel::STABLE.iter();
-            kernels.map(|kernel| (*kernel, cases.clone())).collect()
-        },
-        ..lane()
     }
 }
 
@@ -179,27 +143,6 @@ const CASES: &[Case] = &[
         run: |fixture| send_bw(fixture, USUAL),
     },
 ];
-
-/// What the interfaces of hosts have to do with it.
-const TAP_CASES: &[Case] = &[Case {
-    name: "the port follows the interface of its host",
-    run: |fixture| {
-        let ports = "/sys/class/infiniband/*/ports/1";
-        let vm1 = |fixture: &Fixture, change: &str, seen: &str| {
-            let bed = &fixture.bed;
-            bed.ip_on_host(1, &format!("link set {} {change}", namespace::TAP))?;
-            // It is told at once; the loop is for busy machines.
-            let wait = format!("for i in $(seq 100); do {seen} && exit; sleep 0.1; done; exit 1");
-            fixture.vm(1)?.sh(&wait).map(drop)
-        };
-        vm1(fixture, "down", &format!("grep -q DOWN {ports}/state"))?;
-        vm1(fixture, "up", &format!("grep -q ACTIVE {ports}/state"))?;
-        let mtu = |payload: u32| format!("ibv_devinfo | grep -q 'active_mtu:.*{payload}'");
-        vm1(fixture, "mtu 9000", &mtu(4096))?;
-        vm1(fixture, "mtu 1500", &mtu(1024))?;
-        rping(fixture, USUAL)
-    },
-}];
 
 /// Runs a ping-pong of libibverbs with each of the options.
 pub fn pingpong(fixture: &mut Fixture, ends: Ends, tool: &str, options: &[&str]) -> Result<()> {

@@ -85,7 +85,7 @@ impl DeviceProcess {
                     let _ = write!(
                         text,
                         "[[wire.host]]\naddress = '127.0.1.{vm}'\n\
-                         gids = ['10.10.0.{vm}', '{link_local}']\n"
+                         gids = ['10.10.0.{vm}', 'fd10::{vm}', '{link_local}']\n"
                     );
                 }
                 "vni = 1".to_owned()

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Lanes `wire`, `wire-switch` and `wire-tap`: VMs of two device processes, as on two hosts. The stock
+//! tools, perftest, and storage, over IPv4 and IPv6, without and with lost packets; at TAPs also with
+//! both usual MTUs.
+//!
+//! Each combination is a case and a cell of the lane's table.
+
+use anyhow::{ensure, Context, Result};
+
+use super::columns::{Column, Columns, Loses};
+use super::stock::{self, Ends, LONG, USUAL};
+use super::storage::{Fio, Medium, Protocol, Storage, Way};
+use super::tools::Ready;
+use super::{Case, Fixture, Lane};
+use crate::images::{Image, Kernel};
+use crate::vm::{namespace, Hosts};
+
+/// How long storage is worked on in a cell, seconds.
+const STORAGE_SECONDS: u64 = 30;
+
+const fn column(name: &'static str, lost: u32, mtu: Option<u16>) -> Column {
+    Column {
+        name,
+        ends: USUAL,
+        lost,
+        mtu,
+    }
+}
+
+/// What networks between devices have.
+const NETWORK: Columns = Columns {
+    all: &[
+        column("nothing lost", 0, None),
+        column("1 % lost", 100, None),
+    ],
+    set_up,
+};
+
+/// What interfaces of hosts have.
+const TAPS: Columns = Columns {
+    all: &[
+        column("MTU 1500", 0, Some(1500)),
+        column("MTU 9000", 0, Some(9000)),
+        column("MTU 1500, 1 % lost", 100, Some(1500)),
+        column("MTU 9000, 1 % lost", 100, Some(9000)),
+    ],
+    set_up,
+};
+
+/// VMs with VXLAN between their devices.
+pub fn vxlan() -> Lane {
+    Lane {
+        name: "wire",
+        about: "tools, perftest and storage between VMs of two device processes, with VXLAN between them",
+        with_device: true,
+        vms: 2,
+        memory: 1024,
+        bare: 0,
+        hosts: Hosts::Vxlan,
+        image: Image::Storage,
+        runs: || runs(&[NETWORK_CASES]),
+    }
+}
+
+/// The same over a switch, at the MTU of most networks.
+pub fn switch() -> Lane {
+    Lane {
+        name: "wire-switch",
+        about: "the same between VMs of two device processes, with a switch between them",
+        hosts: Hosts::Switch(1500),
+        ..vxlan()
+    }
+}
+
+/// The same on hosts that are network namespaces, at TAPs in their bridges.
+pub fn tap() -> Lane {
+    Lane {
+        name: "wire-tap",
+        about: "the same between VMs on two hosts, which are network namespaces with bridges",
+        hosts: Hosts::Tap(9000, ""),
+        runs: || runs(&[TAP_CASES, INTERFACE_CASES]),
+        ..vxlan()
+    }
+}
+
+fn runs(cases: &[&[Case]]) -> Vec<(Kernel, Vec<Case>)> {
+    let cases = cases.concat();
+    let kernels = Kernel::STABLE.iter();
+    kernels.map(|kernel| (*kernel, cases.clone())).collect()
+}
+
+/// The cases, each in the columns that are named.
+macro_rules! cases {
+    ($columns:ident) => {
+        &[
+            cases!($columns, "ibv_rc_pingpong", Yes, |fixture, ends| stock::pingpong(
+                fixture,
+                ends,
+                "ibv_rc_pingpong",
+                &["-c -n 200", "-c -e -n 200", "-c -s 65536 -n 100", "-c -N -n 200", "-c -t -n 200",
+                  "-c -j -n 200"]
+            )),
+            cases!($columns, "ibv_uc_pingpong", No, |fixture, ends| stock::pingpong(
+                fixture,
+                ends,
+                "ibv_uc_pingpong",
+                &["-c -n 200", "-c -e -n 200", "-c -s 65536 -n 100"]
+            )),
+            cases!($columns, "ibv_ud_pingpong", No, |fixture, ends| stock::pingpong(
+                fixture,
+                ends,
+                "ibv_ud_pingpong",
+                &["-c -s 1024", "-c -s 1024 -e"]
+            )),
+            cases!($columns, "ibv_srq_pingpong", Yes, |fixture, ends| stock::pingpong(
+                fixture,
+                ends,
+                "ibv_srq_pingpong",
+                &["-c -n 200", "-c -e -n 200", "-c -q 64 -n 200"]
+            )),
+            cases!($columns, "ibv_xsrq_pingpong", Yes, |fixture, ends| stock::pingpong(
+                fixture,
+                ends,
+                "ibv_xsrq_pingpong",
+                &["-n 200", "-e -n 200"]
+            )),
+            cases!($columns, "rping", Yes, stock::rping),
+            cases!($columns, "ucmatose", Yes, stock::ucmatose),
+            cases!($columns, "udaddy", No, stock::udaddy),
+            cases!($columns, "mckey", No, stock::mckey),
+            cases!($columns, "rstream", Yes, stock::rstream),
+            cases!($columns, "cmtime", Yes, stock::cmtime),
+            cases!($columns, "ib_send_bw -R", Yes, stock::send_bw),
+            cases!($columns, "IPv6: ibv_rc_pingpong", Yes, pingpong_over_ipv6),
+            cases!($columns, "IPv6: rping", Yes, rping_over_ipv6),
+            cases!($columns, "NVMe over Fabrics", Yes, |fixture, _| storage(fixture, Protocol::Nvme)),
+            cases!($columns, "NFS over RDMA", Yes, |fixture, _| storage(fixture, Protocol::Nfs)),
+            cases!($columns, perftest "send", "RC", Yes),
+            cases!($columns, perftest "send", "UC", No),
+            cases!($columns, perftest "send", "UD", No),
+            cases!($columns, perftest "send", "XRC", Yes),
+            cases!($columns, perftest "write", "RC", Yes),
+            cases!($columns, perftest "write", "UC", No),
+            cases!($columns, perftest "write", "XRC", Yes),
+            cases!($columns, perftest "read", "RC", Yes),
+            cases!($columns, perftest "read", "XRC", Yes),
+            cases!($columns, perftest "atomic", "RC", Yes),
+            cases!($columns, perftest "atomic", "XRC", Yes),
+        ]
+    };
+    ($columns:ident, perftest $operation:literal, $transport:literal, $loses:ident) => {
+        Case {
+            name: concat!("perftest: ", $operation, " ", $transport),
+            run: |fixture| $columns.perftest(fixture, $operation, $transport, Loses::$loses),
+        }
+    };
+    ($columns:ident, $name:literal, $loses:ident, $run:expr) => {
+        Case {
+            name: $name,
+            run: |fixture| $columns.run(fixture, $name, Loses::$loses, $run),
+        }
+    };
+}
+
+const NETWORK_CASES: &[Case] = cases!(NETWORK);
+const TAP_CASES: &[Case] = cases!(TAPS);
+
+/// What the interfaces of hosts have to do with it.
+const INTERFACE_CASES: &[Case] = &[Case {
+    name: "the port follows the interface of its host",
+    run: |fixture| {
+        let port = "/sys/class/infiniband/*/ports/1";
+        for (change, state) in [("down", "DOWN"), ("up", "ACTIVE")] {
+            let bed = &fixture.bed;
+            bed.ip_on_host(1, &format!("link set {} {change}", namespace::TAP))?;
+            until(fixture, 1, &format!("grep -q {state} {port}/state"))?;
+        }
+        for mtu in [9000, 1500, 9000] {
+            set_mtu(fixture, 1, mtu)?;
+        }
+        stock::rping(fixture, USUAL)
+    },
+}];
+
+/// Waits until a command succeeds in a VM.
+fn until(fixture: &Fixture, number: u8, seen: &str) -> Result<()> {
+    let wait = format!("for i in $(seq 100); do {seen} && exit; sleep 0.1; done; exit 1");
+    fixture.vm(number)?.sh(&wait).map(drop)
+}
+
+/// Sets the longest IP packet of a VM's interface, at both ends.
+fn set_mtu(fixture: &Fixture, number: u8, mtu: u16) -> Result<()> {
+    let bed = &fixture.bed;
+    bed.ip_on_host(number, &format!("link set {} mtu {mtu}", namespace::TAP))?;
+    fixture
+        .vm(number)?
+        .sh(&format!("ip link set eth0 mtu {mtu}"))?;
+    let payload = if mtu < 4176 { 1024 } else { 4096 };
+    let seen = format!("ibv_devinfo | grep -q 'active_mtu:.*{payload}'");
+    until(fixture, number, &seen)
+}
+
+/// Has packets lost, of so many bytes at most, as the column says.
+fn set_up(fixture: &mut Fixture, column: &Column) -> Result<()> {
+    if let Some(mtu) = column.mtu {
+        for number in [1, 2] {
+            set_mtu(fixture, number, mtu)?;
+        }
+    }
+    let faults = match column.lost {
+        0 => "off".to_owned(),
+        lost => format!("seed=1,loss={}", f64::from(lost) / 1e4),
+    };
+    let first = fixture.bed.device.as_ref().context("no device")?;
+    let mut devices = std::iter::once(first).chain(&fixture.bed.others);
+    devices.try_for_each(|device| device.set_faults(1, &faults))
+}
+
+/// Gives each VM its IPv6 address; that of the server.
+fn ipv6(fixture: &Fixture, server: u8) -> Result<String> {
+    let address = |number| format!("fd10::{number}");
+    for number in [1, 2] {
+        let add = format!("ip -6 addr replace {}/64 dev eth0 nodad", address(number));
+        fixture.vm(number)?.sh(&add)?;
+        let there = "grep -q ^fd10: /sys/class/infiniband/*/ports/1/gids/*";
+        until(fixture, number, there)?;
+    }
+    Ok(address(server))
+}
+
+fn pingpong_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let host = ipv6(fixture, ends.0)?;
+    let gid = "$(basename $(grep -l ^fd10: /sys/class/infiniband/*/ports/1/gids/*))";
+    for options in ["-c -n 200", "-c -s 65536 -n 100"] {
+        let pair = fixture.pair(ends.0, ends.1);
+        let start = format!("ibv_rc_pingpong -g {gid} -p {} {options}", pair.port);
+        let client = format!("{start} {host}");
+        pair.run(&fixture.bed, &start, &client, LONG)?;
+    }
+    Ok(())
+}
+
+fn rping_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let host = ipv6(fixture, ends.0)?;
+    let pair = fixture.pair(ends.0, ends.1);
+    let start = |side: &str| format!("rping {side} -a {host} -p {} -C 20 -V -S 4096", pair.port);
+    let ready = Ready::Cm(pair.port);
+    pair.run_when(ready, &fixture.bed, &start("-s"), &start("-c"), LONG)
+        .map(drop)
+}
+
+/// Writes storage of the second VM from the first, with checksums, and reads it again.
+fn storage(fixture: &mut Fixture, protocol: Protocol) -> Result<()> {
+    let storage = Storage::set_up(fixture, protocol, Way::Ours, Medium::Memory)?;
+    for block in [4 << 10, 1 << 20] {
+        let fio = Fio::new(storage.fio_file(fixture)?, block, STORAGE_SECONDS);
+        let rates = fio.run(fixture)?;
+        let [reads, writes] = rates.total;
+        ensure!(reads > 0 && writes > 0, "fio did nothing: {rates:?}");
+    }
+    storage.tear_down(fixture)
+}
