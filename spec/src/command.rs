@@ -22,6 +22,8 @@ constants! {
         QUERY_CLOCK = 0x05,
         /// Takes the port down or up.
         SET_PORT_STATE = 0x06,
+        /// What became of the port's packets.
+        QUERY_COUNTERS = 0x07,
         /// Creates a context: doorbell memory.
         CREATE_CONTEXT = 0x10,
         /// Destroys a context.
@@ -337,6 +339,34 @@ layouts! {
         72 => errors: u64,
         /// Reserved, zero.
         80 => reserved2: [u8; 16],
+    }
+
+    /// Response of QUERY_COUNTERS, whose body is that of QUERY_PORT.
+    pub struct QueryCountersResponse(96) {
+        /// Packets that came before others that were sent earlier.
+        0 => out_of_sequence: u64,
+        /// Requests that came again.
+        8 => duplicate_request: u64,
+        /// Requests that met a responder without receive work request.
+        16 => out_of_buffer: u64,
+        /// NAKs that came: packets were missing.
+        24 => packet_seq_err: u64,
+        /// Answers that came, to what was sent after a request whose answer is missing.
+        32 => implied_nak_seq_err: u64,
+        /// Attempts that nobody answered.
+        40 => local_ack_timeout_err: u64,
+        /// RNR NAKs that came.
+        48 => rnr_nak_retry_err: u64,
+        /// Packets that were sent again.
+        56 => retrans_pkts: u64,
+        /// Packets that came with the mark of a router that was congested.
+        64 => np_ecn_marked_roce_packets: u64,
+        /// Congestion notifications sent.
+        72 => np_cnp_sent: u64,
+        /// Congestion notifications obeyed.
+        80 => rp_cnp_handled: u64,
+        /// Reserved, zero.
+        88 => reserved: u64,
     }
 
     /// Body of SET_GID.

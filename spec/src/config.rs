@@ -76,5 +76,7 @@ constants! {
         PORT_STATE = 15,
         /// Completions of datagrams say whether an IPv4 header is in front of them.
         HEADER_TYPE = 16,
+        /// QUERY_COUNTERS: what became of packets.
+        COUNTERS = 17,
     }
 }

@@ -78,6 +78,7 @@ round_trips! {
     query_device_response: command::QueryDeviceResponse,
     query_port: command::QueryPort,
     query_port_response: command::QueryPortResponse,
+    query_counters_response: command::QueryCountersResponse,
     set_gid: command::SetGid,
     set_port_state: command::SetPortState,
     set_status_page: command::SetStatusPage,

@@ -242,7 +242,7 @@ impl Scene {
             return Ok(handle(self.pick(kind, u)?));
         }
         Ok(match opcode {
-            opcode::QUERY_PORT => bytes(&QueryPort {
+            opcode::QUERY_PORT | opcode::QUERY_COUNTERS => bytes(&QueryPort {
                 port_num: 1,
                 ..QueryPort::default()
             }),

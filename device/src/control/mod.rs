@@ -16,8 +16,8 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::command::{
     gid_type, opcode, status, CommandHeader, CreateContext, Handle, HandleResponse, PageList,
-    QueryDeviceResponse, QueryPort, QueryPortResponse, ResponseHeader, SetGid, SetPortState,
-    SetStatusPage,
+    QueryCountersResponse, QueryDeviceResponse, QueryPort, QueryPortResponse, ResponseHeader,
+    SetGid, SetPortState, SetStatusPage,
 };
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::doorbell::{worker_status, BLOCK_PAGES};
@@ -26,6 +26,7 @@ use virtio_rdma_spec::ring::{MAX_CQ_ENTRIES, MAX_INLINE, MAX_SGE, MAX_WQ_ENTRIES
 use virtio_rdma_spec::PAGE_SIZE;
 
 use crate::engine::tables::{Context, Pd, Slots, Tables};
+use crate::engine::vm::PacketEvent;
 use crate::fabric::Fabric;
 use crate::footprint::listed;
 use crate::limits::{GID_TABLE_LEN, MAX_MESSAGE, MAX_RD_ATOMIC};
@@ -81,6 +82,7 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
     match header.opcode {
         opcode::QUERY_DEVICE => no_body(body).map(|()| query_device(rnic)),
         opcode::QUERY_PORT => query_port(rnic, &parse(body)?),
+        opcode::QUERY_COUNTERS => query_counters(rnic, &parse(body)?),
         opcode::SET_GID => set_gid(rnic, &parse(body)?),
         opcode::SET_PORT_STATE => set_port_state(rnic, &parse(body)?),
         opcode::SET_STATUS_PAGE => set_status_page(rnic, &parse(body)?),
@@ -274,6 +276,27 @@ fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
     Ok(Vec::new())
 }
 
+fn query_counters(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
+    needs(rnic, feature::COUNTERS)?;
+    zero(body.port_num == 1 && body.reserved == [0; 7])?;
+    let count = |event| rnic.vm().packet_events(event);
+    let response = QueryCountersResponse {
+        out_of_sequence: count(PacketEvent::OutOfSequence),
+        duplicate_request: count(PacketEvent::Duplicate),
+        out_of_buffer: count(PacketEvent::NoReceive),
+        packet_seq_err: count(PacketEvent::Nak),
+        implied_nak_seq_err: count(PacketEvent::ImpliedNak),
+        local_ack_timeout_err: count(PacketEvent::TimeOut),
+        rnr_nak_retry_err: count(PacketEvent::RnrNak),
+        retrans_pkts: count(PacketEvent::SentAgain),
+        np_ecn_marked_roce_packets: count(PacketEvent::Marked),
+        np_cnp_sent: count(PacketEvent::Notified),
+        rp_cnp_handled: count(PacketEvent::Slowed),
+        ..QueryCountersResponse::default()
+    };
+    Ok(encode(response.to_bytes()))
+}
+
 fn set_port_state(rnic: &Arc<Rnic>, body: &SetPortState) -> Result<Vec<u8>, Error> {
     needs(rnic, feature::PORT_STATE)?;
     zero(body.port_num == 1 && body.up <= 1 && body.reserved == [0; 6])?;
@@ -458,6 +481,7 @@ mod tests {
         for (opcode, size) in [
             (opcode::QUERY_CLOCK, 0),
             (opcode::SET_PORT_STATE, 8),
+            (opcode::QUERY_COUNTERS, 8),
             (opcode::CREATE_XRCD, 0),
             (opcode::DESTROY_XRCD, 8),
             (opcode::REREG_MR, 72),
@@ -493,6 +517,29 @@ mod tests {
         );
         assert_eq!((told.pkey_table_len, told.max_qp_wr), (1, MAX_WQ_ENTRIES));
         assert_eq!(vm.command(opcode::QUERY_DEVICE, &[1]), Err(EINVAL));
+    }
+
+    #[test]
+    fn counters_of_packets_are_told() {
+        let vm = Host::new().vm(RC | 1 << feature::COUNTERS);
+        let body = QueryPort {
+            port_num: 1,
+            ..QueryPort::default()
+        };
+        let ask = || -> QueryCountersResponse {
+            vm.ask(opcode::QUERY_COUNTERS, &body.to_bytes()).unwrap()
+        };
+        assert_eq!(ask(), QueryCountersResponse::default());
+        vm.rnic.vm().count_packet(0, PacketEvent::SentAgain);
+        vm.rnic.vm().count_packet(0, PacketEvent::Slowed);
+        let expected = QueryCountersResponse {
+            retrans_pkts: 1,
+            rp_cnp_handled: 1,
+            ..QueryCountersResponse::default()
+        };
+        assert_eq!(ask(), expected);
+        let refused = vm.command(opcode::QUERY_COUNTERS, &[2, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(refused, Err(EINVAL));
     }
 
     // D-QPORT-001.

@@ -88,6 +88,37 @@ impl Link {
     }
 }
 
+/// What happens to packets of a VM, and is counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PacketEvent {
+    /// One came before others that were sent earlier.
+    OutOfSequence,
+    /// A request came again.
+    Duplicate,
+    /// A request met no receive.
+    NoReceive,
+    /// A NAK came: packets were missing.
+    Nak,
+    /// An answer came without one that should be before it.
+    ImpliedNak,
+    /// Nobody answered in time.
+    TimeOut,
+    /// An RNR NAK came.
+    RnrNak,
+    /// One was sent again.
+    SentAgain,
+    /// One came with the mark of a router that was congested.
+    Marked,
+    /// A congestion notification was sent.
+    Notified,
+    /// A congestion notification was obeyed.
+    Slowed,
+}
+
+impl PacketEvent {
+    const COUNT: usize = Self::Slowed as usize + 1;
+}
+
 /// What a worker counts of a VM. Only that worker writes.
 #[derive(Debug, Default)]
 struct Counters {
@@ -102,6 +133,8 @@ struct Counters {
     /// What the VM has had of the worker's time: what its polls cost, by its weight.
     used: AtomicU64,
     contended_ns: AtomicU64,
+    /// By `PacketEvent`.
+    packets: [AtomicU64; PacketEvent::COUNT],
 }
 
 /// Adds to a counter that only the calling worker writes.
@@ -424,6 +457,21 @@ impl Vm {
         if let Some(counters) = self.counters(worker) {
             add(&counters.errors, 1);
         }
+    }
+
+    /// Something has happened to a packet.
+    pub(crate) fn count_packet(&self, worker: u16, event: PacketEvent) {
+        let counters = self.counters(worker);
+        if let Some(counter) = counters.and_then(|all| all.packets.get(event as usize)) {
+            add(counter, 1);
+        }
+    }
+
+    /// How often something has happened to packets.
+    pub(crate) fn packet_events(&self, event: PacketEvent) -> u64 {
+        let all = self.counters.iter();
+        let counter = all.filter_map(|counters| counters.packets.get(event as usize));
+        counter.fold(0, |sum, one| sum.wrapping_add(one.load(Ordering::Relaxed)))
     }
 
     pub(crate) fn count_qkey_violation(&self, worker: u16) {

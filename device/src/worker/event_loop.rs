@@ -180,7 +180,7 @@ impl Loop {
         let port = UplinkPort::new(uplinks)?;
         port.wait_in(&self.worker.epoll, WIRE)?;
         let view = self.worker.wire.get_or_init(Arc::default).clone();
-        self.wire = Some(WireEnd::new(port, view));
+        self.wire = Some(WireEnd::new(port, view, self.worker.index));
         // The list of VMs is taken over anew.
         self.generation = u64::MAX;
         Ok(())

@@ -122,9 +122,9 @@ impl Recipients for Here<'_> {
 }
 
 impl WireEnd {
-    pub(super) fn new(port: UplinkPort, view: Arc<View>) -> Self {
+    pub(super) fn new(port: UplinkPort, view: Arc<View>, worker: u16) -> Self {
         Self {
-            wire: Wire::new(Faults::new(port, view.faults.clone()), view),
+            wire: Wire::new(Faults::new(port, view.faults.clone()), view, worker),
             networks: Vec::new(),
             owners: HashMap::new(),
             generation: 0,

@@ -47,6 +47,7 @@ pub type Empty = [u8; 0];
 commands! {
     QueryDevice, QUERY_DEVICE, Empty, spec::QueryDeviceResponse;
     QueryPort, QUERY_PORT, spec::QueryPort, spec::QueryPortResponse;
+    QueryCounters, QUERY_COUNTERS, spec::QueryPort, spec::QueryCountersResponse;
     SetGid, SET_GID, spec::SetGid, Empty;
     SetPortState, SET_PORT_STATE, spec::SetPortState, Empty;
     SetStatusPage, SET_STATUS_PAGE, spec::SetStatusPage, Empty;

@@ -66,6 +66,7 @@ static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_FAST_REG,
 	VRDMA_FEATURE_PORT_STATE,
 	VRDMA_FEATURE_HEADER_TYPE,
+	VRDMA_FEATURE_COUNTERS,
 };
 /* The rest of the driver asks for each, and asking for one that is not here is a BUG. */
 static_assert(ARRAY_SIZE(vrdma_features) == VRDMA_FEATURES);
@@ -747,6 +748,17 @@ static const struct rdma_stat_desc vrdma_counters[] = {
 	{ .name = "rnr_naks" },
 	{ .name = "retries" },
 	{ .name = "errors" },
+	{ .name = "out_of_sequence" },
+	{ .name = "duplicate_request" },
+	{ .name = "out_of_buffer" },
+	{ .name = "packet_seq_err" },
+	{ .name = "implied_nak_seq_err" },
+	{ .name = "local_ack_timeout_err" },
+	{ .name = "rnr_nak_retry_err" },
+	{ .name = "retrans_pkts" },
+	{ .name = "np_ecn_marked_roce_packets" },
+	{ .name = "np_cnp_sent" },
+	{ .name = "rp_cnp_handled" },
 };
 
 struct rdma_hw_stats *vrdma_counters_alloc(void)

@@ -131,6 +131,7 @@ macro_rules! cases {
             cases!($columns, "rstream", Yes, stock::rstream),
             cases!($columns, "cmtime", Yes, stock::cmtime),
             cases!($columns, "ib_send_bw -R", Yes, stock::send_bw),
+            cases!($columns, "counters of lost packets", Yes, counters),
             cases!($columns, "IPv6: ibv_rc_pingpong", Yes, pingpong_over_ipv6),
             cases!($columns, "IPv6: rping", Yes, rping_over_ipv6),
             cases!($columns, "NVMe over Fabrics", Yes, |fixture, _| storage(fixture, Protocol::Nvme)),
@@ -226,6 +227,32 @@ fn ipv6(fixture: &Fixture, server: u8) -> Result<String> {
         until(fixture, number, there)?;
     }
     Ok(address(server))
+}
+
+/// What was lost is counted where users and monitors look.
+fn counters(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let sum = |fixture: &Fixture| -> Result<u64> {
+        let mut sum = 0;
+        for number in [1, 2] {
+            let vm = fixture.vm(number)?;
+            let again = vm.sh("cat /sys/class/infiniband/*/ports/1/hw_counters/retrans_pkts")?;
+            sum += again.trim().parse::<u64>()?;
+            // Elsewhere under the same name.
+            vm.sh("rdma statistic show link | grep -q ' retrans_pkts '")?;
+        }
+        Ok(sum)
+    };
+    let before = sum(fixture)?;
+    stock::pingpong(fixture, ends, "ibv_rc_pingpong", &["-c -s 65536 -n 200"])?;
+    let again = sum(fixture)? - before;
+    let first = fixture.bed.device.as_ref().context("no device")?;
+    let faults = first.status()?["workers"][0]["wire"]["faults"].to_string();
+    let loses = faults.contains("loss");
+    ensure!(
+        loses == (again != 0),
+        "{again} packets were sent again, with {faults}"
+    );
+    Ok(())
 }
 
 fn pingpong_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {

@@ -50,7 +50,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::responder::Origin;
 use crate::engine::send_queue::{Active, PathAttributes, Polled, SendQueue};
 use crate::engine::tables::{Gid, Tables};
-use crate::engine::vm::{Congestion, Segment, Uplink, Vm};
+use crate::engine::vm::{Congestion, PacketEvent, Segment, Uplink, Vm};
 use crate::engine::{payload_of, Budget, BUDGET};
 use crate::footprint::Share;
 use crate::verbs::cq::{L2Source, NO_VLAN};
@@ -216,6 +216,8 @@ fn deliver_datagram(
 struct Egress<P> {
     port: P,
     view: Arc<View>,
+    /// The worker that it is of.
+    worker: u16,
     /// A frame that does not leave, or that is captured.
     scratch: Vec<u8>,
 }
@@ -281,6 +283,7 @@ impl<P: Port> Egress<P> {
         self.view.counters.sent(len, fate);
         if again {
             self.view.counters.again();
+            vm.count_packet(self.worker, PacketEvent::SentAgain);
         }
         if captures {
             let comment = match (again, fate) {
@@ -346,12 +349,13 @@ pub(crate) struct Wire<P> {
 }
 
 impl<P: Port> Wire<P> {
-    /// One that counts, and captures, in `view`.
-    pub(crate) fn new(port: P, view: Arc<View>) -> Self {
+    /// That of a worker, which counts, and captures, in `view`.
+    pub(crate) fn new(port: P, view: Arc<View>, worker: u16) -> Self {
         Self {
             out: Egress {
                 port,
                 view,
+                worker,
                 scratch: Vec::new(),
             },
             connections: HashMap::new(),
@@ -640,6 +644,7 @@ impl<P: Port> Wire<P> {
                 }
                 Body::Notification => {
                     sender.congested();
+                    qp.vm.count_packet(qp.worker_index, PacketEvent::Slowed);
                     Verdict::Slows
                 }
                 Body::Request(_) => return None,
@@ -658,7 +663,9 @@ impl<P: Port> Wire<P> {
         let again = |before: u64| now.saturating_sub(before) >= NOTIFY_AGAIN;
         let notifies = connection.notified.is_none_or(again);
         self.out.view.counters.congested(notifies);
+        qp.vm.count_packet(qp.worker_index, PacketEvent::Marked);
         if notifies {
+            qp.vm.count_packet(qp.worker_index, PacketEvent::Notified);
             connection.notified = Some(now);
             let packet = Packet::notification(connection.peer.dest_qp);
             let nothing = Payload {

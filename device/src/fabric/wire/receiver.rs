@@ -23,6 +23,7 @@ use crate::engine::operation::flush_access;
 use crate::engine::queue_pair::Qp;
 use crate::engine::responder::{Origin, Payload as Moved, Responder, Slice};
 use crate::engine::tables::Tables;
+use crate::engine::vm::PacketEvent;
 use crate::footprint::{listed, Share};
 use crate::memory::atomic::AtomicOperation;
 use crate::verbs::WcError;
@@ -256,10 +257,13 @@ impl Receiver {
             return self.take(responder, tables, qp, mtu, packet, request);
         }
         let ahead = packet.psn.since(self.expected);
+        let count = |event| qp.vm.count_packet(qp.worker_index, event);
         if ahead >= HALF {
+            count(PacketEvent::Duplicate);
             return self.again(packet, request, mtu);
         }
         if ahead != 0 {
+            count(PacketEvent::OutOfSequence);
             if std::mem::replace(&mut self.told, true) {
                 return Verdict::Dropped(Reason::Ahead);
             }
@@ -279,6 +283,7 @@ impl Receiver {
             Fared::Not(Answer::NotReady(timer)) => {
                 // What comes after it is dropped until it comes again.
                 self.told = true;
+                count(PacketEvent::NoReceive);
                 self.refuse(packet.psn, Syndrome::RnrNak(timer), 0)
             }
             Fared::Not(Answer::Refused(error)) => self.end(packet.psn, error),

@@ -29,7 +29,7 @@ use crate::engine::operation::Operation;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
-use crate::engine::vm::Congestion;
+use crate::engine::vm::{Congestion, PacketEvent};
 use crate::engine::Budget;
 use crate::footprint::Share;
 use crate::memory::atomic::AtomicOperation;
@@ -377,6 +377,7 @@ impl Sender {
         qp: &Arc<Qp>,
     ) -> Result<(), Polled> {
         qp.vm.count_retry(qp.worker_index);
+        qp.vm.count_packet(qp.worker_index, PacketEvent::TimeOut);
         self.wait = Wait::Nothing;
         self.window.timed_out();
         if sq.timeout != 0 {
@@ -763,6 +764,7 @@ impl Sender {
             }
             Syndrome::Ack => {}
             Syndrome::Nak(Nak::Sequence) => {
+                qp.vm.count_packet(qp.worker_index, PacketEvent::Nak);
                 self.window.lost(self.unacknowledged, self.sent);
                 // It went again already.
                 if self.filled.is_some() {
@@ -776,6 +778,7 @@ impl Sender {
             }
             Syndrome::RnrNak(timer) => {
                 qp.vm.count_rnr(qp.worker_index);
+                qp.vm.count_packet(qp.worker_index, PacketEvent::RnrNak);
                 if sq.rnr_retry != 7 {
                     if sq.tries.not_ready >= sq.rnr_retry {
                         let status = wc_status::RNR_RETRY_EXC_ERR;
@@ -831,6 +834,7 @@ impl Sender {
         acknowledged: u32,
         now: u64,
     ) {
+        qp.vm.count_packet(qp.worker_index, PacketEvent::ImpliedNak);
         if acknowledged != 0 {
             self.progress(sq, tables, qp, acknowledged, now);
         }

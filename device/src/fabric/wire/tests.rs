@@ -31,7 +31,7 @@ use crate::engine::fixture::{Destination, Guest, Send, DATA, ON_HOSTS, QKEY};
 use crate::engine::message::GRH;
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Tables;
-use crate::engine::vm::{Congestion, Segment, Uplink};
+use crate::engine::vm::{Congestion, PacketEvent, Segment, Uplink};
 use crate::engine::{payload_of, BUDGET};
 use crate::fabric::scenario::{
     carry_out, content, programs, requests, verify, Clock, End, Pair, Program, Wanted, World,
@@ -120,7 +120,7 @@ impl Net {
             let station = (SEGMENT, mac);
             view.faults.set(station, Direction::Out, Some(faults[end]));
             let port = Faults::new(network.port(mac, PORT_MTU), view.faults.clone());
-            let wire = Wire::new(port, view);
+            let wire = Wire::new(port, view, 0);
             wire.out.view.capture.set(true);
             wire
         };
@@ -971,7 +971,7 @@ impl FramesCome {
         let mut gid = [0; 16];
         gid[10..].copy_from_slice(&[0xff, 0xff, 0, 0, 0, 1]);
         vms.busy = Some(gid);
-        let wire = Wire::new(at, Arc::default());
+        let wire = Wire::new(at, Arc::default(), 0);
         Self { port, wire, vms }
     }
 
@@ -1083,7 +1083,7 @@ fn a_port_has_the_largest_path_mtu_that_fits() {
     }
     let (readers, _) = Readers::new(1);
     let guest = Guest::with_uplink(&readers, 1, ON_HOSTS);
-    let wire = Wire::new(Network::new(0).port([1; 6], PORT_MTU), Arc::default());
+    let wire = Wire::new(Network::new(0).port([1; 6], PORT_MTU), Arc::default(), 0);
     let port = wire.port(&guest.vm);
     assert_eq!((port.active_mtu, port.up), (mtu::MTU_4096, true));
 }
@@ -1252,6 +1252,11 @@ fn gaps_are_filled_one_after_the_other() {
     write_all(&mut simulation, 40, 64 << 10);
     let lost = simulation.net.suffered(0, "lost");
     let again = simulation.net.counted(0, "sent_again");
+    let [sender, receiver] = [0, 1].map(|end: usize| &simulation.pair.ends[end].guest.vm);
+    assert_eq!(sender.packet_events(PacketEvent::SentAgain), again);
+    let naks = sender.packet_events(PacketEvent::Nak);
+    assert!((1..=lost).contains(&naks));
+    assert!(receiver.packet_events(PacketEvent::OutOfSequence) >= naks);
     assert!(lost > 5 && again <= 2 * lost, "{lost} lost, {again} again");
 }
 

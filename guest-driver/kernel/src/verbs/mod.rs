@@ -40,7 +40,7 @@ use crate::sys::rdma::{
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::RingLayout;
 use virtio_rdma_spec::command::{
-    opcode, CreateContext, HandleResponse, QueryClockResponse, QueryPort, QueryPortResponse, SetGid,
+    opcode, CreateContext, HandleResponse, QueryClockResponse, QueryCountersResponse, QueryPort, QueryPortResponse, SetGid,
 };
 use virtio_rdma_spec::config::{feature, first_doorbell_queue};
 use virtio_rdma_spec::doorbell::BLOCK_PAGES;
@@ -148,12 +148,17 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
 }
 
 /// Counters of the port, by name.
-pub(crate) fn port_counters(device: &Device) -> Result<[u64; 7]> {
+pub(crate) fn port_counters(device: &Device) -> Result<[u64; 18]> {
     let body = QueryPort {
         port_num: PORT,
         ..Default::default()
     };
     let port: QueryPortResponse = device.command(opcode::QUERY_PORT, &body)?;
+    let packets: QueryCountersResponse = if device.features().has(feature::COUNTERS) {
+        device.command(opcode::QUERY_COUNTERS, &body)?
+    } else {
+        QueryCountersResponse::default()
+    };
     // In the order of their names in glue.c.
     Ok([
         port.tx_bytes,
@@ -163,6 +168,17 @@ pub(crate) fn port_counters(device: &Device) -> Result<[u64; 7]> {
         port.rnr_naks,
         port.retries,
         port.errors,
+        packets.out_of_sequence,
+        packets.duplicate_request,
+        packets.out_of_buffer,
+        packets.packet_seq_err,
+        packets.implied_nak_seq_err,
+        packets.local_ack_timeout_err,
+        packets.rnr_nak_retry_err,
+        packets.retrans_pkts,
+        packets.np_ecn_marked_roce_packets,
+        packets.np_cnp_sent,
+        packets.rp_cnp_handled,
     ])
 }
 
