@@ -204,6 +204,24 @@ pub enum Command {
         #[arg(long)]
         pretty: bool,
     },
+    /// Prepare an interface of the host, so that a process that starts without privileges can have it
+    /// as the `netdev` of a device.
+    ///
+    /// A TAP of the user is joined to it, and stays until `--remove`, also when no process uses it: what
+    /// comes for RDMA is lost then. It takes root, and Linux 6.6.
+    WireSetup {
+        /// The interface.
+        netdev: String,
+        /// The user of the process, a name or a number.
+        #[arg(long)]
+        user: Option<String>,
+        /// Where programs are pinned: a file system of type bpf.
+        #[arg(long, value_name = "DIRECTORY", default_value = "/sys/fs/bpf")]
+        pins: PathBuf,
+        /// Take back what was prepared.
+        #[arg(long, conflicts_with = "user")]
+        remove: bool,
+    },
     /// Take the link of a device of a running process down, or up again.
     ///
     /// While it is down, RDMA messages from and to the VM find no answer, like with a cable that is

@@ -49,4 +49,5 @@ pub mod verbs;
 pub mod vhost_user;
 pub mod virtio;
 mod warnings;
+pub mod wire_setup;
 pub mod worker;

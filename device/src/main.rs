@@ -22,6 +22,7 @@ use vhost_device_rdma::sandbox::{Kind, Mode, Sandbox};
 use vhost_device_rdma::socket::{self, BoundSocket};
 use vhost_device_rdma::status::{self, StatusServer};
 use vhost_device_rdma::vhost_user::Server;
+use vhost_device_rdma::wire_setup;
 
 fn main() -> ExitCode {
     heap::set_up();
@@ -34,6 +35,18 @@ fn main() -> ExitCode {
             device,
             state,
         }) => status::set_link(&path, &device, state == LinkState::Up).map_err(Into::into),
+        Some(Command::WireSetup {
+            netdev,
+            pins,
+            remove: true,
+            ..
+        }) => wire_setup::remove(&netdev, &pins).map_err(Into::into),
+        Some(Command::WireSetup {
+            netdev, user, pins, ..
+        }) => {
+            let user = user.as_deref();
+            wire_setup::set_up(&netdev, user, &pins, &mut std::io::stdout()).map_err(Into::into)
+        }
         Some(Command::Faults {
             path,
             device,

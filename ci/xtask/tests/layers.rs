@@ -27,7 +27,7 @@ const DEVICE: &[&[&str]] = &[
     &["virtio"],
     &["heap"],
     &["vhost_user"],
-    &["config", "status", "play"],
+    &["config", "status", "play", "wire_setup"],
 ];
 
 /// The files of a crate: the path of each module, and the file that it is in.

@@ -44,6 +44,12 @@ impl Identity {
         known.or_else(|| number.map(|id| Self { uid: id, gid: id }))
     }
 
+    /// The user's number.
+    #[must_use]
+    pub fn uid(self) -> u32 {
+        self.uid
+    }
+
     /// Becomes this user, for good, with its one group.
     pub(super) fn assume(self) -> Result<(), nix::Error> {
         let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));

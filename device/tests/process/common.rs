@@ -481,3 +481,18 @@ pub fn counts(process: &DeviceProcess, socket: &Path) -> [u64; 5] {
     let device = device_status(process, socket);
     ["contexts", "pds", "mrs", "cqs", "qps"].map(|kind| device["counts"][kind].as_u64().unwrap())
 }
+
+/// The user of this process.
+pub fn own_user() -> u32 {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").unwrap().uid()
+}
+
+/// Tests that need root have nothing to show without.
+pub fn is_root() -> bool {
+    let root = own_user() == 0;
+    if !root {
+        eprintln!("this test does nothing: it is not run by root");
+    }
+    root
+}

@@ -27,4 +27,5 @@ mod states;
 mod system_calls;
 mod uc;
 mod wire;
+mod wire_setup;
 mod xrc;

@@ -2,13 +2,13 @@
 //! What the process has given up when it serves, as the kernel tells.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::unix::fs::{chown, MetadataExt};
+use std::os::unix::fs::chown;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use crate::common::{assert_works, process, vm, Pair, Two, TIMEOUT};
+use crate::common::{assert_works, is_root, own_user, process, vm, Pair, Two, TIMEOUT};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_vhost-device-rdma");
 /// A user that these tests become, who is nobody in particular.
@@ -27,11 +27,6 @@ fn threads(process: u32) -> Vec<(String, BTreeMap<String, String>)> {
     };
     let tasks = tasks.map(|task| task.unwrap().path());
     tasks.filter_map(status).collect()
-}
-
-/// The user of this test.
-fn own_user() -> u32 {
-    fs::metadata("/proc/self").unwrap().uid()
 }
 
 /// The user, by all of its ids, of each thread of a process. They are all confined.
@@ -203,15 +198,6 @@ impl Drop for Started {
         let _ = self.child.wait();
         let _ = fs::remove_dir_all(&self.directory);
     }
-}
-
-/// Tests that need root have nothing to show without.
-fn is_root() -> bool {
-    let root = own_user() == 0;
-    if !root {
-        eprintln!("this test does nothing: it is not run by root");
-    }
-    root
 }
 
 #[test]

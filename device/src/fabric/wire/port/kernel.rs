@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What a port asks of the kernel that no crate here has: TAP interfaces (Linux
 //! `Documentation/networking/tuntap.rst`) and programs at interfaces (bpf(2), tcx).
-use std::ffi::{c_char, c_int, c_ulong};
+use std::ffi::{c_char, c_int, c_ulong, CStr};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::net::UdpSocket;
@@ -14,12 +14,15 @@ const QUEUE: c_int = 8192;
 const NAME: usize = libc::IFNAMSIZ;
 
 const TUNSETIFF: c_ulong = 0x4004_54ca;
+const TUNSETPERSIST: c_ulong = 0x4004_54cb;
+const TUNSETOWNER: c_ulong = 0x4004_54cc;
 const TUNSETOFFLOAD: c_ulong = 0x4004_54d0;
 /// We take frames whose checksums are not there yet, nobody looks at them, and several of UDP at once,
 /// over IPv4 and IPv6 (Linux 6.2).
 const TUN_F_CSUM: c_ulong = 1;
 const TUN_F_USO: c_ulong = 0x20 | 0x40;
 const BPF_PROG_LOAD: c_int = 5;
+const BPF_OBJ_PIN: c_int = 6;
 const BPF_LINK_CREATE: c_int = 28;
 const BPF_PROG_TYPE_SCHED_CLS: u32 = 3;
 const BPF_TCX_INGRESS: u32 = 46;
@@ -48,9 +51,9 @@ fn ioctl(file: &impl AsRawFd, what: c_ulong, request: &mut libc::ifreq) -> io::R
     Ok(())
 }
 
-/// A TAP of our own, which is gone when it is closed. It reads and writes frames behind a header of
-/// 10 bytes (`virtio_net_hdr`) and does not wait. `name` may have `%d` for a number. Returns its
-/// name, too.
+/// A TAP of this name, which is there or is made. One that was made is gone when it is closed, unless
+/// it is kept. It reads and writes frames behind a header of 10 bytes (`virtio_net_hdr`) and does not
+/// wait. `name` may have `%d` for a number. Returns its name, too.
 pub(super) fn tap(name: &str) -> io::Result<(File, String)> {
     let file = OpenOptions::new()
         .read(true)
@@ -61,18 +64,31 @@ pub(super) fn tap(name: &str) -> io::Result<(File, String)> {
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
     request.ifr_ifru.ifru_flags = i16::try_from(flags).unwrap_or_default();
     ioctl(&file, TUNSETIFF, &mut request)?;
-    let takes = [TUN_F_CSUM | TUN_F_USO, TUN_F_CSUM]
-        .into_iter()
-        .any(|what| {
-            // SAFETY: the argument is a number.
-            unsafe { libc::ioctl(file.as_raw_fd(), TUNSETOFFLOAD as _, what) >= 0 }
-        });
-    if !takes {
-        return Err(io::Error::last_os_error());
-    }
+    ioctl_number(&file, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_USO)
+        .or_else(|_| ioctl_number(&file, TUNSETOFFLOAD, TUN_F_CSUM))?;
     let bytes = request.ifr_name.iter().take_while(|byte| **byte != 0);
     let bytes: Vec<u8> = bytes.flat_map(|byte| byte.to_ne_bytes()).collect();
     Ok((file, String::from_utf8_lossy(&bytes).into_owned()))
+}
+
+fn ioctl_number(file: &File, what: c_ulong, argument: c_ulong) -> io::Result<()> {
+    // SAFETY: the argument of all calls that are used is a number.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), what as _, argument) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// A TAP stays when it is closed, for a user to open.
+pub(super) fn keep(tap: &File, owner: u32) -> io::Result<()> {
+    ioctl_number(tap, TUNSETOWNER, owner.into())?;
+    ioctl_number(tap, TUNSETPERSIST, 1)
+}
+
+/// A TAP that was kept goes when it is closed.
+pub(super) fn keep_no_longer(tap: &File) -> io::Result<()> {
+    ioctl_number(tap, TUNSETPERSIST, 0)
 }
 
 /// For calls about interfaces.
@@ -157,7 +173,16 @@ struct Link {
     revision: u64,
 }
 
-fn bpf<T>(command: c_int, attributes: &T) -> io::Result<OwnedFd> {
+/// The same for BPF_OBJ_PIN.
+#[repr(C)]
+struct Pin {
+    path: u64,
+    what: u32,
+    flags: u32,
+}
+
+/// Returns what the call returns, if it is no error.
+fn bpf<T>(command: c_int, attributes: &T) -> io::Result<c_int> {
     // SAFETY: the kernel reads as many bytes of the structure as we say, and what its pointers
     // point to, which outlives the call.
     let result = unsafe {
@@ -168,12 +193,28 @@ fn bpf<T>(command: c_int, attributes: &T) -> io::Result<OwnedFd> {
             size_of::<T>(),
         )
     };
-    let fd = c_int::try_from(result).unwrap_or(-1);
-    if fd < 0 {
+    let result = c_int::try_from(result).unwrap_or(-1);
+    if result < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: both commands return a descriptor of our own.
+    Ok(result)
+}
+
+fn bpf_descriptor<T>(command: c_int, attributes: &T) -> io::Result<OwnedFd> {
+    let fd = bpf(command, attributes)?;
+    // SAFETY: the commands that are used return a descriptor of our own.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Has a program, or its place at an interface, stay as long as a file of this name is there, in a
+/// file system of type bpf.
+pub(super) fn pin(what: &OwnedFd, path: &CStr) -> io::Result<()> {
+    let attributes = Pin {
+        path: path.as_ptr() as u64,
+        what: u32::try_from(what.as_raw_fd()).unwrap_or_default(),
+        flags: 0,
+    };
+    bpf(BPF_OBJ_PIN, &attributes).map(drop)
 }
 
 /// Loads a program that looks at the frames of an interface.
@@ -190,7 +231,7 @@ pub(super) fn load(instructions: &[Instruction]) -> io::Result<OwnedFd> {
         kernel: 0,
         flags: 0,
     };
-    bpf(BPF_PROG_LOAD, &attributes)
+    bpf_descriptor(BPF_PROG_LOAD, &attributes)
 }
 
 /// Has a program look at the frames that leave the host by an interface, or at those that come.
@@ -209,5 +250,5 @@ pub(super) fn attach(program: &OwnedFd, interface: u32, leaving: bool) -> io::Re
         reserved: 0,
         revision: 0,
     };
-    bpf(BPF_LINK_CREATE, &attributes)
+    bpf_descriptor(BPF_LINK_CREATE, &attributes)
 }

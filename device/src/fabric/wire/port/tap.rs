@@ -6,15 +6,18 @@
 //! the interface, towards the VM, and is RoCEv2, goes to our TAP instead. What we write to our TAP
 //! comes to the host as if the VM had sent it: bridges, filters and routes see it where they see the
 //! VM. When this process ends, all goes to the VM again.
+use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
 
 use nix::net::if_::if_nametoindex;
 
 use super::super::frame::{checksum, folded};
 use super::super::icrc::icrc;
-use super::kernel::{attach, bring_up, load, mtu, tap, Instruction};
+use super::kernel::{attach, bring_up, keep, keep_no_longer, load, mtu, pin, tap, Instruction};
 use super::{Burst, LONGEST};
 use crate::engine::vm::Segment;
 
@@ -36,8 +39,28 @@ pub enum TapError {
 #[derive(Debug)]
 pub struct Tap {
     file: File,
-    /// They last as long as these are open.
-    _programs: [OwnedFd; 2],
+    /// They last as long as these are open; none of a TAP that was prepared.
+    _programs: Option<[OwnedFd; 2]>,
+}
+
+/// What is pinned for an interface: the program that sends frames to the device, and the other one.
+const PINS: [&str; 2] = ["to-device", "from-device"];
+
+/// What the TAP is called that is prepared for an interface.
+fn prepared_name(interface: u32) -> String {
+    format!("rdma-{interface}")
+}
+
+fn pin_path(pins: &Path, interface: u32, which: &str) -> PathBuf {
+    pins.join(format!("{}-{which}", prepared_name(interface)))
+}
+
+fn refused(what: &'static str) -> impl Fn(io::Error) -> TapError {
+    move |error| TapError::System(what, error)
+}
+
+fn index_of(interface: &str) -> Result<u32, TapError> {
+    if_nametoindex(interface).map_err(|_| TapError::NoInterface(interface.to_owned()))
 }
 
 /// The longest IP packet of an interface, bytes, if there is one.
@@ -46,17 +69,80 @@ pub(crate) fn mtu_of(interface: &str) -> Option<usize> {
 }
 
 impl Tap {
-    /// Makes a TAP, and joins it to `interface`.
+    /// Opens the TAP that was prepared for `interface`; where there is none, makes one, and joins it.
     ///
     /// # Errors
-    /// If there is no such interface, or the system refuses: it takes CAP_NET_ADMIN and CAP_BPF, and
-    /// Linux 6.6.
+    /// If there is no such interface, or the system refuses: to make and to join one takes
+    /// CAP_NET_ADMIN and CAP_BPF, and Linux 6.6.
     pub fn join(interface: &str) -> Result<Self, TapError> {
+        let prepared = prepared_name(index_of(interface)?);
+        if if_nametoindex(prepared.as_str()).is_ok() {
+            let opened = tap(&prepared);
+            let (file, _) =
+                opened.map_err(refused("open the TAP that wire-setup made for its user"))?;
+            return Ok(Self {
+                file,
+                _programs: None,
+            });
+        }
+        let (file, programs) = Self::make("vrdma%d", interface)?;
+        Ok(Self {
+            file,
+            _programs: Some(programs),
+        })
+    }
+
+    /// Makes a TAP for `interface` that stays, for user `owner` to open; returns its name. The programs
+    /// that join them are pinned in the directory `pins`.
+    ///
+    /// # Errors
+    /// As [`Self::join`], and if there is one already, which is in use.
+    pub fn prepare(interface: &str, owner: u32, pins: &Path) -> Result<String, TapError> {
+        let index = index_of(interface)?;
+        let name = prepared_name(index);
+        Self::take_back(interface, pins)?;
+        let (file, programs) = Self::make(&name, interface)?;
+        for (program, which) in programs.iter().zip(PINS) {
+            let path = pin_path(pins, index, which);
+            let path = CString::new(path.into_os_string().into_vec());
+            let path = path.map_err(|error| refused("pin the programs")(error.into()))?;
+            pin(program, &path).map_err(refused(
+                "pin the programs (is a file system of type bpf mounted there?)",
+            ))?;
+        }
+        keep(&file, owner).map_err(refused("keep the TAP"))?;
+        Ok(name)
+    }
+
+    /// Ends what [`Self::prepare`] did, as far as there is anything.
+    ///
+    /// # Errors
+    /// If there is no such interface, or the TAP is in use.
+    pub fn take_back(interface: &str, pins: &Path) -> Result<(), TapError> {
+        let index = index_of(interface)?;
+        let name = prepared_name(index);
+        if if_nametoindex(name.as_str()).is_ok() {
+            let opened = tap(&name).map_err(refused("open the TAP (is it in use?)"));
+            opened
+                .and_then(|(file, _)| keep_no_longer(&file).map_err(refused("give up the TAP")))?;
+        }
+        for which in PINS {
+            match fs::remove_file(pin_path(pins, index, which)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(refused("take the programs back")(error));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a TAP of this name, and joins it to `interface`, as long as the programs are there.
+    fn make(name: &str, interface: &str) -> Result<(File, [OwnedFd; 2]), TapError> {
+        let index = index_of(interface)?;
         let there = || TapError::NoInterface(interface.to_owned());
-        let index = if_nametoindex(interface).map_err(|_| there())?;
         let mtu = mtu_of(interface).ok_or_else(there)?;
-        let refused = |what| move |error| TapError::System(what, error);
-        let (file, name) = tap("vrdma%d").map_err(refused("make a TAP"))?;
+        let (file, name) = tap(name).map_err(refused("make a TAP"))?;
         // It has no addresses of its own. Without IPv6 there is nothing to keep it from having any.
         let _ = fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
         bring_up(&name, mtu).map_err(refused("take the TAP up"))?;
@@ -68,10 +154,7 @@ impl Tap {
         let towards = join(&towards_device(own), index, true);
         let from = join(&from_device(index), own, false);
         let join = refused("join the TAP to the interface (that takes Linux 6.6, and root)");
-        Ok(Self {
-            file,
-            _programs: [towards.map_err(join)?, from.map_err(join)?],
-        })
+        Ok((file, [towards.map_err(&join)?, from.map_err(&join)?]))
     }
 
     /// The way in and out for a worker.
