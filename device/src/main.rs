@@ -16,6 +16,7 @@ use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
 use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
+use vhost_device_rdma::memory::choose_copy;
 use vhost_device_rdma::play::Scenario;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::{Kind, Mode, Sandbox};
@@ -112,6 +113,7 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     }
     config.adapter.sandbox = sandbox.clone();
     config.adapter.uplinks = uplinks;
+    choose_copy();
     let adapter = Adapter::new(&config.adapter)?;
     let mut running = Running::default();
     let result = watch.map_or(Ok(()), |watch| {

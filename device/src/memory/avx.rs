@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Copies by AVX, with what comes next fetched meanwhile; and past the caches, by stores that do
 //! not allocate in them, if `STREAM`.
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
 use super::guest::Host;
 use super::range::{prefetch_line, prefetch_line_to_write};
 
@@ -43,20 +46,87 @@ pub fn is_there() -> bool {
 
 /// The order in which the lines of pages are copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
+#[repr(u8)]
+pub enum Order {
     /// Page by page, all over each of them.
     AllOver,
     /// The second half of each page together with the first half of the next.
     Staggered,
+    /// Page by page, one after the other, with the next page fetched meanwhile.
+    Forward,
+    /// Page by page, as the C library copies them.
+    Whole,
 }
+
+impl Order {
+    const ALL: [Self; 4] = [Self::AllOver, Self::Staggered, Self::Forward, Self::Whole];
+}
+
+/// The one that many pages are copied in: its place in [`Order::ALL`].
+static CHOSEN: AtomicU8 = AtomicU8::new(Order::AllOver as u8);
+
+/// Measures on this processor which order is the fastest for many pages, and copies so from now on.
+/// It takes a few milliseconds; another thread that needs the processor meanwhile does no harm.
+pub fn choose() -> Option<Order> {
+    /// Pages that are copied at a time: 1 MiB, which is neither in the first cache nor out of the
+    /// last one.
+    const MANY: usize = 256;
+    const ROUNDS: usize = 16;
+    if !is_there() {
+        return None;
+    }
+    let memory = || vec![Page([1; PAGE]); MANY];
+    let (mut to, mut from) = (memory(), memory());
+    // Pages of guests lie in any order. The step has no factor in common with their number.
+    let listed = |pages: &mut [Page], step: usize| {
+        let places = pages.iter_mut().map(|page| Host(page.0.as_mut_ptr()));
+        let places: Vec<_> = places.collect();
+        let order = (0..MANY).map(|n| n * step % MANY);
+        order
+            .filter_map(|n| places.get(n).copied())
+            .collect::<Vec<_>>()
+    };
+    let (to, from) = (listed(&mut to, 101), listed(&mut from, 59));
+    let ((Some(first), more), (Some(source), sources)) =
+        ((to.first(), to.get(1..)?), (from.first(), from.get(1..)?))
+    else {
+        return None;
+    };
+    let mut best = [Duration::MAX; Order::ALL.len()];
+    for _ in 0..ROUNDS {
+        for (order, best) in Order::ALL.into_iter().zip(&mut best) {
+            let begin = Instant::now();
+            // SAFETY: they are pages of two vectors, each once, and the processor has AVX.
+            unsafe { copy_pages_in(order, (*first, more), (*source, sources)) };
+            *best = begin.elapsed().min(*best);
+        }
+    }
+    let all = Order::ALL.into_iter().zip(best);
+    let (order, _) = all.min_by_key(|(_, best)| *best)?;
+    CHOSEN.store(order as u8, Ordering::Relaxed);
+    Some(order)
+}
+
+/// The order for so many pages.
+#[inline]
+fn order_for(count: usize) -> Order {
+    if count < FEW {
+        return Order::AllOver;
+    }
+    let chosen = usize::from(CHOSEN.load(Ordering::Relaxed));
+    Order::ALL.get(chosen).copied().unwrap_or(Order::AllOver)
+}
+
+#[repr(align(4096))]
+#[derive(Clone, Copy)]
+struct Page([u8; PAGE]);
 
 /// Copies pages, the first of `from` to the first of `to` and so on, as long as there is another at
 /// both: that is fetched meanwhile.
 ///
-/// Staggered is best on Zen 4, but for a few pages: there the core needs a while at the beginning
-/// of each page to find out that lines follow each other, and this is hidden behind the half of
-/// another. All over is best on one other machine, whose processor is not known and on which
-/// staggered was not tried. AVX-512 stands for the difference.
+/// Which order is best depends on the processor ([`choose`]). On Zen 4 it is staggered: there the core
+/// needs a while at the beginning of each page to find out that lines follow each other, and this is
+/// hidden behind the half of another. That takes more than a few pages.
 ///
 /// # Safety
 /// All pages are valid for [`PAGE`] bytes and aligned to that, and no two of them overlap unless
@@ -64,17 +134,12 @@ enum Order {
 #[target_feature(enable = "avx")]
 pub unsafe fn copy_pages<const STREAM: bool>(to: (Host, &[Host]), from: (Host, &[Host])) {
     let count = to.1.len().min(from.1.len());
-    let order = if count >= FEW && std::arch::is_x86_feature_detected!("avx512f") {
-        Order::Staggered
-    } else {
-        Order::AllOver
-    };
     // SAFETY: the caller promises it.
     unsafe {
         if STREAM {
             stream_pages(to, from);
         } else {
-            copy_pages_in(order, to, from);
+            copy_pages_in(order_for(count), to, from);
         }
     }
 }
@@ -122,6 +187,8 @@ unsafe fn copy_pages_in(order: Order, to: (Host, &[Host]), from: (Host, &[Host])
         unsafe {
             match (order, after) {
                 (Order::AllOver, _) => copy_all_over(page, source, next),
+                (Order::Forward, _) => copy_lines::<false>(page, source, LINES, next, LINES / 2),
+                (Order::Whole, _) => std::ptr::copy(source, page, PAGE),
                 (Order::Staggered, Some(after)) => {
                     copy_halves((page, source), next, (after.0 .0, after.1 .0));
                 }
@@ -288,10 +355,6 @@ mod tests {
 
     const PAGES: usize = 5;
 
-    #[repr(align(4096))]
-    #[derive(Clone, Copy)]
-    struct Page([u8; PAGE]);
-
     /// A list of pages to copy.
     type List<'a> = (Host, &'a [Host]);
 
@@ -326,10 +389,22 @@ mod tests {
         for count in 1..=PAGES {
             // SAFETY: they are pages of two vectors, and the processor has AVX.
             check(count, |to, from| unsafe { stream_pages(to, from) });
-            for order in [Order::AllOver, Order::Staggered] {
+            for order in Order::ALL {
                 // SAFETY: the same.
                 check(count, |to, from| unsafe { copy_pages_in(order, to, from) });
             }
         }
+    }
+
+    #[test]
+    fn one_of_the_orders_is_chosen_for_many_pages() {
+        if !is_there() {
+            return;
+        }
+        let chosen = choose().unwrap();
+        assert_eq!(
+            (order_for(FEW), order_for(FEW - 1)),
+            (chosen, Order::AllOver)
+        );
     }
 }

@@ -30,5 +30,14 @@ pub use range::{
 };
 pub use scatter::{copy_scattered, end_streaming, ScatterRange, Way};
 
+/// Measures how this processor copies between pages of guests best, and copies so from now on. It takes
+/// a few milliseconds.
+pub fn choose_copy() {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(order) = avx::choose() {
+        log::debug!("pages are copied {order:?}");
+    }
+}
+
 #[cfg(test)]
 pub(crate) use guest::tests::region;

@@ -6,13 +6,14 @@
 //! drives both VMs shares the sender's core, and sleeps most of the time.
 use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, ensure, Context, Result};
 use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce, UdpGroSegment, UdpGsoSegment};
-use vhost_device_rdma_bare::spec::ring::SendWqe;
+use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{mtu, wr_opcode};
 use vhost_device_rdma_bare::{DeviceProcess, Qp, Vm, VmOptions};
 
@@ -34,13 +35,35 @@ const OUTSTANDING: u32 = 8 << 20;
 const SLEEP: Duration = Duration::from_micros(100);
 /// Memory that is read and written.
 const MEMORY: usize = 4 << 20;
+/// Work requests of a list of small messages, and their size.
+const LIST: u64 = 32;
+const SMALL: u32 = 64;
+/// What is lost of what one end sends.
+const LOSSES: [(&str, f64); 2] = [("0.1 %", 0.9), ("1 %", 0.5)];
+/// Queue pairs that share a bottleneck, what each has outstanding, and the bottleneck: a rate, what may
+/// wait for it, and with what a router says that it is congested.
+const SHARING: usize = 16;
+const EACH: u64 = 8;
+const SHARED: u32 = 64 << 10;
+const BOTTLENECK: &str = "rate=2G,queue=1M,mark-from=128k";
+/// Queue pairs whose memory is measured.
+const CONNECTED: usize = 10_000;
 /// Packets of a burst, and bursts under way.
 const BURST: usize = 15;
 const BURSTS: usize = 32;
 
 /// Measures.
 pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
-    let hosts = Hosts::start(settings.cores)?;
+    let mut figures = bandwidth(settings)?;
+    figures.push(message_rate(settings)?);
+    figures.extend(goodput(settings)?);
+    figures.push(fairness(settings)?);
+    figures.push(memory(settings)?);
+    Ok(figures)
+}
+
+fn bandwidth(settings: &Settings) -> Result<Vec<Figure>> {
+    let hosts = Hosts::start(settings.cores, "")?;
     let mut ours = [const { Vec::new() }; SIZES.len()];
     let mut raw = Vec::new();
     for _ in 0..settings.repetitions() {
@@ -63,28 +86,111 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
+/// Small messages in lists, beside packets that go one by one.
+fn message_rate(settings: &Settings) -> Result<Figure> {
+    let hosts = Hosts::start(settings.cores, "")?;
+    let (mut ours, mut raw) = (Vec::new(), Vec::new());
+    for _ in 0..settings.repetitions() {
+        raw.push(singles(settings)?);
+        ours.push(hosts.rate(SMALL, LIST, bed::DEPTH, settings)?);
+    }
+    let name = format!("WRITE {SMALL} B in lists of {LIST}, between two processes");
+    let own = figure(SECTION, &name, "million/s", Better::Higher, &ours);
+    let beside = own.beside("UDP packets one by one", &raw);
+    Ok(beside.target(Target::Min(5.0)))
+}
+
+/// What arrives when packets are lost, beside what does when none is.
+fn goodput(settings: &Settings) -> Result<Vec<Figure>> {
+    let clean = Hosts::start(settings.cores, "")?;
+    let mut figures = Vec::new();
+    for (loss, least) in LOSSES {
+        let part = loss.replace(' ', "");
+        let lossy = Hosts::start(settings.cores, &format!("seed=1,loss={part}"))?;
+        let (mut all, mut some) = (Vec::new(), Vec::new());
+        for _ in 0..settings.repetitions() {
+            all.push(clean.write(1 << 20, settings)?);
+            some.push(lossy.write(1 << 20, settings)?);
+        }
+        let name = format!("WRITE 1 MiB, {loss} of the packets lost");
+        let own = figure(SECTION, &name, "GB/s", Better::Higher, &some);
+        figures.push(own.beside("none lost", &all).target(Target::Min(least)));
+    }
+    Ok(figures)
+}
+
+/// How even queue pairs share a bottleneck: 1 if all get the same, 1/n if one of n gets all.
+fn fairness(settings: &Settings) -> Result<Figure> {
+    let hosts = Hosts::start(settings.cores, BOTTLENECK)?;
+    let pairs = (0..SHARING).map(|_| hosts.pair(2 * EACH as u32));
+    let pairs: Vec<_> = pairs.collect::<Result<_>>()?;
+    let mut runs = Vec::new();
+    for _ in 0..settings.repetitions() {
+        let shares = hosts.share(&pairs, 10 * settings.time())?;
+        let sum: f64 = shares.iter().sum();
+        let squares: f64 = shares.iter().map(|share| share * share).sum();
+        runs.push(sum * sum / (squares * shares.len() as f64));
+    }
+    let name = format!("fairness of {SHARING} queue pairs at a bottleneck (Jain's index)");
+    let own = figure(SECTION, &name, "", Better::Higher, &runs);
+    Ok(own.target(Target::Min(0.9)))
+}
+
+/// What a process keeps of a connected queue pair that has sent a message.
+fn memory(settings: &Settings) -> Result<Figure> {
+    let hosts = Hosts::start(settings.cores, "")?;
+    let count = if settings.quick {
+        CONNECTED / 10
+    } else {
+        CONNECTED
+    };
+    let resident = || -> Result<f64> {
+        let [process, _] = &hosts.processes;
+        let path = format!("/proc/{}/status", process.id());
+        let status = std::fs::read_to_string(path)?;
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
+        Ok(kib.context("no RssAnon")?.trim().parse()?)
+    };
+    let before = resident()?;
+    let mut pairs = Vec::new();
+    let polling = hosts.from.send_cq.polling();
+    for _ in 0..count {
+        let pair = hosts.pair(1)?;
+        let (wqe, sge) = hosts.wqe(SMALL);
+        bed::round(&polling, &pair[0], &bed::signaled(wqe), sge)?;
+        pairs.push(pair);
+    }
+    let each = (resident()? - before) / count as f64;
+    let name = format!("memory of each of {count} connected queue pairs that have sent");
+    Ok(figure(SECTION, &name, "KiB", Better::Lower, &[each]))
+}
+
 /// Two processes, with a VM each.
 struct Hosts {
     // Dropped in this order.
     qps: [Qp; 2],
     from: Side,
     to: Side,
-    _processes: [DeviceProcess; 2],
+    processes: [DeviceProcess; 2],
 }
 
 impl Hosts {
-    fn start(cores: Cores) -> Result<Self> {
+    /// What the first one sends has these faults.
+    fn start(cores: Cores, faults: &str) -> Result<Self> {
         let free = || UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
         let [a, b] = [free()?, free()?];
         let started = [
-            process(cores, cores.driver, a, b)?,
-            process(cores, cores.worker, b, a)?,
+            process(cores, cores.driver, (a, b), faults)?,
+            process(cores, cores.worker, (b, a), "")?,
         ];
         let vm = |number: u8, socket: &Path| -> Result<Arc<Vm>> {
             let mut gid = [0; 16];
             gid[10..].copy_from_slice(&[0xff, 0xff, 10, 0, 0, number]);
             let options = VmOptions {
-                memory: 64 << 20,
+                memory: 512 << 20,
                 gid: Some(gid),
                 ..VmOptions::default()
             };
@@ -94,33 +200,94 @@ impl Hosts {
         let to = Side::new(&vm(2, &started[1].1)?, MEMORY)?;
         let queue = bed::DEPTH as u32;
         let qps = [from.qp(queue, queue)?, to.qp(queue, queue)?];
-        let [first, second] = &qps;
-        for (qp, peer) in [(first, second), (second, first)] {
-            let mut connection = bed::to_peer(peer);
-            connection.path_mtu = mtu::MTU_4096;
-            qp.connect(&connection)?;
-        }
+        connect(&qps)?;
         Ok(Self {
             from,
             to,
             qps,
-            _processes: started.map(|(process, _)| process),
+            processes: started.map(|(process, _)| process),
         })
     }
 
-    /// GB/s of WRITEs.
-    fn write(&self, size: u32, settings: &Settings) -> Result<f64> {
-        let list = if size <= 4096 { 32 } else { 1 };
-        let depth = u64::from(OUTSTANDING / size).clamp(2, bed::DEPTH);
-        let mut polling = self.from.send_cq.polling();
+    /// Another two queue pairs, which are connected, with a send queue of so many entries.
+    fn pair(&self, send: u32) -> Result<[Qp; 2]> {
+        let qps = [self.from.qp(send, 0)?, self.to.qp(1, 0)?];
+        connect(&qps)?;
+        Ok(qps)
+    }
+
+    /// A WRITE of so many bytes.
+    fn wqe(&self, size: u32) -> (SendWqe, Sge) {
         let wqe = SendWqe {
             opcode: wr_opcode::RDMA_WRITE,
             remote_addr: self.to.mr.iova,
             rkey: self.to.mr.rkey,
             ..SendWqe::default()
         };
-        let (qp, sge) = (&self.qps[0], self.from.mr.sge(0, size));
-        let millions = bed::measure_rate_of(
+        (wqe, self.from.mr.sge(0, size))
+    }
+
+    /// How many messages of each pair arrive in a time, when all have as many outstanding.
+    fn share(&self, pairs: &[[Qp; 2]], time: Duration) -> Result<Vec<f64>> {
+        let polling = self.from.send_cq.polling();
+        let mut outstanding = 0u64;
+        let mut counts = vec![0.0; pairs.len()];
+        let post = |number: usize| -> Result<()> {
+            let [qp, _] = pairs.get(number).context("no such queue pair")?;
+            let (wqe, sge) = self.wqe(SHARED);
+            let wqe = bed::signaled(SendWqe {
+                wr_id: number as u64,
+                ..wqe
+            });
+            qp.send_queue().post(&wqe, [sge])?;
+            Ok(qp.ring()?)
+        };
+        for number in 0..pairs.len() {
+            for _ in 0..EACH {
+                post(number)?;
+                outstanding += 1;
+            }
+        }
+        let begin = Instant::now();
+        while outstanding != 0 {
+            let Some(cqe) = polling.poll() else {
+                ensure!(begin.elapsed() < 20 * time, "completions do not come");
+                std::thread::sleep(SLEEP);
+                continue;
+            };
+            polling.publish();
+            ensure!(cqe.status == 0, "a completion with status {}", cqe.status);
+            outstanding -= 1;
+            let number = usize::try_from(cqe.wr_id)?;
+            let [qp, _] = pairs.get(number).context("no such queue pair")?;
+            qp.send_queue().complete(cqe.wqe_index);
+            let elapsed = begin.elapsed();
+            // The first fifth is for finding the rate.
+            if elapsed < time + time / 5 {
+                post(number)?;
+                outstanding += 1;
+                if elapsed >= time / 5 {
+                    *counts.get_mut(number).context("no such queue pair")? += 1.0;
+                }
+            }
+        }
+        Ok(counts)
+    }
+
+    /// GB/s of WRITEs.
+    fn write(&self, size: u32, settings: &Settings) -> Result<f64> {
+        let list = if size <= 4096 { 32 } else { 1 };
+        let depth = u64::from(OUTSTANDING / size).clamp(2, bed::DEPTH);
+        let millions = self.rate(size, list, depth, settings)?;
+        Ok(millions * f64::from(size) / 1e3)
+    }
+
+    /// Millions of WRITEs per second, in lists, with so many outstanding.
+    fn rate(&self, size: u32, list: u64, depth: u64, settings: &Settings) -> Result<f64> {
+        let mut polling = self.from.send_cq.polling();
+        let (wqe, sge) = self.wqe(size);
+        let qp = &self.qps[0];
+        bed::measure_rate_of(
             &mut polling,
             list,
             depth,
@@ -133,19 +300,32 @@ impl Hosts {
                 }
                 Ok(lists * list)
             },
-        )?;
-        Ok(millions * f64::from(size) / 1e3)
+        )
     }
 }
+
+/// Connects two queue pairs, with the largest packets.
+fn connect([first, second]: &[Qp; 2]) -> Result<()> {
+    for (qp, peer) in [(first, second), (second, first)] {
+        let mut connection = bed::to_peer(peer);
+        connection.path_mtu = mtu::MTU_4096;
+        qp.connect(&connection)?;
+    }
+    Ok(())
+}
+
+/// Processes so far: each has a socket of its own.
+static PROCESSES: AtomicU32 = AtomicU32::new(0);
 
 /// A process whose worker has this core, and the socket of its VM.
 fn process(
     cores: Cores,
     core: usize,
-    local: SocketAddr,
-    remote: SocketAddr,
+    (local, remote): (SocketAddr, SocketAddr),
+    faults: &str,
 ) -> Result<(DeviceProcess, PathBuf)> {
-    let name = format!("virtio-rdma-bench-wire-{}-{core}", std::process::id());
+    let number = PROCESSES.fetch_add(1, Ordering::Relaxed);
+    let name = format!("virtio-rdma-bench-wire-{}-{number}", std::process::id());
     let socket = std::env::temp_dir().join(name);
     let on = Cores {
         worker: core,
@@ -153,8 +333,12 @@ fn process(
     };
     let device = format!(
         "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:02:01'\n\
-         dgram = {{ local = '{local}', remote = '{remote}', mtu = {MTU} }}\n",
-        socket.display()
+         dgram = {{ local = '{local}', remote = '{remote}', mtu = {MTU} }}\n{}",
+        socket.display(),
+        match faults {
+            "" => String::new(),
+            faults => format!("faults = {{ out = '{faults}' }}\n"),
+        }
     );
     Ok((bed::device(on, 0, &device)?, socket))
 }
@@ -180,6 +364,58 @@ fn bursts(settings: &Settings) -> Result<f64> {
         sender.send(&[])?;
         end.join().map_err(|_| anyhow!("a thread panicked"))??;
         rate
+    })
+}
+
+/// Millions of packets per second that go one by one from a socket to another one, as small ones of
+/// ours, and are answered now and then.
+fn singles(settings: &Settings) -> Result<f64> {
+    let Cores { driver, worker } = settings.cores;
+    let [sender, receiver] = [udp()?, udp()?];
+    sender.connect(receiver.local_addr()?)?;
+    receiver.connect(sender.local_addr()?)?;
+    let time = 4 * settings.time();
+    std::thread::scope(|scope| {
+        let end = scope.spawn(move || -> Result<()> {
+            pin(&[worker])?;
+            let mut packet = [0; 256];
+            let mut packets = 0;
+            while receiver.recv(&mut packet)? != 0 {
+                packets += 1;
+                if packets % BURST == 0 {
+                    receiver.send(&[1])?;
+                }
+            }
+            Ok(())
+        });
+        pin(&[driver])?;
+        let packet = [1; SMALL as usize + HEADERS];
+        let (mut sent, mut answered) = (0usize, 0usize);
+        let begin = Instant::now();
+        let mut start = None;
+        let rate = loop {
+            for _ in 0..BURST {
+                sender.send(&packet)?;
+            }
+            sent += 1;
+            while sent - answered >= BURSTS {
+                sender.recv(&mut [0; 8])?;
+                answered += 1;
+            }
+            let now = Instant::now();
+            match start {
+                None if now - begin >= time / 5 => start = Some((now, answered)),
+                Some((from, before)) if now - begin >= time + time / 5 => {
+                    let packets = (answered - before) * BURST;
+                    break packets as f64 / (now - from).as_secs_f64() / 1e6;
+                }
+                _ => {}
+            }
+        };
+        // An empty datagram ends it.
+        sender.send(&[])?;
+        end.join().map_err(|_| anyhow!("a thread panicked"))??;
+        Ok(rate)
     })
 }
 
