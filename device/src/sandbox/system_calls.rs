@@ -35,6 +35,8 @@ type Call = (c_long, With);
 const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
 const THREAD: u32 = libc::CLONE_THREAD as u32;
 const NO_BLOCKING: u32 = libc::FIONBIO as u32;
+const FLAGS_OF_INTERFACE: u32 = libc::SIOCGIFFLAGS as u32;
+const MTU_OF_INTERFACE: u32 = libc::SIOCGIFMTU as u32;
 const NAMES: &[u32] = &[libc::PR_SET_NAME as u32, libc::PR_SET_VMA as u32];
 
 /// Memory, as the allocator and guests need it. None of it is to be executed.
@@ -114,7 +116,6 @@ const CONNECTIONS: &[Call] = &[
     (libc::SYS_fstat, Any),
     (libc::SYS_fstatfs, Any),
     (libc::SYS_getsockopt, Any),
-    (libc::SYS_ioctl, OneOf(1, &[NO_BLOCKING])),
     (libc::SYS_lseek, Any),
     // fstat(), as the C library does it.
     (libc::SYS_newfstatat, Any),
@@ -130,12 +131,15 @@ const CONNECTIONS: &[Call] = &[
     (libc::SYS_writev, Any),
 ];
 
+/// What front ends' threads do besides.
+const FRONT_END: &[Call] = &[(libc::SYS_ioctl, OneOf(1, &[NO_BLOCKING]))];
+
 /// What the main thread does besides: it waits for signals, and removes sockets. Another one asks for
 /// the state of interfaces.
 const MAIN: &[Call] = &[
     (
         libc::SYS_ioctl,
-        OneOf(1, &[libc::SIOCGIFFLAGS as u32, libc::SIOCGIFMTU as u32]),
+        OneOf(1, &[NO_BLOCKING, FLAGS_OF_INTERFACE, MTU_OF_INTERFACE]),
     ),
     (libc::SYS_rt_sigtimedwait, Any),
     #[cfg(target_arch = "x86_64")]
@@ -151,7 +155,7 @@ const UNKNOWN: &[c_long] = &[libc::SYS_clone3];
 fn allowed(kind: Kind) -> impl Iterator<Item = Call> {
     let lists: &[&[Call]] = match kind {
         Kind::Worker => &[MEMORY, THREADS, EVENTS, WORKER],
-        Kind::FrontEnd => &[MEMORY, THREADS, EVENTS, START, CONNECTIONS],
+        Kind::FrontEnd => &[MEMORY, THREADS, EVENTS, START, CONNECTIONS, FRONT_END],
         Kind::Control => &[MEMORY, THREADS, EVENTS, START, CONNECTIONS, MAIN],
     };
     lists.iter().copied().flatten().copied()
