@@ -179,6 +179,7 @@ const INTERFACE_CASES: &[Case] = &[Case {
         for mtu in [9000, 1500, 9000] {
             set_mtu(fixture, 1, mtu)?;
         }
+        set_mtu(fixture, 2, 9000)?;
         stock::rping(fixture, USUAL)
     },
 }];
