@@ -257,12 +257,13 @@ fn counters(fixture: &mut Fixture, ends: Ends) -> Result<()> {
 }
 
 fn pingpong_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
-    let host = ipv6(fixture, ends.0)?;
+    ipv6(fixture, ends.0)?;
     let gid = "$(basename $(grep -l ^fd10: /sys/class/infiniband/*/ports/1/gids/*))";
     for options in ["-c -n 200", "-c -s 65536 -n 100"] {
         let pair = fixture.pair(ends.0, ends.1);
         let start = format!("ibv_rc_pingpong -g {gid} -p {} {options}", pair.port);
-        let client = format!("{start} {host}");
+        // The tool itself listens on IPv4.
+        let client = format!("{start} {}", pair.host());
         pair.run(&fixture.bed, &start, &client, LONG)?;
     }
     Ok(())

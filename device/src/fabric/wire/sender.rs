@@ -46,8 +46,9 @@ const MESSAGES: usize = 256;
 const READ_PART: u64 = 64 << 10;
 /// An acknowledgement is asked for after so many packets, and at the end of each message.
 const ACK_EVERY: u32 = 16;
-/// What was not answered is sent once more after some round trips, or this, nanoseconds: long before
-/// the time-out, in case its last packets were lost. It counts as no attempt.
+/// What was not answered is asked for after some round trips, or this, nanoseconds: long before the
+/// time-out, in case its last packets were lost. The last packet goes again, and if that has no answer
+/// either, all of it. It counts as no attempt.
 const LEAST_PROBE: u64 = 1_000_000;
 /// What answers take longer than four times the least is due to packets that wait on their way, or
 /// to processors that are busy; so much of that is right, nanoseconds.
@@ -115,6 +116,16 @@ enum Keeps {
     Unknown,
     Them,
     Nothing,
+}
+
+/// Where sending goes on behind a packet that goes again by itself.
+#[derive(Debug, Clone, Copy)]
+struct Resume {
+    next: Psn,
+    /// Index of its message in `outstanding`.
+    at: usize,
+    /// The packet is one that is missing.
+    fills: bool,
 }
 
 /// How many packets may be under way: more while none is lost, half as many when one is, when
@@ -247,8 +258,8 @@ pub(super) struct Sender {
     bringing: usize,
     /// Where `next` is: index in `outstanding`.
     at: usize,
-    /// The packet at `next` goes again by itself; then it goes on here.
-    resume: Option<(Psn, usize)>,
+    /// The packet at `next` goes again by itself; then it goes on there.
+    resume: Option<Resume>,
     /// The number behind the packet that went again by itself, until it has its answer; and what
     /// such answers say of the peer.
     filled: Option<Psn>,
@@ -264,8 +275,10 @@ pub(super) struct Sender {
     /// Memory of the message at `next` could not be read: it fails, when all before it is done.
     unreadable: Option<WcError>,
     wait: Wait,
-    /// While an answer is waited for: when all is sent again, before the time-out.
+    /// While an answer is waited for: when it is asked for, before the time-out.
     probe: Option<u64>,
+    /// It was asked for, without an answer.
+    probed: bool,
     round_trip: RoundTrip,
     window: Window,
     /// What is under way, and was, is in the account of the VM: so many messages.
@@ -298,6 +311,7 @@ impl Sender {
             unreadable: None,
             wait: Wait::Nothing,
             probe: None,
+            probed: false,
             round_trip: RoundTrip::default(),
             window: Window::new(first, congestion),
             packets: 0,
@@ -329,10 +343,15 @@ impl Sender {
                     return polled;
                 }
             }
-            Wait::Answer(_) if self.probe.is_some_and(|at| now >= at) => {
+            Wait::Answer(until) if self.probe.is_some_and(|at| now >= at) => {
                 self.probe = None;
-                self.window.lost(self.unacknowledged, self.sent);
-                self.go_back();
+                if self.probed || !self.send_last_again() {
+                    self.window.lost(self.unacknowledged, self.sent);
+                    self.go_back();
+                } else {
+                    self.probe = self.next_probe(sq, now).filter(|at| *at < until);
+                }
+                self.probed = true;
             }
             _ => {}
         }
@@ -348,10 +367,8 @@ impl Sender {
             self.wait = Wait::Nothing;
         } else if self.wait == Wait::Nothing {
             self.wait = Wait::Answer(now.saturating_add(answer_time(sq)));
-            let first = sq.tries.no_answer == 0;
-            let wait = self.round_trip.probe().filter(|_| first);
-            let wait = wait.filter(|wait| *wait < answer_time(sq) / 2);
-            self.probe = wait.map(|wait| now.saturating_add(wait));
+            self.probe = self.next_probe(sq, now);
+            self.probed = false;
         }
         match self.wait {
             _ if more => Polled::Again,
@@ -362,6 +379,34 @@ impl Sender {
                 Polled::Idle
             }
         }
+    }
+
+    /// When an answer is asked for that does not come, if it is long before the time-out.
+    fn next_probe(&self, sq: &SendQueue, now: u64) -> Option<u64> {
+        let first = sq.tries.no_answer == 0;
+        let wait = self.round_trip.probe().filter(|_| first);
+        let wait = wait.filter(|wait| *wait < answer_time(sq) / 2);
+        wait.map(|wait| now.saturating_add(wait))
+    }
+
+    /// The last packet that was sent goes again by itself: its answer says what is missing. Returns false
+    /// if there is none that is answered by an acknowledgement, or others go again already.
+    fn send_last_again(&mut self) -> bool {
+        let last = self.sent.before();
+        let has = |message: &Outstanding| last.since(message.first) < message.packets;
+        let at = self.outstanding.iter().position(has);
+        let at = at.filter(|at| self.outstanding.get(*at).is_some_and(|one| !one.brings()));
+        let Some(at) = at.filter(|_| self.next == self.sent && self.resume.is_none()) else {
+            return false;
+        };
+        self.resume = Some(Resume {
+            next: self.next,
+            at: self.at,
+            fills: false,
+        });
+        (self.next, self.at) = (last, at);
+        self.round_trip.timed = None;
+        true
     }
 
     fn park(&self, sq: &mut SendQueue, until: u64) -> Polled {
@@ -417,7 +462,11 @@ impl Sender {
                 return Verdict::Repeats(self.next);
             }
         } else {
-            self.resume = Some((self.next, self.at));
+            self.resume = Some(Resume {
+                next: self.next,
+                at: self.at,
+                fills: true,
+            });
             self.next = self.unacknowledged;
             self.at = 0;
             self.unreadable = None;
@@ -574,7 +623,7 @@ impl Sender {
     ) -> bool {
         while self.next != self.end && self.unreadable.is_none() {
             let in_flight = self.next.since(self.unacknowledged);
-            if in_flight >= self.window.packets {
+            if in_flight >= self.window.packets && self.resume.is_none() {
                 return false;
             }
             if budget.bytes == 0 {
@@ -698,9 +747,11 @@ impl Sender {
                 self.round_trip.sent(self.next, now);
             }
             budget.bytes = budget.bytes.saturating_sub(len.max(64));
-            if let Some(resume) = self.resume.take() {
-                self.filled = Some(self.next.after(count));
-                (self.next, self.at) = resume;
+            if let Some(Resume { next, at, fills }) = self.resume.take() {
+                if fills {
+                    self.filled = Some(self.next.after(count));
+                }
+                (self.next, self.at) = (next, at);
                 continue;
             }
             let ends = number + count == message.packets;
@@ -946,8 +997,8 @@ impl Sender {
                 break;
             };
             self.at = self.at.saturating_sub(1);
-            if let Some((_, at)) = &mut self.resume {
-                *at = at.saturating_sub(1);
+            if let Some(resume) = &mut self.resume {
+                resume.at = resume.at.saturating_sub(1);
             }
             let (worker, bytes) = (qp.worker_index, done.active.message.length);
             if done.active.invalidates_sink {
@@ -969,7 +1020,7 @@ impl Sender {
         if behind {
             match self.resume.take() {
                 // It came after all.
-                Some((next, at)) if next.since(before) >= packets => {
+                Some(Resume { next, at, .. }) if next.since(before) >= packets => {
                     (self.next, self.at) = (next, at);
                 }
                 // It had gone back further than was needed.
