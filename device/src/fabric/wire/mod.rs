@@ -232,6 +232,21 @@ pub(crate) struct View {
 }
 
 impl<P: Port> Egress<P> {
+    /// Sends a packet without payload, as [`Self::send`].
+    fn send_empty(
+        &mut self,
+        now: u64,
+        vm: &Vm,
+        addresses: Option<&Addresses>,
+        packet: &Packet<'_>,
+    ) {
+        let nothing = Payload {
+            len: 0,
+            read: &mut |_| true,
+        };
+        self.send(now, vm, addresses, packet, nothing, false);
+    }
+
     /// Sends a packet of a VM at time `now`, if there is a way out. Otherwise it is lost, as packets
     /// may be. `again`: it was sent before. Returns false if its payload cannot be read.
     fn send(
@@ -295,6 +310,20 @@ impl<P: Port> Egress<P> {
             capture.add(now, segment, Direction::Out, frame, comment);
         }
         true
+    }
+}
+
+/// A packet from the peer of a queue pair says that a router was congested. The peer is to know.
+fn notify<P: Port>(out: &mut Egress<P>, connection: &mut Connection, qp: &Qp, now: u64) {
+    let again = |before: u64| now.saturating_sub(before) >= NOTIFY_AGAIN;
+    let notifies = connection.notified.is_none_or(again);
+    out.view.counters.congested(notifies);
+    qp.vm.count_packet(qp.worker_index, PacketEvent::Marked);
+    if notifies {
+        qp.vm.count_packet(qp.worker_index, PacketEvent::Notified);
+        connection.notified = Some(now);
+        let packet = Packet::notification(connection.peer.dest_qp);
+        out.send_empty(now, &qp.vm, connection.addresses.as_ref(), &packet);
     }
 }
 
@@ -609,7 +638,7 @@ impl<P: Port> Wire<P> {
             return None;
         }
         if from.congested() && packet.may_be_marked() {
-            self.notify(qp, now);
+            notify(&mut self.out, connection, qp, now);
         }
         if !tables.running {
             return Some(self.not_now(qp, packet, now));
@@ -617,7 +646,6 @@ impl<P: Port> Wire<P> {
         if let Body::Request(request) = &packet.body {
             return self.request(tables, qp, frame, request, now);
         }
-        let connection = self.connections.get_mut(&qp.serial())?;
         let peer = connection.peer;
         // Before it sends there is nothing to answer.
         let Some(Requester::Acknowledged(sender)) = &mut connection.requester else {
@@ -655,29 +683,6 @@ impl<P: Port> Wire<P> {
         Some(verdict)
     }
 
-    /// A packet from the peer of a queue pair says that a router was congested. The peer is to know.
-    fn notify(&mut self, qp: &Arc<Qp>, now: u64) {
-        let Some(connection) = self.connections.get_mut(&qp.serial()) else {
-            return;
-        };
-        let again = |before: u64| now.saturating_sub(before) >= NOTIFY_AGAIN;
-        let notifies = connection.notified.is_none_or(again);
-        self.out.view.counters.congested(notifies);
-        qp.vm.count_packet(qp.worker_index, PacketEvent::Marked);
-        if notifies {
-            qp.vm.count_packet(qp.worker_index, PacketEvent::Notified);
-            connection.notified = Some(now);
-            let packet = Packet::notification(connection.peer.dest_qp);
-            let nothing = Payload {
-                len: 0,
-                read: &mut |_| true,
-            };
-            let addresses = connection.addresses.as_ref();
-            self.out
-                .send(now, &qp.vm, addresses, &packet, nothing, false);
-        }
-    }
-
     /// A packet came for a VM that is stopped. The requester whose turn it is waits, as it does where
     /// there is no receive.
     fn not_now(&mut self, qp: &Arc<Qp>, packet: &Packet<'_>, now: u64) -> Verdict {
@@ -707,13 +712,8 @@ impl<P: Port> Wire<P> {
             solicited: false,
             body: Body::Acknowledge { syndrome, msn },
         };
-        let nothing = Payload {
-            len: 0,
-            read: &mut |_| true,
-        };
         let addresses = connection.addresses.as_ref();
-        self.out
-            .send(now, &qp.vm, addresses, &answer, nothing, false);
+        self.out.send_empty(now, &qp.vm, addresses, &answer);
         Verdict::Refused(packet.psn, syndrome, 0)
     }
 
