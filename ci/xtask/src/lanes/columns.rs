@@ -9,7 +9,7 @@ use super::perftest::{self, Combination};
 use super::stock::Ends;
 use super::tools::device_of;
 use super::Fixture;
-use crate::report::{CaseReport, Outcome};
+use crate::report::Outcome;
 
 /// A way to run cases.
 pub struct Column {
@@ -130,16 +130,6 @@ impl Columns {
         }
         let title = self.title(fixture, column);
         fixture.cell(row, &title, &cell);
-        fixture.sub_case(CaseReport {
-            name: format!("{row}, {}", column.name),
-            outcome,
-            reason,
-            seconds: (start.elapsed().as_secs_f64() * 100.0).round() / 100.0,
-            tabulated: true,
-        });
-        if outcome == Outcome::Failed {
-            fixture.mend()?;
-        }
-        Ok(())
+        fixture.cell_done(format!("{row}, {}", column.name), start, outcome, reason)
     }
 }

@@ -223,6 +223,27 @@ impl Fixture<'_> {
         self.sub_cases.push(case);
     }
 
+    /// Puts a case that is a cell of the table into the report, and brings the VMs back if it failed.
+    pub fn cell_done(
+        &mut self,
+        name: String,
+        start: Instant,
+        outcome: Outcome,
+        reason: String,
+    ) -> Result<()> {
+        self.sub_case(CaseReport {
+            name,
+            outcome,
+            reason,
+            seconds: (start.elapsed().as_secs_f64() * 100.0).round() / 100.0,
+            tabulated: true,
+        });
+        if outcome == Outcome::Failed {
+            self.mend()?;
+        }
+        Ok(())
+    }
+
     /// Writes a cell of the report's table.
     pub fn cell(&mut self, row: &str, column: &str, text: &str) {
         self.table.set(row, column, text);

@@ -13,7 +13,7 @@ use super::stock::Ends;
 use super::tools::{Ready, Table};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::report::{CaseReport, Outcome};
+use crate::report::Outcome;
 use crate::vm::Hosts;
 
 /// How long one run may take on a busy machine without KVM.
@@ -235,17 +235,7 @@ fn one(fixture: &mut Fixture, combination: Combination) -> Result<()> {
     let (row, column) = (combination.row(), combination.variant.column());
     println!("         {row}, {column}: {cell}");
     fixture.cell(&row, column, &cell);
-    fixture.sub_case(CaseReport {
-        name: format!("{row}, {column}"),
-        outcome,
-        reason,
-        seconds: (start.elapsed().as_secs_f64() * 100.0).round() / 100.0,
-        tabulated: true,
-    });
-    if outcome == Outcome::Failed {
-        fixture.mend()?;
-    }
-    Ok(())
+    fixture.cell_done(format!("{row}, {column}"), start, outcome, reason)
 }
 
 /// Runs a combination between the VMs of server and client; its figure.
