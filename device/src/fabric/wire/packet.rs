@@ -9,6 +9,9 @@ use virtio_rdma_spec::verbs::{qp_type, wr_opcode, MASK_24};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Psn(u32);
 
+/// What comes after a packet is less than half of all numbers ahead of it.
+pub(super) const HALF: u32 = 1 << 23;
+
 impl Psn {
     pub(super) fn new(value: u32) -> Self {
         Self(value & MASK_24)

@@ -14,7 +14,7 @@ use virtio_rdma_spec::verbs::{flush_level, vendor_err, wc_status, wr_opcode};
 
 use super::packet::{
     Body, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
-    Syndrome,
+    Syndrome, HALF,
 };
 use super::verdict::{Reason, Verdict};
 use crate::engine::cursor::{DataSource, Sink};
@@ -28,8 +28,6 @@ use crate::footprint::{listed, Share};
 use crate::memory::atomic::AtomicOperation;
 use crate::verbs::WcError;
 
-/// Packets ahead of the expected one are no more than half of all numbers away.
-const HALF: u32 = 1 << 23;
 /// Longest message, bytes.
 const LONGEST: u32 = 1 << 31;
 /// Packets that are kept, at most.
@@ -57,6 +55,8 @@ struct Reading {
     number: u32,
     packets: u32,
     msn: u32,
+    /// It was asked for before.
+    again: bool,
 }
 
 /// An answer that is to be sent.
@@ -69,6 +69,22 @@ enum Reply {
     /// To FLUSH and ATOMIC WRITE.
     Done(Psn, u32),
     Read(Reading),
+}
+
+impl Reply {
+    /// The number of the packet to send next, and how many there are.
+    fn packets(&self) -> (Psn, u32) {
+        match self {
+            Self::Acknowledge(psn, ..) | Self::Atomic(psn, ..) | Self::Done(psn, _) => (*psn, 1),
+            Self::Read(reading) => (reading.psn, reading.packets - reading.number),
+        }
+    }
+
+    /// Whether it brings something, from packet `psn` on.
+    fn brings(&self, psn: Psn) -> bool {
+        let (next, packets) = self.packets();
+        !matches!(self, Self::Acknowledge(..)) && psn.since(next) < packets
+    }
 }
 
 /// A request that brings something, for when it comes again.
@@ -370,10 +386,20 @@ impl Receiver {
             msn,
         };
         self.brought.push_back(brought);
-        self.reply_with(&brought);
+        self.reply_with(&brought, false);
     }
 
-    fn reply_with(&mut self, brought: &Brought) {
+    /// Whether the answer that has packet `psn` is still to be sent, and nothing of what comes
+    /// before it after that.
+    fn is_to_come(&self, psn: Psn) -> bool {
+        let at = self.replies.iter().rposition(|reply| reply.brings(psn));
+        at.is_some_and(|at| {
+            let after = |reply: &Reply| reply.packets().0.since(psn) < HALF;
+            self.replies.iter().skip(at + 1).all(after)
+        })
+    }
+
+    fn reply_with(&mut self, brought: &Brought, again: bool) {
         let (psn, msn) = (brought.psn, brought.msn);
         self.replies.push_back(match brought.what {
             What::Read(reth, srqn) => Reply::Read(Reading {
@@ -383,6 +409,7 @@ impl Receiver {
                 number: 0,
                 packets: brought.packets,
                 msn,
+                again,
             }),
             What::Atomic(value) => Reply::Atomic(psn, value, msn),
             What::Done => Reply::Done(psn, msn),
@@ -422,14 +449,18 @@ impl Receiver {
                 if !part {
                     return Verdict::Dropped(Reason::Behind);
                 }
-                self.reply_with(&Brought {
-                    psn: packet.psn,
-                    packets: packets_of(reth.length, mtu),
-                    what: What::Read(reth, srqn),
-                    ..brought
-                });
+                if !self.is_to_come(packet.psn) {
+                    let part = Brought {
+                        psn: packet.psn,
+                        packets: packets_of(reth.length, mtu),
+                        what: What::Read(reth, srqn),
+                        ..brought
+                    };
+                    self.reply_with(&part, true);
+                }
             }
-            What::Atomic(_) | What::Done => self.reply_with(&brought),
+            What::Atomic(_) | What::Done if self.is_to_come(packet.psn) => {}
+            What::Atomic(_) | What::Done => self.reply_with(&brought, true),
         }
         Verdict::Again
     }
@@ -533,7 +564,7 @@ impl Receiver {
         } = *packet;
         let word = request.kind == Kind::AtomicWrite;
         let fits = if word { 8 } else { 0 };
-        let reading = |reply: &&Reply| matches!(reply, Reply::Read(_));
+        let reading = |reply: &&Reply| matches!(reply, Reply::Read(Reading { again: false, .. }));
         let reads = self.replies.iter().filter(reading).count();
         let invalid = if self.under_way.is_some() {
             Some(vendor_err::OPCODE)

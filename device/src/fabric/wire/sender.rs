@@ -19,7 +19,7 @@ use virtio_rdma_spec::verbs::{access, flush_level, flush_type, qp_state, vendor_
 
 use super::packet::{
     Body, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
-    Syndrome,
+    Syndrome, HALF,
 };
 use super::receiver::brings;
 use super::verdict::{Reason, Verdict};
@@ -266,6 +266,8 @@ pub(super) struct Sender {
     keeps: Keeps,
     /// The ends of requests that are to bring something, and whose answers are waited for.
     asked: VecDeque<Psn>,
+    /// The last answer that came though what was to be brought before it had not.
+    ahead: Option<Psn>,
     /// The work request in progress in the send queue waits for what is to be brought (FENCE).
     fenced: bool,
     /// Of the past, for their capacity.
@@ -305,6 +307,7 @@ impl Sender {
             filled: None,
             keeps: Keeps::Unknown,
             asked: VecDeque::new(),
+            ahead: None,
             fenced: false,
             spare: Vec::new(),
             refused: None,
@@ -799,7 +802,9 @@ impl Sender {
         let first = self.first_to_bring();
         if acknowledged > first {
             // What was to be brought before is lost.
-            self.lost(sq, tables, qp, first, now);
+            if !self.lost(sq, tables, qp, psn, first, now) {
+                return Verdict::Dropped(Reason::Ahead);
+            }
             return Verdict::Repeats(self.next);
         }
         // What comes after a packet that has no receive was not looked at.
@@ -876,21 +881,29 @@ impl Sender {
         }
     }
 
-    /// So many packets are acknowledged, and what the next one was to bring is lost.
+    /// An answer to packet `psn` says that so many packets are acknowledged, and that what the next one
+    /// was to bring is lost. Returns whether that goes again.
     fn lost(
         &mut self,
         sq: &mut SendQueue,
         tables: &Tables,
         qp: &Arc<Qp>,
+        psn: Psn,
         acknowledged: u32,
         now: u64,
-    ) {
+    ) -> bool {
+        // What comes behind such an answer says nothing new.
+        let behind = |before: Psn| (1..HALF).contains(&psn.since(before));
+        if self.ahead.replace(psn).is_some_and(behind) && acknowledged == 0 {
+            return false;
+        }
         qp.vm.count_packet(qp.worker_index, PacketEvent::ImpliedNak);
         if acknowledged != 0 {
             self.progress(sq, tables, qp, acknowledged, now);
         }
         self.window.lost(self.unacknowledged, self.sent);
         self.go_back();
+        true
     }
 
     /// An answer came at time `now` that brings something, and acknowledges all before it.
@@ -911,7 +924,7 @@ impl Sender {
             return Verdict::Dropped(Reason::Unasked);
         }
         if ahead > first {
-            self.lost(sq, tables, qp, first, now);
+            self.lost(sq, tables, qp, psn, first, now);
             return Verdict::Dropped(Reason::Ahead);
         }
         if ahead != 0 {
@@ -978,6 +991,7 @@ impl Sender {
         let late = self.round_trip.answered(before, before.after(packets), now);
         let behind = self.next.since(before) < packets;
         self.unacknowledged = before.after(packets);
+        self.ahead = None;
         self.window.acknowledged(packets);
         if let Some(late) = late {
             self.window.late(late, self.sent);
@@ -1059,6 +1073,7 @@ impl Sender {
         self.resume = None;
         self.filled = None;
         self.asked.clear();
+        self.ahead = None;
         self.fenced = false;
         self.refused = None;
         self.unreadable = None;
