@@ -62,6 +62,8 @@ pub(crate) struct PathAttributes {
     pub flow_label: u32,
     pub traffic_class: u8,
     pub hop_limit: u8,
+    /// Service level.
+    pub sl: u8,
     /// `mtu`.
     pub path_mtu: u8,
     /// PSN of the first packet that it sends.
@@ -201,6 +203,7 @@ impl SendQueue {
             flow_label: attr.av.flow_label,
             traffic_class: attr.av.traffic_class,
             hop_limit: attr.av.hop_limit,
+            sl: attr.av.sl,
             path_mtu: attr.path_mtu,
             sq_psn: attr.sq_psn,
             rq_psn: attr.rq_psn,

@@ -1,22 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Frames of RoCEv2: Ethernet, IPv4 or IPv6, UDP, a packet of the transport, ICRC.
-//!
-//! A VLAN's tag is no part of the frame's bytes: Linux keeps it beside them.
+//! Frames of RoCEv2: Ethernet, perhaps with the tag of a VLAN, IPv4 or IPv6, UDP, a packet of the
+//! transport, ICRC.
 use super::icrc::icrc;
 use super::packet::{padding, Headers, Packet, Payload};
 use super::verdict::Reason;
+use crate::verbs::cq::{L2Source, NO_VLAN};
 
 /// UDP port of RoCEv2.
 const PORT: u16 = 4791;
 /// The least of the UDP source ports that adapters use.
 const SOURCE_PORT: u16 = 0xc000;
 const ETHERNET: usize = 14;
+/// Bytes of a VLAN's tag (IEEE 802.1Q): its type, three bits of priority, one that is not used, and the
+/// number of the VLAN, zero if it is about priority alone.
+const TAG: usize = 4;
+const VLAN: u16 = 0xfff;
 const IPV4: usize = 20;
 const IPV6: usize = 40;
 const UDP: usize = 8;
 const ICRC: usize = 4;
 const TYPE_IPV4: u16 = 0x0800;
 const TYPE_IPV6: u16 = 0x86dd;
+const TYPE_VLAN: u16 = 0x8100;
 /// Number of UDP as IP's next protocol.
 const PROTOCOL_UDP: u8 = 17;
 /// Explicit congestion notification, the lower bits of a traffic class (RFC 3168): a router that is
@@ -41,6 +46,35 @@ pub(super) struct Addresses {
     pub flow_label: u32,
     /// To be sent, zero stands for 64.
     pub hop_limit: u8,
+    /// The VLAN that it is in.
+    pub vlan: Option<Vlan>,
+}
+
+/// A VLAN, and the priority of a frame in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Vlan {
+    /// Not zero.
+    pub id: u16,
+    /// 0 to 7.
+    pub priority: u8,
+}
+
+impl Vlan {
+    /// That of a GID with this source, of which service level `sl` is the priority.
+    pub(super) fn of(source: L2Source, sl: u8) -> Option<Self> {
+        let is_one = source.vlan != 0 && source.vlan != NO_VLAN;
+        is_one.then_some(Self {
+            id: source.vlan & VLAN,
+            priority: sl & 7,
+        })
+    }
+
+    /// That of a tag.
+    fn read(tag: u16) -> Option<Self> {
+        let id = tag & VLAN;
+        let priority = (tag >> 13) as u8;
+        (id != 0).then_some(Self { id, priority })
+    }
 }
 
 impl Addresses {
@@ -50,6 +84,17 @@ impl Addresses {
             traffic_class: self.traffic_class & !ECN | CAPABLE,
             ..*self
         }
+    }
+
+    /// Whether it is in the VLAN of a GID with this source.
+    pub(super) fn is_in_vlan_of(&self, source: L2Source) -> bool {
+        let id = |vlan: Vlan| vlan.id;
+        Vlan::of(source, 0).map(id) == self.vlan.map(id)
+    }
+
+    /// The VLAN's number as GIDs and completions have it.
+    pub(super) fn vlan_id(&self) -> u16 {
+        self.vlan.map_or(NO_VLAN, |vlan| vlan.id)
     }
 
     /// Whether a router that was congested has said so.
@@ -111,6 +156,11 @@ pub(super) fn headers(addresses: &Addresses, packet: &Packet<'_>, payload: usize
     let mut out = Headers::default();
     out.put(&addresses.destination_mac);
     out.put(&addresses.source_mac);
+    if let Some(Vlan { id, priority }) = addresses.vlan {
+        let tag = u16::from(priority) << 13 | id;
+        out.put(&TYPE_VLAN.to_be_bytes());
+        out.put(&tag.to_be_bytes());
+    }
     if let [Some(source), Some(destination)] = ipv4 {
         let mut fields = [0; IPV4];
         fields[0] = 0x45;
@@ -171,8 +221,23 @@ pub(super) fn write(space: &mut [u8], headers: &Headers, payload: &mut Payload<'
     let Some((covered, crc)) = space.split_last_chunk_mut() else {
         return false;
     };
-    *crc = covered.get(ETHERNET..).and_then(icrc).unwrap_or_default();
+    *crc = crc_of(covered);
     true
+}
+
+/// The ICRC of a frame, of which it is not a part.
+pub(super) fn crc_of(frame: &[u8]) -> [u8; ICRC] {
+    let ip = network(frame).and_then(|(_, at)| frame.get(at..));
+    ip.and_then(icrc).unwrap_or_default()
+}
+
+/// What is in a frame, past the tag of a VLAN, and where that begins.
+pub(super) fn network(frame: &[u8]) -> Option<(u16, usize)> {
+    let at = ETHERNET - 2;
+    match u16_at(frame, at)? {
+        TYPE_VLAN => Some((u16_at(frame, at + TAG)?, ETHERNET + TAG)),
+        ethertype => Some((ethertype, ETHERNET)),
+    }
 }
 
 /// A frame of a packet with its payload.
@@ -205,18 +270,18 @@ fn gid_at(bytes: &[u8], at: usize) -> Option<[u8; 16]> {
 
 /// The GID that a frame comes from, if it is one of IP.
 pub(super) fn source(bytes: &[u8]) -> Option<[u8; 16]> {
-    match u16_at(bytes, 12)? {
-        TYPE_IPV4 => mapped(bytes.get(ETHERNET + 12..)?),
-        TYPE_IPV6 => gid_at(bytes, ETHERNET + 8),
+    match network(bytes)? {
+        (TYPE_IPV4, at) => mapped(bytes.get(at + 12..)?),
+        (TYPE_IPV6, at) => gid_at(bytes, at + 8),
         _ => None,
     }
 }
 
 /// The GID that a frame goes to, if it is one of IP.
 pub(super) fn destination(bytes: &[u8]) -> Option<[u8; 16]> {
-    match u16_at(bytes, 12)? {
-        TYPE_IPV4 => mapped(bytes.get(ETHERNET + 16..)?),
-        TYPE_IPV6 => gid_at(bytes, ETHERNET + 24),
+    match network(bytes)? {
+        (TYPE_IPV4, at) => mapped(bytes.get(at + 16..)?),
+        (TYPE_IPV6, at) => gid_at(bytes, at + 24),
         _ => None,
     }
 }
@@ -225,19 +290,23 @@ pub(super) fn destination(bytes: &[u8]) -> Option<[u8; 16]> {
 /// in. Returns whether it was.
 pub(super) fn mark(frame: &mut [u8]) -> bool {
     let capable = |class: u8| matches!(class & ECN, 1 | CAPABLE);
-    match (u16_at(frame, 12), frame.get_mut(ETHERNET..)) {
-        (Some(TYPE_IPV4), Some([_, class, rest @ ..])) if capable(*class) => {
+    let Some((ethertype, at)) = network(frame) else {
+        return false;
+    };
+    let ip = frame.get_mut(at..).unwrap_or_default();
+    match (ethertype, ip) {
+        (TYPE_IPV4, [_, class, rest @ ..]) if capable(*class) => {
             *class |= CONGESTED;
             if let Some(sum) = rest.get_mut(8..10) {
                 sum.fill(0);
             }
-            let sum = checksum(frame.get(ETHERNET..ETHERNET + IPV4).unwrap_or_default());
-            if let Some(place) = frame.get_mut(ETHERNET + 10..ETHERNET + 12) {
+            let sum = checksum(frame.get(at..at + IPV4).unwrap_or_default());
+            if let Some(place) = frame.get_mut(at + 10..at + 12) {
                 place.copy_from_slice(&sum.to_be_bytes());
             }
             true
         }
-        (Some(TYPE_IPV6), Some([_, low, ..])) if capable(*low >> 4) => {
+        (TYPE_IPV6, [_, low, ..]) if capable(*low >> 4) => {
             *low |= CONGESTED << 4;
             true
         }
@@ -252,8 +321,9 @@ pub(super) fn mark(frame: &mut [u8]) -> bool {
 pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Reason> {
     let (destination_mac, rest) = bytes.split_first_chunk().ok_or(Reason::Malformed)?;
     let source_mac = rest.first_chunk().ok_or(Reason::Malformed)?;
-    let ethertype = u16_at(bytes, 12).ok_or(Reason::Malformed)?;
-    let ip = bytes.get(ETHERNET..).ok_or(Reason::Malformed)?;
+    let (ethertype, at) = network(bytes).ok_or(Reason::Malformed)?;
+    let ip = bytes.get(at..).ok_or(Reason::Malformed)?;
+    let tag = (at != ETHERNET).then(|| u16_at(bytes, ETHERNET)).flatten();
     let (header, length, addresses) = match ethertype {
         TYPE_IPV4 => ipv4_header(ip)?,
         TYPE_IPV6 => ipv6_header(ip)?,
@@ -280,6 +350,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Reason> {
         addresses: Addresses {
             source_mac: *source_mac,
             destination_mac: *destination_mac,
+            vlan: tag.and_then(Vlan::read),
             ..addresses
         },
         packet,
@@ -346,7 +417,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn addresses(ipv6: bool) -> Addresses {
+    fn addresses(ipv6: bool, tagged: bool) -> Addresses {
         let gid = |n| {
             let mut gid = mapped(&[10, 0, 0, n]).unwrap();
             gid[0] = if ipv6 { 0xfd } else { 0 };
@@ -360,8 +431,15 @@ mod tests {
             traffic_class: 2,
             flow_label: if ipv6 { 0x12345 } else { 0 },
             hop_limit: 9,
+            vlan: tagged.then_some(Vlan {
+                id: 4094,
+                priority: 5,
+            }),
         }
     }
+
+    /// IPv4 and IPv6, without and with a VLAN.
+    const KINDS: [(bool, bool); 4] = [(false, false), (true, false), (false, true), (true, true)];
 
     fn acknowledge() -> Packet<'static> {
         Packet {
@@ -379,12 +457,13 @@ mod tests {
 
     #[test]
     fn frames_are_read_as_they_were_written() {
-        for ipv6 in [false, true] {
-            let addresses = addresses(ipv6);
+        for (ipv6, tagged) in KINDS {
+            let addresses = addresses(ipv6, tagged);
             let mut frame = frame(&addresses, &acknowledge());
+            let ethernet = if tagged { ETHERNET + TAG } else { ETHERNET };
             assert_eq!(
                 frame.len(),
-                ETHERNET + if ipv6 { 40 } else { 20 } + 8 + 16 + 4
+                ethernet + if ipv6 { 40 } else { 20 } + 8 + 16 + 4
             );
             let is_read = |frame: &[u8]| {
                 let read = read(frame).unwrap();
@@ -393,18 +472,32 @@ mod tests {
             };
             is_read(&frame);
             assert_eq!(source(&frame), Some(addresses.source));
+            assert_eq!(destination(&frame), Some(addresses.destination));
             // Ethernet pads short frames.
             frame.resize(frame.len() + 18, 0);
             is_read(&frame);
         }
     }
 
+    /// A tag that is about priority alone is no VLAN.
+    #[test]
+    fn a_vlan_has_a_number() {
+        let mut bytes = frame(&addresses(false, true), &acknowledge());
+        bytes[14..16].copy_from_slice(&[0xa0, 0]);
+        let read = read(&bytes).unwrap().addresses;
+        assert_eq!((read.vlan, read.vlan_id()), (None, NO_VLAN));
+        let of = |vlan, sl| Vlan::of(L2Source { mac: [1; 6], vlan }, sl);
+        assert_eq!((of(0, 1), of(NO_VLAN, 1)), (None, None));
+        let (id, priority) = (7, 3);
+        assert_eq!(of(7, 11), Some(Vlan { id, priority }));
+    }
+
     #[test]
     fn a_router_marks_what_can_be_marked() {
-        for ipv6 in [false, true] {
+        for (ipv6, tagged) in KINDS {
             let never = Addresses {
                 traffic_class: 0xb8,
-                ..addresses(ipv6)
+                ..addresses(ipv6, tagged)
             };
             let mut bytes = frame(&never, &acknowledge());
             assert!(!mark(&mut bytes));
@@ -448,8 +541,8 @@ mod tests {
         // D-WIRE-001.
         /// Whatever single bit is damaged, nothing else is read than what was sent.
         #[test]
-        fn damage_is_seen(ipv6: bool, bit in 0usize..800) {
-            let addresses = addresses(ipv6);
+        fn damage_is_seen(ipv6: bool, tagged: bool, bit in 0usize..800) {
+            let addresses = addresses(ipv6, tagged);
             let mut frame = frame(&addresses, &acknowledge());
             let at = bit % (frame.len() * 8);
             frame[at / 8] ^= 1 << (at % 8);
@@ -461,10 +554,10 @@ mod tests {
         }
 
         #[test]
-        fn anything_may_come(bytes in proptest::collection::vec(any::<u8>(), 0..120), ipv6: bool) {
+        fn anything_may_come(bytes in proptest::collection::vec(any::<u8>(), 0..120), ipv6: bool, tagged: bool) {
             let _ = read(&bytes);
             // With headers that are right so far.
-            let mut frame = frame(&addresses(ipv6), &acknowledge());
+            let mut frame = frame(&addresses(ipv6, tagged), &acknowledge());
             frame.truncate(bytes.len());
             let _ = read(&frame);
         }

@@ -35,7 +35,7 @@ use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
 use self::capture::Capture;
 use self::counters::Counters;
-use self::frame::{Addresses, Frame};
+use self::frame::{Addresses, Frame, Vlan};
 use self::layer::plan::Plan;
 use self::packet::{Body, Nak, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
 use self::port::{Burst, Direction, Fate, Port};
@@ -53,7 +53,7 @@ use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::{Congestion, PacketEvent, Segment, Uplink, Vm};
 use crate::engine::{payload_of, Budget, BUDGET};
 use crate::footprint::Share;
-use crate::verbs::cq::{L2Source, NO_VLAN};
+use crate::verbs::cq::L2Source;
 use crate::verbs::numbers::NUMBERS;
 use crate::verbs::WcError;
 
@@ -130,14 +130,16 @@ fn addresses(
     destination: Gid,
 ) -> Option<Addresses> {
     let index = usize::from(path.sgid_index);
+    let l2 = fabric.l2_address(tables, index)?;
     Some(Addresses {
-        source_mac: fabric.l2_address(tables, index)?.mac,
+        source_mac: l2.mac,
         destination_mac: path.dmac,
         source: (*tables.gids.get(index)?)?,
         destination,
         traffic_class: path.traffic_class,
         flow_label: path.flow_label,
         hop_limit: path.hop_limit,
+        vlan: Vlan::of(l2, path.sl),
     })
 }
 
@@ -153,7 +155,7 @@ fn deliver_datagram(
         sgid: from.source,
         source: L2Source {
             mac: from.source_mac,
-            vlan: NO_VLAN,
+            vlan: from.vlan_id(),
         },
         dgid: from.destination,
         dmac: from.destination_mac,
@@ -162,7 +164,7 @@ fn deliver_datagram(
         flow_label: from.flow_label,
         traffic_class: from.traffic_class,
         hop_limit: from.hop_limit,
-        sl: 0,
+        sl: from.vlan.map_or(0, |vlan| vlan.priority),
     };
     let message = Message {
         opcode: packet.request.wr_opcode,
@@ -192,7 +194,16 @@ fn deliver_datagram(
         qp.vm.count_received(qp.worker_index, 1, message.length);
         Verdict::Taken
     };
+    // An entry of the GID table that is in the frame's VLAN.
+    let in_vlan = |index: usize| {
+        let l2 = fabric.l2_address(tables, index);
+        l2.filter(|l2| from.is_in_vlan_of(*l2))
+    };
+    let mut entries = (0..tables.gids.len()).filter(|index| tables.gids.get(*index) != Some(&None));
     if datagram.multicast() {
+        if !entries.any(|index| in_vlan(index).is_some()) {
+            return None;
+        }
         let members = tables.multicast.keys();
         let members = members.filter(|(_, group)| *group == datagram.dgid);
         let mut verdict = None;
@@ -202,10 +213,10 @@ fn deliver_datagram(
         return verdict;
     }
     let own = |index: usize| {
-        let mac = fabric.l2_address(tables, index).map(|source| source.mac);
-        tables.gids.get(index) == Some(&Some(datagram.dgid)) && mac == Some(datagram.dmac)
+        let gid = tables.gids.get(index) == Some(&Some(datagram.dgid));
+        gid && in_vlan(index).is_some_and(|l2| l2.mac == datagram.dmac)
     };
-    if !(0..tables.gids.len()).any(own) {
+    if !entries.any(own) {
         return None;
     }
     tables.datagram_qp(datagram.qpn).map(give)
@@ -626,15 +637,17 @@ impl<P: Port> Wire<P> {
             self.connect(tables, qp, &qp.send_queue())?;
         }
         let connection = self.connections.get_mut(&qp.serial())?;
+        let path = connection.addresses?;
         let Addresses {
             source,
             source_mac,
             destination,
             ..
-        } = connection.addresses?;
+        } = path;
         let from = &frame.addresses;
         let addressed = from.destination_mac == source_mac && from.destination == source;
-        if !addressed || from.source != destination {
+        let same_vlan = from.vlan_id() == path.vlan_id();
+        if !addressed || !same_vlan || from.source != destination {
             return None;
         }
         if from.congested() && packet.may_be_marked() {

@@ -551,7 +551,7 @@ const MIGRATED: u8 = 0x40;
 const BECN: u32 = 1 << 30;
 
 /// The longest headers of a frame, bytes: Ethernet, IPv6, UDP, and all that a packet may have.
-const LONGEST_HEADERS: usize = 14 + 40 + 8 + BTH + 4 + 4 + 16 + 16 + 4;
+const LONGEST_HEADERS: usize = 14 + 4 + 40 + 8 + BTH + 4 + 4 + 16 + 16 + 4;
 
 /// Headers, as they are written.
 #[derive(Debug, Default)]

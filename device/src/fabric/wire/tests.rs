@@ -15,7 +15,7 @@ use virtio_rdma_spec::verbs::{
 };
 
 use super::capture::{CaptureFile, Captured};
-use super::frame::{self, Addresses};
+use super::frame::{self, Addresses, Vlan};
 use super::layer::faults::Faults;
 use super::layer::settings::{Chance, FaultSettings};
 use super::packet::{
@@ -40,6 +40,7 @@ use crate::fabric::scenario::{
 use crate::fabric::{self, Fabric};
 use crate::footprint::Share;
 use crate::limits::GSI_QPN;
+use crate::verbs::cq::NO_VLAN;
 
 /// IP packets of a port, bytes at most.
 const PORT_MTU: usize = 4200;
@@ -318,6 +319,7 @@ proptest! {
             traffic_class: 0,
             flow_label: 0,
             hop_limit: 1,
+            vlan: None,
         };
         let payload = vec![0xee; 4096];
         for (psn, ack_request, what) in packets {
@@ -495,6 +497,53 @@ fn a_datagram_says_where_it_comes_from() {
     assert_eq!(grh[32..36], from.guest.gid[12..]);
     assert_eq!(grh[36..40], to.guest.gid[12..]);
     assert_eq!(grh[21], 3, "traffic class");
+}
+
+// D-WIRE-009.
+/// Both ends in a VLAN: their frames have its tag.
+#[test]
+fn what_is_in_a_vlan_stays_in_it() {
+    for number in [5, 4094] {
+        let in_vlans = |pair: &Pair, vlans: [u16; 2]| {
+            for (end, vlan) in pair.ends.iter().zip(vlans) {
+                end.guest.vm.tables_mut().sources[0].vlan = vlan;
+            }
+        };
+        let (mut pair, net) = a_datagram([qp_type::UD; 2], |pair, _| in_vlans(pair, [number; 2]));
+        let [cqe] = pair.completions(1)[..] else {
+            panic!("not one completion");
+        };
+        assert_eq!(cqe.wc_flags & wc_flag::WITH_IMM, wc_flag::WITH_IMM);
+        let tag = [0x81, 0, (number >> 8) as u8, number as u8, 8, 0];
+        let frames = net.capture();
+        assert!(frames.windows(6).any(|bytes| bytes == tag));
+        // They are not in the same one.
+        for vlans in [[number, 6], [number, NO_VLAN], [NO_VLAN, number]] {
+            let (mut pair, net) = a_datagram([qp_type::UD; 2], |pair, _| in_vlans(pair, vlans));
+            assert_eq!(pair.completions(1), []);
+            assert_eq!(net.suffered(0, "frames"), 1);
+        }
+    }
+}
+
+// D-WIRE-002, D-WIRE-009.
+#[test]
+fn connections_are_in_a_vlan() {
+    for (vlans, reached) in [([5, 5], true), ([5, 6], false), ([NO_VLAN, 5], false)] {
+        let mut simulation = Simulation::new(clean(), |attr| attr.av.sl = 3);
+        for (end, vlan) in vlans.into_iter().enumerate() {
+            let vm = &simulation.pair.ends[end].guest.vm;
+            vm.tables_mut().sources[0].vlan = vlan;
+        }
+        post_numbered(&mut simulation.pair, &[100], |_| {});
+        simulation.run(SECOND / 100);
+        let done = simulation.pair.completions(1).len();
+        assert_eq!(done, usize::from(reached), "{vlans:?}");
+        let priority = [0x81, 0, 3 << 5, 5, 8, 0];
+        let frames = simulation.net.capture();
+        let tagged = frames.windows(6).any(|bytes| bytes == priority);
+        assert_eq!(tagged, vlans[0] == 5);
+    }
 }
 
 #[test]
@@ -1123,6 +1172,7 @@ fn a_stranger_does_not_reach_a_queue_pair() {
         traffic_class: 0,
         flow_label: 0,
         hop_limit: 0,
+        vlan: None,
     };
     let request = Request::at(Service::Rc, wr_opcode::SEND, Place::Only).unwrap();
     let packet = Packet {
@@ -1137,11 +1187,18 @@ fn a_stranger_does_not_reach_a_queue_pair() {
     other.source[15] ^= 8;
     let mut elsewhere = good;
     elsewhere.destination[15] ^= 8;
+    let vlan = Some(Vlan { id: 5, priority: 0 });
+    let other_vlan = Addresses { vlan, ..good };
     let wrong_number = Packet {
         dest_qp: packet.dest_qp ^ 1,
         ..packet
     };
-    for (addresses, packet) in [(other, packet), (elsewhere, packet), (good, wrong_number)] {
+    for (addresses, packet) in [
+        (other, packet),
+        (elsewhere, packet),
+        (other_vlan, packet),
+        (good, wrong_number),
+    ] {
         let bytes = frame::frame(&addresses, &packet);
         simulation.net.wires[0]
             .out
@@ -1149,7 +1206,7 @@ fn a_stranger_does_not_reach_a_queue_pair() {
             .send(0, SEGMENT, [0; 16], &bytes);
     }
     simulation.run(SECOND);
-    assert_eq!(simulation.net.dropped(1, "stranger"), 3);
+    assert_eq!(simulation.net.dropped(1, "stranger"), 4);
     assert_eq!(simulation.pair.completions(1), []);
     let bytes = frame::frame(&good, &packet);
     simulation.net.wires[0]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::verbs::{vendor_err, wc_status};
 
-use super::frame::Addresses;
+use super::frame::{Addresses, Vlan};
 use super::packet::{
     Body, Deth, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
 };
@@ -187,6 +187,7 @@ pub(super) fn datagram(
         traffic_class: to.traffic_class,
         flow_label: to.flow_label,
         hop_limit: to.hop_limit,
+        vlan: Vlan::of(to.source, to.sl),
     };
     let packet = Packet {
         service: Service::Ud,

@@ -15,8 +15,7 @@ use std::path::{Path, PathBuf};
 
 use nix::net::if_::if_nametoindex;
 
-use super::super::frame::{checksum, folded};
-use super::super::icrc::icrc;
+use super::super::frame::{self, checksum, folded};
 use super::kernel::{attach, bring_up, keep, keep_no_longer, load, mtu, pin, tap, Instruction};
 use super::{Burst, LONGEST};
 use crate::engine::vm::Segment;
@@ -236,9 +235,10 @@ fn from_device(interface: u32) -> [Instruction; 4] {
     ]
 }
 
-/// Bytes of Ethernet and UDP headers.
-const ETHERNET: usize = 14;
+/// Bytes of the headers of UDP, of IPv4 without options, and of IPv6.
 const UDP: usize = 8;
+const IPV4: usize = 20;
+const IPV6: usize = 40;
 /// Frames of a burst, and bytes of its IP packet, at most.
 const MOST: usize = 64;
 const MOST_BYTES: usize = 65_000;
@@ -247,51 +247,69 @@ const MOST_BYTES: usize = 65_000;
 const AT_A_TIME: usize = 16;
 const MOST_CUT: usize = 128;
 
-/// Bytes before the payload of UDP, if a frame is one of IP without options and UDP.
-fn head_len(frame: &[u8]) -> Option<usize> {
-    match (frame.get(12..15)?, frame.get(20), frame.get(23)) {
-        ([0x08, 0x00, 0x45], _, Some(17)) => Some(ETHERNET + 20 + UDP),
-        ([0x86, 0xdd, _], Some(17), _) => Some(ETHERNET + 40 + UDP),
-        _ => None,
-    }
-    .filter(|len| frame.len() > *len)
+/// Where the headers of a frame of UDP are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Layout {
+    /// Where IP begins.
+    ip: usize,
+    /// Bytes before the payload of UDP.
+    head: usize,
 }
 
-/// The parts of headers in which frames of a burst are the same.
-fn same(one: &[u8], other: &[u8], head: usize) -> bool {
-    let ipv4 = head == ETHERNET + 20 + UDP;
-    // All but length, identification and checksum.
-    let parts: &[std::ops::Range<usize>] = if ipv4 {
-        &[0..16, 20..24, 26..38]
-    } else {
-        &[0..18, 20..58]
-    };
-    parts
-        .iter()
-        .all(|part| one.get(part.clone()) == other.get(part.clone()))
+impl Layout {
+    /// That of a frame, if it is one of IP without options and UDP.
+    fn of(frame: &[u8]) -> Option<Self> {
+        let (_, ip) = frame::network(frame)?;
+        let field = |at: usize| frame.get(ip + at);
+        let ethertype = frame.get(ip - 2..ip)?;
+        let head = match (ethertype, field(0), field(6), field(9)) {
+            ([0x08, 0x00], Some(0x45), _, Some(17)) => ip + IPV4 + UDP,
+            ([0x86, 0xdd], _, Some(17), _) => ip + IPV6 + UDP,
+            _ => return None,
+        };
+        (frame.len() > head).then_some(Self { ip, head })
+    }
+
+    fn is_ipv4(self) -> bool {
+        self.head == self.ip + IPV4 + UDP
+    }
+
+    /// Whether the headers of two frames are the same where those of a burst are.
+    fn same(self, one: &[u8], other: &[u8]) -> bool {
+        let Self { ip, head } = self;
+        // All but length, identification and checksum.
+        let parts = if self.is_ipv4() {
+            [0..ip + 2, ip + 6..ip + 10, ip + 12..head - 4]
+        } else {
+            [0..ip + 4, ip + 6..head - 4, 0..0]
+        };
+        let mut parts = parts.into_iter();
+        parts.all(|part| one.get(part.clone()) == other.get(part))
+    }
+
+    /// Makes the headers those of a packet with so many bytes of payload, that is number
+    /// `identification` of IPv4.
+    fn set_lengths(self, frame: &mut [u8], payload: usize, identification: Option<u16>) {
+        let Self { ip, head } = self;
+        let udp = u16::try_from(UDP + payload).unwrap_or(u16::MAX);
+        put(frame, head - 4, udp);
+        if self.is_ipv4() {
+            put(frame, ip + 2, udp.saturating_add(IPV4 as u16));
+            if let Some(identification) = identification {
+                put(frame, ip + 4, identification);
+            }
+            put(frame, ip + 10, 0);
+            let sum = checksum(frame.get(ip..ip + IPV4).unwrap_or_default());
+            put(frame, ip + 10, sum);
+        } else {
+            put(frame, ip + 4, udp);
+        }
+    }
 }
 
 fn put(frame: &mut [u8], at: usize, value: u16) {
     if let Some(place) = frame.get_mut(at..at + 2) {
         place.copy_from_slice(&value.to_be_bytes());
-    }
-}
-
-/// Makes the headers those of a packet with `head` bytes of headers and so many of payload, that is
-/// number `identification` of IPv4.
-fn set_lengths(frame: &mut [u8], head: usize, payload: usize, identification: Option<u16>) {
-    let udp = u16::try_from(UDP + payload).unwrap_or(u16::MAX);
-    put(frame, head - 4, udp);
-    if head == ETHERNET + 20 + UDP {
-        put(frame, 16, udp.saturating_add(20));
-        if let Some(identification) = identification {
-            put(frame, 18, identification);
-        }
-        put(frame, 24, 0);
-        let sum = checksum(frame.get(14..34).unwrap_or_default());
-        put(frame, 24, sum);
-    } else {
-        put(frame, 18, udp);
     }
 }
 
@@ -308,7 +326,7 @@ pub(super) struct TapEnd {
     count: usize,
     /// Headers of its first frame; bytes of the headers of each, and behind them.
     headers: Vec<u8>,
-    head: usize,
+    layout: Layout,
     each: usize,
     /// Nothing may follow.
     closed: bool,
@@ -331,7 +349,7 @@ impl TapEnd {
             end: HEADER,
             count: 0,
             headers: Vec::new(),
-            head: 0,
+            layout: Layout::default(),
             each: 0,
             closed: false,
             start: HEADER,
@@ -352,7 +370,8 @@ impl TapEnd {
         if len > LONGEST {
             return None;
         }
-        let more = len.saturating_sub(self.head);
+        let head = self.layout.head;
+        let more = len.saturating_sub(head);
         let joins = !self.closed
             && (1..=self.each).contains(&more)
             && self.count < MOST
@@ -364,7 +383,7 @@ impl TapEnd {
         self.covered.clear();
         if self.count != 0 {
             // Its headers go over the end of the frame before, which comes back.
-            self.start -= self.head;
+            self.start -= head;
             let covered = self.written.get(self.start..self.end);
             self.covered.extend_from_slice(covered.unwrap_or_default());
         }
@@ -378,7 +397,8 @@ impl TapEnd {
         }
         let frame = self.written.get_mut(self.start..self.start + len);
         let frame = frame.unwrap_or_default();
-        if !same(&self.headers, frame, self.head) {
+        let layout = self.layout;
+        if !layout.same(&self.headers, frame) {
             let frame = frame.to_vec();
             self.uncover();
             self.send();
@@ -387,29 +407,31 @@ impl TapEnd {
             }
             return self.first(len);
         }
-        if self.head == ETHERNET + 20 + UDP {
+        let payload = len - layout.head;
+        if layout.is_ipv4() {
             // The kernel counts on from the first one.
             let number = u16::try_from(self.count).unwrap_or_default();
-            set_lengths(frame, self.head, len - self.head, Some(number));
+            layout.set_lengths(frame, payload, Some(number));
             if let Some((covered, crc)) = frame.split_last_chunk_mut() {
-                *crc = covered.get(ETHERNET..).and_then(icrc).unwrap_or_default();
+                *crc = frame::crc_of(covered);
             }
         }
         self.uncover();
-        self.end += len - self.head;
+        self.end += payload;
         self.count += 1;
-        self.closed = len - self.head < self.each;
+        self.closed = payload < self.each;
     }
 
     /// A frame of `len` bytes is at the beginning.
     fn first(&mut self, len: usize) {
         let frame = self.written.get(HEADER..HEADER + len).unwrap_or_default();
-        let head = head_len(frame).filter(|_| !self.singly);
-        self.head = head.unwrap_or_default();
+        let layout = Layout::of(frame).filter(|_| !self.singly);
+        self.layout = layout.unwrap_or_default();
+        let head = self.layout.head;
         self.headers.clear();
-        self.headers.extend(frame.iter().take(self.head));
-        self.each = len - self.head;
-        self.closed = head.is_none();
+        self.headers.extend(frame.iter().take(head));
+        self.each = len - head;
+        self.closed = layout.is_none();
         self.end = HEADER + len;
         self.count = 1;
     }
@@ -450,7 +472,7 @@ impl TapEnd {
                 self.singly = true;
                 let mut cut = Vec::new();
                 let burst = self.written.get(HEADER..end).unwrap_or_default();
-                for_each_frame(burst, self.head, self.each, &mut cut, |frame| {
+                for_each_frame(burst, self.layout, self.each, &mut cut, |frame| {
                     let frame = [&[0; HEADER], frame].concat();
                     let sent = (&self.file).write(&frame);
                     self.refused += u64::from(sent.is_err());
@@ -462,7 +484,8 @@ impl TapEnd {
 
     /// Makes headers of the burst that is written up to `end`, for the kernel to cut it.
     fn offload(&mut self, end: usize) {
-        let (head, each) = (self.head, self.each);
+        let (layout, each) = (self.layout, self.each);
+        let Layout { ip, head } = layout;
         let Some((header, frame)) = self.written.split_at_mut_checked(HEADER) else {
             return;
         };
@@ -480,14 +503,11 @@ impl TapEnd {
             header[at..at + 2].copy_from_slice(&value.to_le_bytes());
         }
         let payload = end - HEADER - head;
-        set_lengths(frame, head, payload, None);
-        // The sum of what is not in the packet: addresses, length and protocol.
-        let addresses = if head == ETHERNET + 20 + UDP {
-            26..34
-        } else {
-            22..54
-        };
-        let addresses = frame.get(addresses).unwrap_or_default();
+        layout.set_lengths(frame, payload, None);
+        // The sum of what is not in the packet: addresses, length and protocol. The addresses are last
+        // in the headers of IP.
+        let addresses = if layout.is_ipv4() { 12 } else { 8 };
+        let addresses = frame.get(ip + addresses..head - UDP).unwrap_or_default();
         let sum = folded(17 + (UDP + payload) as u32, addresses);
         put(frame, head - 2, sum);
     }
@@ -504,10 +524,9 @@ impl TapEnd {
             };
             if header[1] & UDP_KIND == UDP_SEGMENTS {
                 let each = usize::from(u16::from_le_bytes([header[4], header[5]]));
-                let head = head_len(frame).unwrap_or_default();
-                if head != 0 && each != 0 {
+                if let Some(layout) = Layout::of(frame).filter(|_| each != 0) {
                     let mut cut = std::mem::take(&mut self.covered);
-                    for_each_frame(frame, head, each, &mut cut, |frame| {
+                    for_each_frame(frame, layout, each, &mut cut, |frame| {
                         burst.push(segment, frame);
                     });
                     self.covered = cut;
@@ -537,15 +556,16 @@ fn split_header(bytes: &mut [u8]) -> Option<(&mut [u8; HEADER], &mut [u8])> {
 /// the last one. They are made in `space`.
 fn for_each_frame(
     burst: &[u8],
-    head: usize,
+    layout: Layout,
     each: usize,
     space: &mut Vec<u8>,
     mut visit: impl FnMut(&[u8]),
 ) {
+    let Layout { ip, head } = layout;
     let Some((headers, payload)) = burst.split_at_checked(head) else {
         return;
     };
-    let first = headers.get(18..20).map_or(0, |bytes| {
+    let first = headers.get(ip + 4..ip + 6).map_or(0, |bytes| {
         u16::from_be_bytes(bytes.try_into().unwrap_or_default())
     });
     let parts = payload.chunks(each.max(1)).take(MOST_CUT);
@@ -553,7 +573,7 @@ fn for_each_frame(
         space.clear();
         space.extend_from_slice(headers);
         space.extend_from_slice(part);
-        set_lengths(space, head, part.len(), Some(first.wrapping_add(number)));
+        layout.set_lengths(space, part.len(), Some(first.wrapping_add(number)));
         // Its checksum is not there; the ICRC is.
         put(space, head - 2, 0);
         visit(space);
@@ -672,9 +692,16 @@ mod tests {
         let head = frame.len();
         frame[if ipv6 { 53 } else { 33 }] = to;
         frame.extend((0..len - 4).map(|at| (at * 7 + len) as u8));
-        set_lengths(&mut frame, head, len, None);
-        let crc = icrc(&frame[ETHERNET..]).unwrap();
+        let layout = Layout { ip: 14, head };
+        layout.set_lengths(&mut frame, len, None);
+        let crc = frame::crc_of(&frame);
         frame.extend(crc);
+        frame
+    }
+
+    /// The same, in a VLAN.
+    fn in_vlan(mut frame: Vec<u8>, number: u8) -> Vec<u8> {
+        frame.splice(12..12, [0x81, 0, 0, number]);
         frame
     }
 
@@ -730,25 +757,32 @@ mod tests {
     fn assert_same(sent: &[Vec<u8>], came: &[Vec<u8>]) {
         assert_eq!(came.len(), sent.len());
         for (came, sent) in came.iter().zip(sent) {
-            let head = head_len(sent).unwrap();
+            let layout = Layout::of(sent).unwrap();
+            let Layout { ip, head } = layout;
             assert_eq!(came.len(), sent.len());
-            assert!(same(came, sent, head));
+            assert!(layout.same(came, sent));
             let body = head..sent.len() - 4;
             assert_eq!(came[body.clone()], sent[body]);
-            let (covered, crc) = came[ETHERNET..].split_last_chunk().unwrap();
-            assert_eq!(icrc(covered), Some(*crc));
-            if head == 42 {
-                assert_eq!(checksum(&came[14..34]), 0, "the checksum of IPv4");
+            let (covered, crc) = came.split_last_chunk().unwrap();
+            assert_eq!(frame::crc_of(covered), *crc);
+            if layout.is_ipv4() {
+                let header = &came[ip..ip + IPV4];
+                assert_eq!(checksum(header), 0, "the checksum of IPv4");
             }
         }
     }
 
     #[test]
     fn frames_of_a_length_leave_together_and_are_what_they_were() {
-        for ipv6 in [false, true] {
+        for (ipv6, tagged) in [(false, false), (true, false), (false, true), (true, true)] {
             let (mut a, mut b) = joined();
             let lens = [1044, 1044, 1044, 30, 1044, 20, 20, 20, 20, 4000, 1000, 1000];
-            let sent: Vec<_> = lens.iter().map(|len| rocev2(ipv6, *len, 2)).collect();
+            let frames = lens.iter().map(|len| rocev2(ipv6, *len, 2));
+            let sent: Vec<_> = if tagged {
+                frames.map(|frame| in_vlan(frame, 5)).collect()
+            } else {
+                frames.collect()
+            };
             for frame in &sent {
                 send(&mut a, frame);
             }
@@ -769,6 +803,9 @@ mod tests {
             rocev2(true, 100, 2),
             rocev2(true, 80, 2),
             rocev2(false, 80, 2),
+            in_vlan(rocev2(false, 80, 2), 1),
+            in_vlan(rocev2(false, 80, 2), 1),
+            in_vlan(rocev2(false, 80, 2), 2),
         ]);
         // One that is none of UDP is sent as it is.
         let mut other = rocev2(false, 100, 2);
@@ -780,7 +817,7 @@ mod tests {
         let (packets, mut came) = received(&mut b);
         assert_eq!(came.split_off(sent.len()), [other.clone(), other]);
         assert_same(&sent, &came);
-        assert_eq!(packets, 7);
+        assert_eq!(packets, 9);
     }
 
     #[test]
@@ -804,10 +841,14 @@ mod tests {
         /// Whatever comes with whatever header: nothing breaks.
         #[test]
         fn anything_may_come(
-            header: [u8; HEADER], cut: bool, each in 0u16..200, ipv6: bool, len in 24usize..3000,
+            header: [u8; HEADER], cut: bool, each in 0u16..200, ipv6: bool, tagged: bool,
+            len in 24usize..3000,
             damage in proptest::option::of((0usize..3000, any::<u8>())),
         ) {
             let mut frame = rocev2(ipv6, len, 2);
+            if tagged {
+                frame = in_vlan(frame, 5);
+            }
             if let Some((at, byte)) = damage {
                 let at = at % frame.len();
                 frame[at] = byte;
