@@ -324,11 +324,7 @@ impl Responder {
         };
         // An XRC message names the shared receive queue, whose protection domain counts.
         let xrc = if qp.qp_type == qp_type::XRC_TGT {
-            let srq = tables
-                .srqs
-                .get(message.srqn)
-                .filter(|srq| srq.xrc.as_ref().is_some_and(|xrc| xrc.domain == qp.xrcd));
-            match srq {
+            match named_srq(tables, qp, message) {
                 Some(srq) => Some(srq),
                 None => return self.invalid_request(tables, qp, vendor_err::SRQ),
             }
@@ -437,6 +433,36 @@ impl Responder {
             }
             _ => self.invalid_request(tables, qp, vendor_err::OPCODE),
         }
+    }
+
+    /// Reads bytes of an RDMA READ, from `offset` on, that is answered again. Its requester may have
+    /// what it asked for, and the key may be gone: then it returns false, and nothing else happens.
+    pub(crate) fn read_again(
+        &self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        message: &Message,
+        offset: u64,
+        space: &mut [u8],
+    ) -> bool {
+        let wanted = access::REMOTE_READ;
+        let pd = if qp.qp_type == qp_type::XRC_TGT {
+            named_srq(tables, qp, message).map(|srq| srq.pd)
+        } else {
+            Some(qp.pd)
+        };
+        let Some(pd) = pd.filter(|_| self.access & wanted != 0) else {
+            return false;
+        };
+        let remote = [remote_sge(message)];
+        let accessor = Accessor::remote(pd, qp.number);
+        if check(tables, &remote, accessor, wanted).is_err() {
+            return false;
+        }
+        let from = Cursor::new(tables, &remote, accessor, wanted, offset);
+        let part = Part::whole(space.len() as u64);
+        let moved = Sink::Bytes(space).fill(&mut DataSource::Guest(from), part);
+        moved.is_ok()
     }
 
     /// The protection domain of the keys of receives.
@@ -908,6 +934,12 @@ pub enum Payload<'a> {
 }
 
 /// The remote range of a message as a scatter/gather entry.
+/// The shared receive queue that a message of XRC names, if its queue pair's domain has it.
+fn named_srq<'a>(tables: &'a Tables, qp: &Qp, message: &Message) -> Option<&'a Arc<Srq>> {
+    let srq = tables.srqs.get(message.srqn);
+    srq.filter(|srq| srq.xrc.as_ref().is_some_and(|xrc| xrc.domain == qp.xrcd))
+}
+
 fn remote_sge(message: &Message) -> Sge {
     Sge {
         addr: message.remote_addr,

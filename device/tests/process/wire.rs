@@ -18,8 +18,8 @@ use vhost_device_rdma_bare::{
 };
 
 use crate::common::{
-    assert_footprint_falls_to, assert_status, assert_success, everything, footprint, pattern, Pair,
-    Side, SideOptions, NOTHING, TIMEOUT,
+    assert_footprint_falls_to, assert_status, assert_success, everything, footprint, is_root,
+    pattern, Pair, Side, SideOptions, NOTHING, TIMEOUT,
 };
 
 const QKEY: u32 = 0x1111_1111;
@@ -109,6 +109,33 @@ impl Hosts {
             (String::new(), dgram)
         };
         Self::start([0, 1].map(of), gid)
+    }
+
+    /// With interfaces of IP packets of `mtu` bytes in a bridge, in a network namespace that is the
+    /// calling thread's from now on.
+    fn with_bridge(mtu: u32) -> Self {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+        let mut commands = vec![
+            "link add br0 type bridge".to_owned(),
+            "link set br0 up".into(),
+        ];
+        for vm in ["vm1", "vm2"] {
+            // The other end stands for what QEMU has open.
+            commands.extend([
+                format!("link add {vm} type veth peer name {vm}-guest"),
+                format!("link set {vm} mtu {mtu} master br0 up"),
+                format!("link set {vm}-guest up"),
+            ]);
+        }
+        for command in commands {
+            let ip = Command::new("ip")
+                .args(command.split(' '))
+                .output()
+                .unwrap();
+            assert!(ip.status.success(), "{command}: {ip:?}");
+        }
+        let of = |host| (String::new(), format!("netdev = 'vm{host}'"));
+        Self::start([1, 2].map(of), gid)
     }
 
     /// With these lines for the processes and for their devices, and VMs whose GIDs are so.
@@ -233,6 +260,57 @@ fn messages_go_from_host_to_host_over_ipv6() {
     let from_to = [gid_ipv6(1), gid_ipv6(2)].concat();
     assert_eq!(b.mr.read(8, 32), from_to, "its GRH");
     hosts.assert_unharmed();
+}
+
+/// An interface cuts bursts where its kernel must; long READs of scattered memory are the most that
+/// comes at once.
+#[test]
+fn messages_go_from_interface_to_interface() {
+    if !is_root() {
+        return;
+    }
+    for mtu in [1500, 9000] {
+        let mut hosts = Hosts::with_bridge(mtu);
+        let mut qp = QpOptions::of(qp_type::RC);
+        qp.caps.max_send_sge = 32;
+        let options = SideOptions {
+            qp,
+            ..SideOptions::default()
+        };
+        let [a, b] = &hosts.vms;
+        let pair = Pair::connect(a, b, &options, |connection| {
+            connection.path_mtu = match mtu {
+                1500 => mtu::MTU_1024,
+                _ => mtu::MTU_4096,
+            };
+        });
+        for len in [1, 1024, 1025, 70_000, 1 << 20] {
+            assert_works(&pair, len);
+        }
+        let (a, b) = (&pair.a, &pair.b);
+        let data = pattern(3, 1 << 20);
+        b.mr.write(0, &data);
+        for round in 0..20 {
+            a.mr.write(0, &vec![0; 1 << 20]);
+            for part in 0..8u64 {
+                let sges: Vec<_> = (0..32)
+                    .map(|page| a.mr.sge(part << 17 | page << 12, 4096))
+                    .collect();
+                let read = SendWqe {
+                    remote_addr: b.mr.iova + (part << 17),
+                    ..wqe(wr_opcode::RDMA_READ, part, &pair)
+                };
+                a.qp.post_send(&read, &sges).unwrap();
+            }
+            for part in 0..8 {
+                let cqe = a.sent();
+                assert_success(&cqe);
+                assert_eq!(cqe.wr_id, part, "round {round}");
+            }
+            assert!(a.mr.read(0, 1 << 20) == data);
+        }
+        hosts.assert_unharmed();
+    }
 }
 
 #[test]

@@ -787,6 +787,14 @@ fn read(tables: &Tables, qp: &Arc<Qp>, reading: &Reading, offset: u64, space: &m
         srqn: reading.srqn,
         ..message(&responder, request, reading.reth, length)
     };
+    if reading.again {
+        let read = responder.read_again(tables, qp, &message, offset, space);
+        return if read {
+            Answer::Progress
+        } else {
+            Answer::NoAnswer
+        };
+    }
     let slice = Slice {
         message: &message,
         offset,

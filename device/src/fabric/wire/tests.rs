@@ -384,6 +384,64 @@ fn a_read_without_a_key_is_refused_and_nothing_comes() {
     assert_eq!(pair.state(1), qp_state::ERR);
 }
 
+// D-WIRE-003.
+/// Its requester may have what it asked for, and the key may be invalid by then: the peer invalidates it
+/// when it is done.
+#[test]
+fn a_read_that_comes_again_without_its_key_does_no_harm() {
+    let mut simulation = Simulation::new(clean(), |_| {});
+    let Simulation { pair, net } = &mut simulation;
+    let there = pair.ends[1].allocate(5000);
+    let here = pair.ends[0].allocate(5000);
+    pair.ends[1].guest.write(there, &[7; 5000]);
+    let rkey = pair.ends[1].guest.key;
+    let read = Send {
+        opcode: wr_opcode::RDMA_READ,
+        flags: send_flag::SIGNALED,
+        remote_addr: DATA + there,
+        rkey,
+        sges: vec![pair.ends[0].guest.sge(here, 5000)],
+        ..Send::default()
+    };
+    pair.post_send(0, &read);
+    net.run(pair, SECOND);
+    assert_eq!(pair.completions(0)[0].status, wc_status::SUCCESS);
+    let mut tables = pair.ends[1].guest.vm.tables_mut();
+    tables.keys.remove_region(rkey).unwrap();
+    drop(tables);
+    let request = Request::at(Service::Rc, wr_opcode::RDMA_READ, Place::Only).unwrap();
+    let of = |end: &End| end.guest.vm.tables().sources[0].mac;
+    let again = Packet {
+        service: Service::Rc,
+        dest_qp: pair.ends[1].qp.qp.number,
+        psn: Psn::new(FIRST[0]),
+        ack_request: true,
+        solicited: false,
+        body: Body::Request(RequestPacket {
+            reth: Reth {
+                addr: DATA + there,
+                rkey,
+                length: 5000,
+            },
+            ..RequestPacket::new(request, &[])
+        }),
+    };
+    let addresses = Addresses {
+        source_mac: of(&pair.ends[0]),
+        destination_mac: of(&pair.ends[1]),
+        source: pair.ends[0].guest.gid,
+        destination: pair.ends[1].guest.gid,
+        ..Addresses::default()
+    };
+    let bytes = frame::frame(&addresses, &again);
+    let sent = net.counted(1, "sent_frames");
+    net.wires[0].out.port.send(SECOND, SEGMENT, [0; 16], &bytes);
+    net.run(pair, 2 * SECOND);
+    assert_eq!(net.counted(1, "answered_again"), 1);
+    assert_eq!(net.counted(1, "sent_frames"), sent);
+    assert_eq!(pair.state(1), qp_state::RTS);
+}
+
 /// None, if they are not changed.
 fn no_faults() -> FaultSettings {
     FaultSettings {
