@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use nix::unistd::{Group, User};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 use crate::adapter::AdapterSettings;
 use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
-use crate::engine::vm::{Congestion, Segment, Uplink};
+use crate::engine::vm::{Congestion, Local, Segment, Uplink};
 use crate::fabric::wire::layer::settings::{BadFaults, DeviceFaults, FaultSettings};
 use crate::fabric::wire::path_mtu_within;
 use crate::fabric::wire::port::interface::Interface;
@@ -446,12 +446,33 @@ pub struct DeviceConfig {
     /// The interface of the host that its VM's network interface is, where its frames go, too;
     /// instead of `vni`.
     pub netdev: Option<String>,
-    /// Whether messages to VMs of this process stay in it.
-    pub local: Option<bool>,
+    /// Which messages do not take the way out.
+    #[serde(default, deserialize_with = "local")]
+    pub local: Option<Local>,
     /// How its senders go by the state of the network.
     pub congestion: Option<Congestion>,
     /// Faults of its frames.
     pub faults: Option<FaultsConfig>,
+}
+
+/// `true`, `false`, or "nothing".
+fn local<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Local>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "local is true, false, or \"nothing\"")]
+    enum Said {
+        Process(bool),
+        Less(Less),
+    }
+    #[derive(Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    enum Less {
+        Nothing,
+    }
+    Ok(Some(match Said::deserialize(deserializer)? {
+        Said::Process(true) => Local::Process,
+        Said::Process(false) => Local::Vm,
+        Said::Less(Less::Nothing) => Local::Nothing,
+    }))
 }
 
 impl FromStr for DeviceConfig {
@@ -696,7 +717,7 @@ impl DgramConfig {
     /// The way that the VM of interface `number` has.
     fn uplink(&self, number: u32) -> Result<Uplink, Error> {
         Ok(Uplink {
-            local: true,
+            local: Local::default(),
             congestion: Congestion::default(),
             segment: Segment::Own(number),
             active_mtu: path_mtu_within(mtu_or_usual(self.mtu)?),
@@ -799,7 +820,7 @@ impl UplinksConfig {
     /// # Errors
     /// If the system refuses.
     pub fn open(self) -> Result<Uplinks, OpenUplink> {
-        let tunnel = |wire: Wire| Tunnel::open(wire.address, wire.directory);
+        let tunnel = |wire: Wire| Tunnel::open(wire.address, wire.directory, wire.returns);
         let interface = |interface| match interface {
             InterfaceConfig::Dgram(dgram) => {
                 let opened = Interface::open(dgram.local, dgram.remote);
@@ -828,6 +849,8 @@ pub struct Wire {
     pub mtu: usize,
     /// Which GIDs are at which host.
     pub directory: Directory,
+    /// What goes to a group comes to this host, too: VMs of this process meet outside.
+    pub returns: bool,
 }
 
 impl WireConfig {
@@ -841,6 +864,7 @@ impl WireConfig {
             address: self.address.0,
             mtu,
             directory: Directory::new(self.host.into_iter().flat_map(at).collect()),
+            returns: false,
         })
     }
 }
@@ -849,7 +873,7 @@ impl Wire {
     /// The way that VMs of network `vni` have.
     fn uplink(&self, vni: u32) -> Uplink {
         Uplink {
-            local: true,
+            local: Local::default(),
             congestion: Congestion::default(),
             segment: Segment::Vxlan(vni),
             active_mtu: path_mtu_within(inner_mtu(self.address, self.mtu)),
@@ -1047,7 +1071,7 @@ impl DeviceConfig {
                 return Err(Error::NoNetdev(self.socket, netdev));
             };
             settings.uplink = Some(Uplink {
-                local: true,
+                local: Local::default(),
                 congestion: Congestion::default(),
                 segment: Segment::Own(number),
                 active_mtu: path_mtu_within(mtu),
@@ -1055,9 +1079,10 @@ impl DeviceConfig {
             uplinks.interfaces.push(InterfaceConfig::Netdev(netdev));
         }
         if let Some(vni) = self.vni {
-            let Some(wire) = &uplinks.wire else {
+            let Some(wire) = &mut uplinks.wire else {
                 return Err(Error::NoWire(self.socket));
             };
+            wire.returns |= self.local.is_some_and(|local| local != Local::Process);
             if !(1..=MAX_VNI).contains(&vni) {
                 let socket = self.socket;
                 return Err(Error::Vni { socket, vni });
@@ -1066,7 +1091,7 @@ impl DeviceConfig {
         }
         match &mut settings.uplink {
             Some(uplink) => {
-                uplink.local = self.local.unwrap_or(uplink.local);
+                uplink.local = self.local.unwrap_or_default();
                 uplink.congestion = self.congestion.unwrap_or_default();
             }
             None if self.local.is_some() => {
@@ -1365,7 +1390,7 @@ mod tests {
         assert_eq!(wire.directory, directory);
         let uplinks = config.devices.iter().map(|(_, device)| device.uplink);
         let uplink = Uplink {
-            local: true,
+            local: Local::default(),
             congestion: Congestion::default(),
             segment: Segment::Vxlan(7),
             active_mtu: mtu::MTU_1024,
@@ -1388,7 +1413,7 @@ mod tests {
             .iter()
             .map(|(_, device)| device.uplink.unwrap());
         let uplink = |number, active_mtu| Uplink {
-            local: true,
+            local: Local::default(),
             congestion: Congestion::default(),
             segment: Segment::Own(number),
             active_mtu,
@@ -1403,7 +1428,15 @@ mod tests {
         assert_eq!(ports.map(port).collect::<Vec<_>>(), [Some(1), Some(2)]);
         let file = dgram("a", 1, "") + "local = false\n";
         let outside = config(&[], &file).unwrap().devices[0].1.uplink.unwrap();
-        assert!(!outside.local);
+        assert_eq!(outside.local, Local::Vm);
+        let local = |said: &str| config(&[], &(dgram("a", 1, "") + said));
+        let nothing = local("local = 'nothing'\n").unwrap().devices[0]
+            .1
+            .uplink
+            .unwrap();
+        assert_eq!(nothing.local, Local::Nothing);
+        let said = local("local = 'vm'\n").unwrap_err();
+        assert!(said.contains("true, false, or \"nothing\""), "{said}");
         let said = config(&[], "[[device]]\nsocket = 'a'\nlocal = true\n").unwrap_err();
         assert!(said.contains("a has local, but no way out"), "{said}");
         let file = dgram("a", 1, "") + "congestion = 'none'\n";

@@ -29,7 +29,9 @@ use super::responder::Responder;
 use super::send_queue::SendQueue;
 use super::share::ShareSettings;
 use super::tables::{Gid, Pd};
-use super::vm::{Congestion, Link, Network, Schedule, Segment, Uplink, Vm, VmSettings, Warn};
+use super::vm::{
+    Congestion, Link, Local, Network, Schedule, Segment, Uplink, Vm, VmSettings, Warn,
+};
 use crate::footprint::Share;
 use crate::limits::Limits;
 use crate::memory::{fetch_bytes, region, GuestMemory, Pages};
@@ -185,7 +187,7 @@ pub(crate) struct Guest {
 
 /// The way out of guests that are on hosts of their own.
 pub(crate) const ON_HOSTS: Option<Uplink> = Some(Uplink {
-    local: true,
+    local: Local::Process,
     congestion: Congestion::Window,
     segment: Segment::Vxlan(7),
     active_mtu: mtu::MTU_4096,

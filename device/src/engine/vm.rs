@@ -197,6 +197,18 @@ pub enum Congestion {
     None,
 }
 
+/// Which messages do not take the way out that their VM has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Local {
+    /// Those to VMs of this process that have one, too.
+    #[default]
+    Process,
+    /// Those to the VM itself.
+    Vm,
+    /// None: there is a way back.
+    Nothing,
+}
+
 /// The way that a VM's messages have out of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Uplink {
@@ -204,8 +216,8 @@ pub struct Uplink {
     pub segment: Segment,
     /// The path MTU that its port has at the start (`mtu`).
     pub active_mtu: u8,
-    /// Messages to VMs of this process that have a way out, too, do not take it.
-    pub local: bool,
+    /// Which messages do not take it.
+    pub local: Local,
     /// How senders go by the state of the network.
     pub congestion: Congestion,
 }
@@ -337,11 +349,15 @@ impl Vm {
         }
     }
 
-    /// Whether messages between it and another VM of its network stay in this process.
+    /// Whether messages between it and a VM of its network, perhaps itself, stay in this process.
     pub(crate) fn meets(&self, other: &Self) -> bool {
-        let outside = self.uplink.zip(other.uplink);
-        let outside = outside.is_some_and(|(ours, theirs)| !(ours.local && theirs.local));
-        !outside || std::ptr::eq(self, other)
+        let Some((ours, theirs)) = self.uplink.zip(other.uplink) else {
+            return true;
+        };
+        if std::ptr::eq(self, other) {
+            return ours.local != Local::Nothing;
+        }
+        [ours, theirs].iter().all(|way| way.local == Local::Process)
     }
 
     /// Whether the port is up.

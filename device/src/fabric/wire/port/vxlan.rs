@@ -92,14 +92,15 @@ pub struct Tunnel {
 }
 
 impl Tunnel {
-    /// Opens it at an address of this host.
+    /// Opens it at an address of this host. `returns`: what goes to a group goes to this host, too, if
+    /// it is in the directory.
     ///
     /// # Errors
     /// If the system refuses the socket.
-    pub fn open(address: SocketAddr, directory: Directory) -> io::Result<Arc<Self>> {
+    pub fn open(address: SocketAddr, directory: Directory, returns: bool) -> io::Result<Arc<Self>> {
         let socket = UdpSocket::bind(address)?;
         let mut hosts = directory.hosts();
-        hosts.retain(|host| *host != address);
+        hosts.retain(|host| returns || *host != address);
         Ok(Arc::new(Self {
             socket,
             directory,
@@ -259,7 +260,7 @@ mod tests {
         });
         addresses.map(|address| {
             let directory = Directory::new(entries.to_vec());
-            VxlanPort::new(Tunnel::open(address, directory).unwrap()).unwrap()
+            VxlanPort::new(Tunnel::open(address, directory, false).unwrap()).unwrap()
         })
     }
 
