@@ -126,6 +126,7 @@ pub fn all() -> Vec<Lane> {
         smoke::lane(),
         suite::lane_56(),
         suite::lane_65(),
+        suite::lane_wire(),
         verbs::lane(),
         kernel_verbs::lane(),
         scale::lane(),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lanes `rdma-core-56` and `rdma-core-65`: rdma-core's own tests on our device, those of 56.1 also
-//! on Soft-RoCE (rxe) in the same guest.
+//! Lanes `rdma-core-56`, `rdma-core-65` and `wire-rdma-core`: rdma-core's own tests on our device, those
+//! of 56.1 also on Soft-RoCE (rxe) in the same guest, and over our wire.
 //!
 //! Each test on our device is a case of the lane. Rxe's outcomes stand beside ours to compare with,
 //! whatever they are. The devices take turns and do not share the guest: rdma_cm picks a device by
@@ -146,6 +146,29 @@ pub fn lane_56() -> Lane {
             ];
             vec![(Kernel::Backports, cases.to_vec())]
         },
+    }
+}
+
+/// The lane for rdma-core 56.1 over the wire: the two ends of a test are the same VM.
+pub fn lane_wire() -> Lane {
+    Lane {
+        name: "wire-rdma-core",
+        about: "the tests of rdma-core 56.1, on our device, whose messages go out and come back",
+        hosts: Hosts::Loop,
+        runs: || {
+            let cases = [
+                Case {
+                    name: "the tests on our device",
+                    run: |fixture| on_ours(fixture, &VERSION_56),
+                },
+                Case {
+                    name: "the driver unloads after them",
+                    run: unload,
+                },
+            ];
+            vec![(Kernel::Backports, cases.to_vec())]
+        },
+        ..lane_56()
     }
 }
 

@@ -167,22 +167,67 @@ const NETWORK_CASES: &[Case] = cases!(NETWORK);
 const TAP_CASES: &[Case] = cases!(TAPS);
 
 /// What the interfaces of hosts have to do with it.
-const INTERFACE_CASES: &[Case] = &[Case {
-    name: "the port follows the interface of its host",
-    run: |fixture| {
-        let port = "/sys/class/infiniband/*/ports/1";
-        for (change, state) in [("down", "DOWN"), ("up", "ACTIVE")] {
-            let bed = &fixture.bed;
-            bed.ip_on_host(1, &format!("link set {} {change}", namespace::TAP))?;
-            until(fixture, 1, &format!("grep -q {state} {port}/state"))?;
-        }
-        for mtu in [9000, 1500, 9000] {
-            set_mtu(fixture, 1, mtu)?;
-        }
-        set_mtu(fixture, 2, 9000)?;
-        stock::rping(fixture, USUAL)
+const INTERFACE_CASES: &[Case] = &[
+    Case {
+        name: "the port follows the interface of its host",
+        run: follows,
     },
-}];
+    Case {
+        name: "in a VLAN",
+        run: in_vlan,
+    },
+];
+
+fn follows(fixture: &mut Fixture) -> Result<()> {
+    let port = "/sys/class/infiniband/*/ports/1";
+    for (change, state) in [("down", "DOWN"), ("up", "ACTIVE")] {
+        let bed = &fixture.bed;
+        bed.on_host(1, &format!("ip link set {} {change}", namespace::TAP))?;
+        until(fixture, 1, &format!("grep -q {state} {port}/state"))?;
+    }
+    for mtu in [9000, 1500, 9000] {
+        set_mtu(fixture, 1, mtu)?;
+    }
+    set_mtu(fixture, 2, 9000)?;
+    stock::rping(fixture, USUAL)
+}
+
+/// Interfaces of the guests in a VLAN, which is the only one that the hosts let through.
+fn in_vlan(fixture: &mut Fixture) -> Result<()> {
+    const VLAN: u8 = 5;
+    let address = |number: u8| format!("10.{VLAN}.0.{number}");
+    let filters = |fixture: &Fixture, filters: u8| {
+        let command = format!("ip link set bridge type bridge vlan_filtering {filters}");
+        fixture.bed.on_host(1, &command)
+    };
+    for port in [namespace::TAP, "wire"] {
+        let add = format!("bridge vlan add dev {port} vid {VLAN}");
+        fixture.bed.on_host(1, &add)?;
+    }
+    fixture.bed.on_host(1, "bridge vlan del dev wire vid 1")?;
+    filters(fixture, 1)?;
+    for number in [1, 2] {
+        let own = address(number);
+        fixture.vm(number)?.sh(&format!(
+            "ip link add link eth0 name vlan{VLAN} type vlan id {VLAN} && \
+             ip addr add {own}/24 dev vlan{VLAN} && ip link set vlan{VLAN} up"
+        ))?;
+        let gid = format!("ffff:0a{VLAN:02x}:000{number}");
+        let there = format!("grep -q {gid} /sys/class/infiniband/*/ports/1/gids/*");
+        until(fixture, number, &there)?;
+    }
+    let pair = fixture.pair(USUAL.0, USUAL.1);
+    let host = address(USUAL.0);
+    let start = |side: &str| format!("rping {side} -a {host} -p {} -C 20 -V -S 65000", pair.port);
+    let ready = Ready::Cm(pair.port);
+    let result = pair.run_when(ready, &fixture.bed, &start("-s"), &start("-c"), LONG);
+    filters(fixture, 0)?;
+    for number in [1, 2] {
+        let delete = format!("ip link delete vlan{VLAN}");
+        fixture.vm(number)?.sh(&delete)?;
+    }
+    result.map(drop)
+}
 
 /// Waits until a command succeeds in a VM.
 fn until(fixture: &Fixture, number: u8, seen: &str) -> Result<()> {
@@ -193,7 +238,7 @@ fn until(fixture: &Fixture, number: u8, seen: &str) -> Result<()> {
 /// Sets the longest IP packet of a VM's interface, at both ends.
 fn set_mtu(fixture: &Fixture, number: u8, mtu: u16) -> Result<()> {
     let bed = &fixture.bed;
-    bed.ip_on_host(number, &format!("link set {} mtu {mtu}", namespace::TAP))?;
+    bed.on_host(number, &format!("ip link set {} mtu {mtu}", namespace::TAP))?;
     fixture
         .vm(number)?
         .sh(&format!("ip link set eth0 mtu {mtu}"))?;

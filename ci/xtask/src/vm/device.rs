@@ -29,6 +29,8 @@ fn link_local(number: u8) -> String {
 pub enum Wire {
     /// VXLAN between so many VMs.
     Vxlan(u8),
+    /// VXLAN that leads back: what a VM sends itself goes out and comes in again.
+    Loop,
     /// A switch, with IP packets of so many bytes at most.
     Switch(u16),
     /// What is between hosts of their own, on which the VM has a TAP; faults, if there are to be any.
@@ -89,6 +91,13 @@ impl DeviceProcess {
                     );
                 }
                 "vni = 1".to_owned()
+            }
+            Wire::Loop => {
+                text = format!(
+                    "[wire]\naddress = '127.0.1.{number}'\nmtu = {WIRE_MTU}\n\
+                     [[wire.host]]\naddress = '127.0.1.{number}'\ngids = ['::/0']\n"
+                );
+                "vni = 1\nlocal = 'nothing'".to_owned()
             }
             Wire::Switch(mtu) => {
                 let (remote, local) = switch::addresses(number);

@@ -49,6 +49,8 @@ pub enum Hosts {
     One,
     /// Each has one of its own, as on a host of its own, with VXLAN between them.
     Vxlan,
+    /// Each has one of its own, with VXLAN that leads back to it.
+    Loop,
     /// Each has one of its own, whose frames go through the same switch as those of the VM's
     /// network interface; IP packets have so many bytes at most.
     Switch(u16),
@@ -101,12 +103,12 @@ pub struct Bed {
 }
 
 impl Bed {
-    /// Runs an `ip` command on the host of a VM, by its number from 1, if hosts are network namespaces.
-    pub fn ip_on_host(&self, number: u8, words: &str) -> Result<()> {
+    /// Runs a command on the host of a VM, by its number from 1, if hosts are network namespaces.
+    pub fn on_host(&self, number: u8, command: &str) -> Result<()> {
         let hosts = self.hosts.as_ref();
         hosts
             .context("hosts are no network namespaces")?
-            .ip(number, words)
+            .run(number, command)
     }
 
     /// Starts everything and waits until all guests are up.
@@ -138,6 +140,7 @@ impl Bed {
                 let wire = match plan.hosts {
                     Hosts::Switch(mtu) => device::Wire::Switch(mtu),
                     Hosts::Tap(_, faults) => device::Wire::Tap(faults),
+                    Hosts::Loop => device::Wire::Loop,
                     _ => device::Wire::Vxlan(plan.vms),
                 };
                 let directory = &bed.directory;
@@ -623,7 +626,7 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
 
     let switched = match plan.hosts {
         Hosts::Switch(mtu) | Hosts::Tap(mtu, _) => Some(mtu),
-        Hosts::One | Hosts::Vxlan => None,
+        Hosts::One | Hosts::Vxlan | Hosts::Loop => None,
     };
     let host_mtu = switched.map_or_else(String::new, |mtu| format!(",host_mtu={mtu}"));
     // vm1 is the hub that connects the network devices of all, unless a switch does.

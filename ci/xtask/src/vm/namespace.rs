@@ -43,12 +43,12 @@ impl Hosts {
         Ok(all)
     }
 
-    /// Runs an `ip` command on a host; `number` counts from 1.
-    pub fn ip(&self, number: u8, words: &str) -> Result<()> {
-        let host = usize::from(number)
-            .checked_sub(1)
-            .and_then(|at| self.hosts.get(at));
-        host.context("there is no such host")?.ip(words)
+    /// Runs a command on a host; `number` counts from 1.
+    pub fn run(&self, number: u8, command: &str) -> Result<()> {
+        let mut words = self.prefix(number);
+        words.extend(command.split_ascii_whitespace().map(str::to_owned));
+        let (program, rest) = words.split_first().context("no command")?;
+        shell::capture(Command::new(program).args(rest)).map(drop)
     }
 
     /// The words before those of a command that is to run on a host; `number` counts from 1.
