@@ -1279,6 +1279,11 @@ fn a_stranger_does_not_reach_a_queue_pair() {
 /// Posts WRITEs of so many bytes from the first end to the second. Returns how long they took,
 /// nanoseconds.
 fn write_all(simulation: &mut Simulation, count: u64, len: u32) -> u64 {
+    move_all(simulation, wr_opcode::RDMA_WRITE, count, len)
+}
+
+/// The same by WRITEs, or by READs from there.
+fn move_all(simulation: &mut Simulation, opcode: u8, count: u64, len: u32) -> u64 {
     let from = simulation.pair.ends[0].allocate(u64::from(len));
     let to = simulation.pair.ends[1].allocate(u64::from(len));
     let bytes = content(7, 0, len);
@@ -1288,7 +1293,7 @@ fn write_all(simulation: &mut Simulation, count: u64, len: u32) -> u64 {
     for wr_id in 0..count {
         let guest = &simulation.pair.ends[0].guest;
         let send = Send {
-            opcode: wr_opcode::RDMA_WRITE,
+            opcode,
             flags: send_flag::SIGNALED,
             wr_id,
             remote_addr: DATA + to,
@@ -1309,8 +1314,10 @@ fn write_all(simulation: &mut Simulation, count: u64, len: u32) -> u64 {
         }
     }
     assert_eq!(done, count);
-    let there = simulation.pair.ends[1].guest.read(to, len as usize);
-    assert_eq!(there, bytes);
+    if opcode == wr_opcode::RDMA_WRITE {
+        let there = simulation.pair.ends[1].guest.read(to, len as usize);
+        assert_eq!(there, bytes);
+    }
     simulation.net.clock.now - begun
 }
 
@@ -1334,9 +1341,7 @@ fn with_faults(sent: &str, received: &str, congestion: Congestion) -> Simulation
         congestion,
         ..uplink
     });
-    let pair = Pair::of(qp_type::RC, (&readers, uplink), |attr| {
-        attr.path_mtu = mtu::MTU_4096;
-    });
+    let pair = Pair::for_requests(qp_type::RC, (&readers, uplink), mtu::MTU_4096, 4);
     let faults = [faults(sent), faults(received)];
     let net = Net::new(each.pop().unwrap(), faults, &pair);
     Simulation { pair, net }
@@ -1393,21 +1398,28 @@ fn a_peer_that_keeps_nothing_is_sent_all_again() {
     assert_eq!(simulation.pair.ends[0].guest.vm.totals().retries, 0);
 }
 
-/// The part of what goes over a clean network in the same time.
-fn goodput(loss: &str) -> f64 {
+/// The part of what WRITEs or READs move over a clean network in the same time.
+fn goodput(opcode: u8, loss: &str) -> f64 {
     let took = |loss: &str| {
-        let sent = format!("seed=3,rate=10G,queue=4M,loss={loss}");
-        let mut simulation = with_faults(&sent, "seed=1", Congestion::Window);
-        write_all(&mut simulation, 200, 64 << 10) as f64
+        let lossy = format!("seed=3,rate=10G,queue=4M,loss={loss}");
+        // What has the data is lost.
+        let [sent, received] = match opcode {
+            wr_opcode::RDMA_WRITE => [lossy.as_str(), "seed=1"],
+            _ => ["seed=1", lossy.as_str()],
+        };
+        let mut simulation = with_faults(sent, received, Congestion::Window);
+        move_all(&mut simulation, opcode, 200, 64 << 10) as f64
     };
     took("0") / took(loss)
 }
 
 #[test]
 fn losses_cost_little() {
-    for (loss, least) in [("0.1%", 0.9), ("1%", 0.5)] {
-        let goodput = goodput(loss);
-        assert!(goodput >= least, "{loss}: {goodput}");
+    for opcode in [wr_opcode::RDMA_WRITE, wr_opcode::RDMA_READ] {
+        for (loss, least) in [("0.1%", 0.9), ("1%", 0.5)] {
+            let goodput = goodput(opcode, loss);
+            assert!(goodput >= least, "{opcode}, {loss}: {goodput}");
+        }
     }
 }
 
