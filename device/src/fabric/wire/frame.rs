@@ -139,8 +139,13 @@ pub(super) fn checksum(header: &[u8]) -> u16 {
     !folded(0, header)
 }
 
-/// The headers of a frame, before a payload of so many bytes.
-pub(super) fn headers(addresses: &Addresses, packet: &Packet<'_>, payload: usize) -> Headers {
+/// The headers of a frame, before a payload of so many bytes. Those of IPv4 have an identification.
+pub(super) fn headers(
+    addresses: &Addresses,
+    identification: u16,
+    packet: &Packet<'_>,
+    payload: usize,
+) -> Headers {
     let ipv4 = [addresses.source, addresses.destination].map(|gid| {
         gid.strip_prefix(&MAPPED)
             .and_then(|rest| rest.first_chunk::<4>().copied())
@@ -167,6 +172,7 @@ pub(super) fn headers(addresses: &Addresses, packet: &Packet<'_>, payload: usize
         fields[1] = addresses.traffic_class;
         let length = udp_len.saturating_add(IPV4 as u16);
         fields[2..4].copy_from_slice(&length.to_be_bytes());
+        fields[4..6].copy_from_slice(&identification.to_be_bytes());
         // Do not fragment.
         fields[6] = 0x40;
         fields[8] = hop_limit;
@@ -244,7 +250,7 @@ pub(super) fn network(frame: &[u8]) -> Option<(u16, usize)> {
 #[cfg(test)]
 pub(super) fn frame(addresses: &Addresses, packet: &Packet<'_>) -> Vec<u8> {
     let payload = packet.payload();
-    let headers = headers(addresses, packet, payload.len());
+    let headers = headers(addresses, 0, packet, payload.len());
     let mut bytes = vec![0; len(&headers, payload.len())];
     let mut read = |space: &mut [u8]| {
         space.copy_from_slice(payload);

@@ -279,10 +279,11 @@ impl<P: Port> Egress<P> {
             congestion,
             ..
         } = uplink;
+        let identification = self.port.identification(segment);
         let headers = if congestion == Congestion::Window && packet.may_be_marked() {
-            frame::headers(&addresses.capable(), packet, payload.len)
+            frame::headers(&addresses.capable(), identification, packet, payload.len)
         } else {
-            frame::headers(addresses, packet, payload.len)
+            frame::headers(addresses, identification, packet, payload.len)
         };
         let len = frame::len(&headers, payload.len);
         let begun = self.port.begin(now, segment, addresses.destination, len);

@@ -410,6 +410,10 @@ fn station(direction: Direction, segment: Segment, frame: &[u8]) -> Option<Stati
 }
 
 impl<P: Port> Port for Faults<P> {
+    fn identification(&self, segment: Segment) -> u16 {
+        self.inner.identification(segment)
+    }
+
     fn begin(
         &mut self,
         now: u64,

@@ -66,6 +66,14 @@ impl InterfaceEnd {
         }
     }
 
+    /// As [`super::Port::identification`].
+    pub(super) fn identification(&self) -> u16 {
+        match self {
+            Self::Datagrams(_) => 0,
+            Self::Tap(tap) => tap.identification(),
+        }
+    }
+
     /// Room for a frame of `len` bytes; `None` if no frame is so long.
     pub(super) fn begin(&mut self, len: usize) -> Option<&mut [u8]> {
         match self {

@@ -156,6 +156,12 @@ impl fmt::Display for Fate {
 
 /// A port. Layers, as for faults, are ports around another one.
 pub(crate) trait Port {
+    /// The identification that the next frame of IPv4 on a segment is to have, so that it can leave
+    /// together with those before it.
+    fn identification(&self, _: Segment) -> u16 {
+        0
+    }
+
     /// Room for a frame of `len` bytes to `destination`, at time `now`, nanoseconds.
     ///
     /// # Errors

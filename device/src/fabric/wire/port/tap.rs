@@ -274,6 +274,13 @@ impl Layout {
         self.head == self.ip + IPV4 + UDP
     }
 
+    /// The identification of a frame of IPv4.
+    fn identification(self, frame: &[u8]) -> Option<u16> {
+        let field = frame.get(self.ip + 4..self.ip + 6);
+        let field = field.filter(|_| self.is_ipv4())?;
+        Some(u16::from_be_bytes(field.try_into().ok()?))
+    }
+
     /// Whether the headers of two frames are the same where those of a burst are.
     fn same(self, one: &[u8], other: &[u8]) -> bool {
         let Self { ip, head } = self;
@@ -328,6 +335,9 @@ pub(super) struct TapEnd {
     headers: Vec<u8>,
     layout: Layout,
     each: usize,
+    /// That of the next frame of IPv4, if it is to go with those before it: where the kernel cuts a
+    /// packet, it counts on from the first one.
+    identification: u16,
     /// Nothing may follow.
     closed: bool,
     /// Where the next frame is written, and what its headers are over.
@@ -351,6 +361,7 @@ impl TapEnd {
             headers: Vec::new(),
             layout: Layout::default(),
             each: 0,
+            identification: 0,
             closed: false,
             start: HEADER,
             covered: Vec::new(),
@@ -362,6 +373,11 @@ impl TapEnd {
 
     pub(super) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// As [`super::Port::identification`].
+    pub(super) fn identification(&self) -> u16 {
+        self.identification
     }
 
     /// Room for a frame of `len` bytes; `None` if no frame is so long. What waits is sent before, if
@@ -398,7 +414,9 @@ impl TapEnd {
         let frame = self.written.get_mut(self.start..self.start + len);
         let frame = frame.unwrap_or_default();
         let layout = self.layout;
-        if !layout.same(&self.headers, frame) {
+        let number = layout.identification(frame);
+        let in_order = number.is_none_or(|number| number == self.identification);
+        if !in_order || !layout.same(&self.headers, frame) {
             let frame = frame.to_vec();
             self.uncover();
             self.send();
@@ -408,17 +426,10 @@ impl TapEnd {
             return self.first(len);
         }
         let payload = len - layout.head;
-        if layout.is_ipv4() {
-            // The kernel counts on from the first one.
-            let number = u16::try_from(self.count).unwrap_or_default();
-            layout.set_lengths(frame, payload, Some(number));
-            if let Some((covered, crc)) = frame.split_last_chunk_mut() {
-                *crc = frame::crc_of(covered);
-            }
-        }
         self.uncover();
         self.end += payload;
         self.count += 1;
+        self.identification = self.identification.wrapping_add(1);
         self.closed = payload < self.each;
     }
 
@@ -428,6 +439,8 @@ impl TapEnd {
         let layout = Layout::of(frame).filter(|_| !self.singly);
         self.layout = layout.unwrap_or_default();
         let head = self.layout.head;
+        let number = self.layout.identification(frame);
+        self.identification = number.unwrap_or_default().wrapping_add(1);
         self.headers.clear();
         self.headers.extend(frame.iter().take(head));
         self.each = len - head;
@@ -725,8 +738,17 @@ mod tests {
         (a, b)
     }
 
+    /// Sends a frame with the identification that it should have.
     fn send(end: &mut TapEnd, frame: &[u8]) {
-        end.begin(frame.len()).unwrap().copy_from_slice(frame);
+        let mut frame = frame.to_vec();
+        if let Some(layout) = Layout::of(&frame).filter(|layout| layout.is_ipv4()) {
+            let payload = frame.len() - layout.head;
+            layout.set_lengths(&mut frame, payload, Some(end.identification()));
+            if let Some((covered, crc)) = frame.split_last_chunk_mut() {
+                *crc = frame::crc_of(covered);
+            }
+        }
+        end.begin(frame.len()).unwrap().copy_from_slice(&frame);
         end.end(frame.len());
     }
 
@@ -818,6 +840,22 @@ mod tests {
         assert_eq!(came.split_off(sent.len()), [other.clone(), other]);
         assert_same(&sent, &came);
         assert_eq!(packets, 9);
+    }
+
+    /// The kernel would give another identification to one that is not in order, so it leaves by itself.
+    #[test]
+    fn frames_with_other_identifications_do_not_go_together() {
+        let (mut a, mut b) = joined();
+        let frame = rocev2(false, 100, 2);
+        for _ in 0..2 {
+            a.begin(frame.len()).unwrap().copy_from_slice(&frame);
+            a.end(frame.len());
+        }
+        send(&mut a, &frame);
+        a.flush();
+        let (packets, came) = received(&mut b);
+        assert_same(&[0; 3].map(|_| frame.clone()), &came);
+        assert_eq!(packets, 2);
     }
 
     #[test]

@@ -129,6 +129,16 @@ impl UplinkPort {
 }
 
 impl Port for UplinkPort {
+    fn identification(&self, segment: Segment) -> u16 {
+        match segment {
+            Segment::Own(number) => {
+                let interface = self.interfaces.get(number as usize);
+                interface.map_or(0, InterfaceEnd::identification)
+            }
+            Segment::Vxlan(_) => 0,
+        }
+    }
+
     fn begin(
         &mut self,
         _: u64,
