@@ -5,6 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{anyhow, bail, ensure, Context, Result};
 
@@ -273,15 +274,21 @@ fn programs(suites: &[Suite]) -> Result<(PathBuf, Vec<(Suite, PathBuf)>)> {
     ))
 }
 
-/// The tests of the verbs API, built on the host; beside them is what sees a device go.
+/// The tests of the verbs API, built on the host, once; beside them is what sees a device go.
 fn verbs_test() -> Result<PathBuf> {
+    static BUILT: AtomicBool = AtomicBool::new(false);
     let out = shell::target().join("verbs");
+    let program = out.join("verbs-test");
+    if BUILT.load(Ordering::SeqCst) {
+        return Ok(program);
+    }
     let mut build = Command::new("sh");
     build.arg(shell::root().join("ci/verbs/build.sh")).arg(&out);
     shell::step("Building the tests of the verbs API", || {
         shell::logged("verbs-test", &mut build)
     })?;
-    Ok(out.join("verbs-test"))
+    BUILT.store(true, Ordering::SeqCst);
+    Ok(program)
 }
 
 /// The provider for another rdma-core than the build takes by itself.

@@ -164,7 +164,7 @@ fn dispatch(command: Command) -> Result<bool> {
                     kernel,
                     only,
                     quick,
-                    soak: None,
+                    ..lanes::Choice::default()
                 },
             )
         }

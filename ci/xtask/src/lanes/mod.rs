@@ -378,6 +378,8 @@ pub struct Choice<'a> {
     pub kernel: Option<Kernel>,
     /// Only cases with this in their names, or one of these, separated by `|`.
     pub only: Option<&'a str>,
+    /// Of these, on the lane's kernels behind the first one, only such.
+    pub again: Option<&'a str>,
     /// Shorter than usual.
     pub quick: bool,
     /// How a soak runs.
@@ -385,19 +387,20 @@ pub struct Choice<'a> {
 }
 
 impl Choice<'_> {
-    fn wants(&self, name: &str) -> bool {
-        self.only
-            .is_none_or(|parts| parts.split('|').any(|part| name.contains(part)))
+    /// Whether a case is wanted on kernel number `nth` of a lane.
+    fn wants(&self, nth: usize, name: &str) -> bool {
+        let has = |parts: &str| parts.split('|').any(|part| name.contains(part));
+        self.only.is_none_or(has) && (nth == 0 || self.again.is_none_or(has))
     }
 }
 
 /// Runs a lane and writes its report.
 pub fn run(lane: &Lane, means: &Means, choice: &Choice) -> Result<Report> {
     let mut lane_report = Report::new(lane.name);
-    for (on, cases) in (lane.runs)() {
+    for (nth, (on, cases)) in (lane.runs)().into_iter().enumerate() {
         let cases: Vec<Case> = cases
             .into_iter()
-            .filter(|case| choice.wants(case.name))
+            .filter(|case| choice.wants(nth, case.name))
             .collect();
         if choice.kernel.is_none_or(|wanted| wanted == on) && !cases.is_empty() {
             run_on(lane, means, on, &cases, choice, &mut lane_report)?;
