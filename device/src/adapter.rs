@@ -15,6 +15,7 @@ use crate::engine::tables::Gid;
 use crate::engine::vm::{Link, Segment};
 use crate::eventfd;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::capture::Capture;
 use crate::fabric::wire::layer::settings::{DeviceFaults, FaultSettings};
 use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::fabric::wire::port::watch::{InterfaceState, Watch};
@@ -23,7 +24,9 @@ use crate::fabric::wire::View;
 use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
 use crate::sandbox::{Kind, Sandbox};
-use crate::worker::{end_process, Loop, OnFailure, Patience, ThreadOptions, Watchdog, Worker};
+use crate::worker::{
+    end_process, Loop, OnFailure, Patience, Shared, ThreadOptions, Watchdog, Worker,
+};
 
 /// Why an adapter could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -106,7 +109,7 @@ pub struct Adapter {
     workers: Vec<Arc<Worker>>,
     /// The workers, as those who look at the tables of all VMs.
     readers: Readers,
-    registry: Arc<Registry>,
+    shared: Shared,
     rnics: Mutex<Vec<Arc<Rnic>>>,
     watchdog: Mutex<Option<Watchdog>>,
     /// What the kernel tells of this process. It is open before files are out of reach.
@@ -121,7 +124,7 @@ impl Adapter {
     pub fn new(settings: &AdapterSettings) -> Result<Arc<Self>, Error> {
         let failed: OnFailure = Arc::new(end_process);
         let sandbox = &settings.sandbox;
-        let adapter = Self::with(settings, |index, reader, registry, cpu| {
+        let adapter = Self::with(settings, |index, reader, shared, cpu| {
             let sandbox = sandbox.clone();
             let options = ThreadOptions {
                 cpu,
@@ -129,7 +132,7 @@ impl Adapter {
                 uplinks: settings.uplinks_of(index),
             };
             let budget = settings.poll_budget;
-            Worker::start(index, reader, registry, budget, options, failed.clone())
+            Worker::start(index, reader, shared, budget, options, failed.clone())
         })?;
         let readers = adapter.readers.clone();
         let (workers, patience) = (&adapter.workers, Patience::default());
@@ -156,9 +159,9 @@ impl Adapter {
     /// If the number of workers is out of range, or the system refuses a descriptor.
     pub fn without_threads(settings: &AdapterSettings) -> Result<(Arc<Self>, Vec<Loop>), Error> {
         let mut loops = Vec::new();
-        let adapter = Self::with(settings, |index, reader, registry, _| {
+        let adapter = Self::with(settings, |index, reader, shared, _| {
             let (worker, mut work) =
-                Worker::without_thread(index, reader, registry, settings.poll_budget)?;
+                Worker::without_thread(index, reader, shared, settings.poll_budget)?;
             let uplinks = settings.uplinks_of(index);
             if !uplinks.is_empty() {
                 work.set_uplinks(&uplinks)?;
@@ -172,7 +175,7 @@ impl Adapter {
     /// An adapter with the workers that `start` makes of their index and CPU.
     fn with(
         settings: &AdapterSettings,
-        mut start: impl FnMut(u16, Reader, Arc<Registry>, Option<usize>) -> std::io::Result<Arc<Worker>>,
+        mut start: impl FnMut(u16, Reader, Shared, Option<usize>) -> std::io::Result<Arc<Worker>>,
     ) -> Result<Arc<Self>, Error> {
         if settings.workers == 0 || settings.workers > MAX_WORKERS {
             return Err(Error::Workers(settings.workers));
@@ -181,7 +184,10 @@ impl Adapter {
         let (readers, each) = Readers::new(settings.workers.into());
         let reserved = settings.reserved_gids.iter();
         let reserved = reserved.map(|(network, gid)| (network.as_str().into(), *gid));
-        let registry = Arc::new(Registry::with_reserved(reserved));
+        let shared = Shared {
+            registry: Arc::new(Registry::with_reserved(reserved)),
+            ..Shared::default()
+        };
         let workers = (0..settings.workers)
             .zip(each)
             .map(|(index, reader)| {
@@ -189,14 +195,14 @@ impl Adapter {
                     .cpus
                     .get(usize::from(index) % settings.cpus.len().max(1))
                     .copied();
-                start(index, reader, registry.clone(), cpu)
+                start(index, reader, shared.clone(), cpu)
             })
             .collect::<Result<_, _>>()
             .map_err(Error::Start)?;
         Ok(Arc::new(Self {
             workers,
             readers,
-            registry,
+            shared,
             rnics: Mutex::default(),
             watchdog: Mutex::default(),
             own_status: File::open("/proc/self/status").ok(),
@@ -217,7 +223,7 @@ impl Adapter {
             Arc::downgrade(self),
             self.readers.clone(),
             self.workers.clone(),
-            self.registry.clone(),
+            self.shared.registry.clone(),
         );
         self.rnics
             .lock()
@@ -321,6 +327,11 @@ impl Adapter {
             "lock_waits": sync::waits(),
             "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
         })
+    }
+
+    /// What is captured of all workers.
+    pub(crate) fn capture(&self) -> &Arc<Capture> {
+        &self.shared.capture
     }
 
     /// What others see of the ways out of this process.

@@ -286,12 +286,12 @@ pub enum Command {
         /// `device`, and one of `faults` (and `direction`), `link`, `qp` and `cq`.
         file: PathBuf,
     },
-    /// Write what a running process sends and receives over the wire to standard output, for
-    /// Wireshark, until it is stopped.
+    /// Write what a running process sends and receives over the wire, and what VMs of it send each
+    /// other, to standard output, for Wireshark, until it is stopped.
     ///
     /// Each frame that came has a comment with what the device made of it: why it was dropped or
-    /// answered by a NAK, or that it came before. As in: vhost-device-rdma capture STATUS-SOCKET |
-    /// wireshark -k -i -
+    /// answered by a NAK, or that it came before. What stays in the process is shown as the packets
+    /// that it would have been. As in: vhost-device-rdma capture STATUS-SOCKET | wireshark -k -i -
     Capture {
         /// The socket that the process was given as --status-socket.
         #[arg(value_name = "STATUS-SOCKET")]

@@ -23,10 +23,9 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use crate::adapter::{Adapter, Failing};
 use crate::config::{FaultDirection, FaultsOrOff, Mac, Object};
 use crate::epoll_fd::{EpollFd, NO_EVENT};
-use crate::fabric::wire::capture::{CaptureFile, Captured};
+use crate::fabric::wire::capture::{Capture, CaptureFile, Captured};
 use crate::fabric::wire::layer::settings::FaultSettings;
 use crate::fabric::wire::port::Direction;
-use crate::fabric::wire::View;
 use crate::rnic::RnicSettings;
 use crate::sandbox::{Kind, Sandbox};
 use crate::socket::{self, BoundSocket};
@@ -173,7 +172,7 @@ pub fn set_faults(
 /// one of a device.
 ///
 /// # Errors
-/// If nobody answers, or the process has no such device or nothing to capture.
+/// If nobody answers, or the process has no such device.
 pub fn capture(
     path: &Path,
     device: Option<&str>,
@@ -302,7 +301,7 @@ struct Serving {
 /// A client that captures.
 struct Capturing {
     stream: UnixStream,
-    view: Arc<View>,
+    capture: Arc<Capture>,
     file: CaptureFile,
     /// Only frames from and to this address.
     mac: Option<[u8; 6]>,
@@ -315,7 +314,7 @@ struct Capturing {
 impl Capturing {
     /// Hands on what was captured. False if the client has gone.
     fn feed(&mut self) -> bool {
-        let (frames, missed) = self.view.capture.take();
+        let (frames, missed) = self.capture.take();
         self.missed += missed;
         let wanted = |frame: &&Captured| self.mac.is_none_or(|mac| frame.concerns(&mac));
         for frame in frames.iter().filter(wanted) {
@@ -339,7 +338,7 @@ impl Capturing {
 
 impl Drop for Capturing {
     fn drop(&mut self) {
-        self.view.capture.set(false);
+        self.capture.set(false);
         info!("the capture ended; {} frames were left out", self.missed);
     }
 }
@@ -391,14 +390,14 @@ impl Serving {
         let request = read_request(&mut stream)?;
         let answer = match request.strip_prefix(b"capture ") {
             Some(what) => match self.begin_capture(&stream, what) {
-                Ok((view, mac, snap)) => {
+                Ok((capture, mac, snap)) => {
                     stream.set_nonblocking(true)?;
                     let mut unread = Vec::new();
                     let file = CaptureFile::begin(&mut unread, snap);
-                    view.capture.set(true);
+                    capture.set(true);
                     self.capturing = Some(Capturing {
                         stream,
-                        view,
+                        capture,
                         file,
                         mac,
                         unread,
@@ -425,8 +424,8 @@ enum Event {
     Exit,
 }
 
-/// What is captured: of which wire, of which address, and how much of each frame.
-type WhatToCapture = (Arc<View>, Option<[u8; 6]>, usize);
+/// What is captured: where it comes from, of which address, and how much of each frame.
+type WhatToCapture = (Arc<Capture>, Option<[u8; 6]>, usize);
 
 impl Serving {
     /// What a client that wants to capture is to get.
@@ -447,12 +446,10 @@ impl Serving {
             "" => None,
             device => Some(find(&self.devices, device)?.mac),
         };
-        let view = self.adapter.wire();
-        let view = view.ok_or("no messages leave this process: there is nothing to capture")?;
         if self.capturing.is_some() {
             return Err("somebody captures already".to_owned());
         }
-        Ok((view.clone(), mac, snap))
+        Ok((self.adapter.capture().clone(), mac, snap))
     }
 }
 

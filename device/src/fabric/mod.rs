@@ -33,6 +33,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::verbs::qp_state;
 
+use crate::engine::message::Answer;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
@@ -113,6 +114,21 @@ pub(crate) trait Elsewhere {
         active: &Active,
         now: u64,
     ) -> Result<(), WcError>;
+}
+
+/// Sees messages that stay in this process.
+pub(crate) trait Observe {
+    /// The message of the work request in progress, or its next part, had this answer at time `now`,
+    /// nanoseconds. What it moved is still where it was.
+    fn answered(
+        &mut self,
+        sq: &SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        answer: Answer,
+        now: u64,
+    );
 }
 
 /// Polls a queue pair of the VM of `tables`, by its state.

@@ -157,7 +157,7 @@ mod tests {
     use crate::engine::tables::Slots;
     use crate::footprint::Share;
     use crate::memory::{region, GuestMemory};
-    use std::sync::Arc;
+    use crate::worker::Shared;
     use std::time::Duration;
     use vhost_device_rdma_sync::Readers;
     use virtio_rdma_spec::doorbell::BLOCK_PAGES;
@@ -185,7 +185,7 @@ mod tests {
         let (_, mut readers) = Readers::new(1);
         let reader = readers.pop().unwrap();
         let (worker, _) =
-            Worker::without_thread(0, reader, Arc::default(), Duration::ZERO).unwrap();
+            Worker::without_thread(0, reader, Shared::default(), Duration::ZERO).unwrap();
         Doorbell::new(&context, &worker)
             .unwrap()
             .take(&worker, |_| ());

@@ -26,7 +26,9 @@ use crate::engine::{BUDGET, LONE_BUDGET};
 use crate::epoll_fd::NO_EVENT;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::imagined::Positions;
 use crate::fabric::wire::port::uplinks::{UplinkPort, Uplinks};
+use crate::fabric::wire::View;
 use crate::verbs::cq::clock;
 
 /// Queue pairs that are polled at once during a scan.
@@ -86,6 +88,8 @@ pub struct Loop {
     idle_policy: IdlePolicy,
     /// The ways out of this process, if they are this worker's.
     wire: Option<WireEnd>,
+    /// What is known of queue pairs whose messages are captured.
+    positions: Positions,
 }
 
 /// The doorbells that a poll iteration has looked at.
@@ -169,6 +173,7 @@ impl Loop {
             timed: false,
             idle_policy: IdlePolicy::new(poll_budget),
             wire: None,
+            positions: Positions::default(),
         }
     }
 
@@ -179,7 +184,8 @@ impl Loop {
     pub fn set_uplinks(&mut self, uplinks: &Uplinks) -> io::Result<()> {
         let port = UplinkPort::new(uplinks)?;
         port.wait_in(&self.worker.epoll, WIRE)?;
-        let view = self.worker.wire.get_or_init(Arc::default).clone();
+        let view = || View::new(self.worker.capture.clone());
+        let view = self.worker.wire.get_or_init(|| Arc::new(view())).clone();
         self.wire = Some(WireEnd::new(port, view, self.worker.index));
         // The list of VMs is taken over anew.
         self.generation = u64::MAX;
@@ -393,6 +399,7 @@ impl Loop {
                 cost: 0,
                 since: None,
                 wire: self.wire.as_mut(),
+                positions: &mut self.positions,
             },
             served: 0,
             next: None,
@@ -521,6 +528,7 @@ impl Loop {
                     cost,
                     since,
                     wire: self.wire.as_mut(),
+                    positions: &mut self.positions,
                 };
                 match qp.vm.read_in(&section) {
                     Some(tables) => {

@@ -21,6 +21,7 @@ use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
 use crate::eventfd;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::capture::Capture;
 use crate::fabric::wire::layer::plan::Planned;
 use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::fabric::wire::port::Direction;
@@ -90,6 +91,17 @@ pub struct Worker {
     pub(super) stats: Stats,
     /// What others see of the ways out of this process, if they are this worker's.
     pub(super) wire: OnceLock<Arc<View>>,
+    /// What is captured of this worker's messages, and those of others.
+    pub(super) capture: Arc<Capture>,
+}
+
+/// What the workers of an adapter share.
+#[derive(Debug, Clone, Default)]
+pub struct Shared {
+    /// Who has which GID.
+    pub registry: Arc<Registry>,
+    /// What is captured.
+    pub(crate) capture: Arc<Capture>,
 }
 
 /// How a worker's thread is started.
@@ -112,12 +124,12 @@ impl Worker {
     pub fn start(
         index: u16,
         reader: Reader,
-        registry: Arc<Registry>,
+        shared: Shared,
         poll_budget: Duration,
         options: ThreadOptions,
         failed: OnFailure,
     ) -> std::io::Result<Arc<Self>> {
-        let (worker, mut work) = Self::without_thread(index, reader, registry, poll_budget)?;
+        let (worker, mut work) = Self::without_thread(index, reader, shared, poll_budget)?;
         if !options.uplinks.is_empty() {
             work.set_uplinks(&options.uplinks)?;
         }
@@ -166,7 +178,7 @@ impl Worker {
     pub fn without_thread(
         index: u16,
         reader: Reader,
-        registry: Arc<Registry>,
+        shared: Shared,
         poll_budget: Duration,
     ) -> std::io::Result<(Arc<Self>, Loop)> {
         let wake = EventFd::new(EFD_NONBLOCK)?;
@@ -191,8 +203,9 @@ impl Worker {
             thread: Mutex::default(),
             stats: Stats::default(),
             wire: OnceLock::new(),
+            capture: shared.capture,
         });
-        let work = Loop::new(worker.clone(), reader, registry, timer, poll_budget);
+        let work = Loop::new(worker.clone(), reader, shared.registry, timer, poll_budget);
         Ok((worker, work))
     }
 

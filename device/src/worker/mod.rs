@@ -44,6 +44,6 @@ mod watched;
 mod wire;
 
 pub use event_loop::Loop;
-pub use handle::{ThreadOptions, Worker};
+pub use handle::{Shared, ThreadOptions, Worker};
 pub use supervision::{end_process, Failure, OnFailure, FAILURE_STATUS};
 pub use watchdog::{Patience, Watchdog};

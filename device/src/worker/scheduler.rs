@@ -20,6 +20,7 @@ use crate::engine::{Budget, BUDGET, LONE_BUDGET};
 use crate::fabric;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::local::LocalCarrier;
+use crate::fabric::wire::imagined::{Imagined, Positions};
 use crate::verbs::cq::clock;
 
 /// Queue pairs of a VM that are polled at once during a scan in which another VM's ring, too.
@@ -170,6 +171,8 @@ pub(super) struct Scheduler<'a> {
     pub(super) since: Option<u64>,
     /// The way out of this process, if it is this worker's.
     pub(super) wire: Option<&'a mut WireEnd>,
+    /// What is known of queue pairs whose messages are captured.
+    pub(super) positions: &'a mut Positions,
 }
 
 impl<'a> Scheduler<'a> {
@@ -216,7 +219,7 @@ impl<'a> Scheduler<'a> {
             return false;
         }
         count(&self.worker.stats.polls);
-        let (polled, done) = if qp.leaves() {
+        let (polled, done) = if qp.leaves() || self.worker.capture.is_on() {
             self.poll_leaving(tables, qp, budget, cache)
         } else {
             let mut carrier = LocalCarrier {
@@ -224,6 +227,7 @@ impl<'a> Scheduler<'a> {
                 busy_poll,
                 done: Budget::NONE,
                 elsewhere: None,
+                observer: None,
             };
             let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
             (polled, carrier.done)
@@ -250,8 +254,8 @@ impl<'a> Scheduler<'a> {
         false
     }
 
-    /// Polls a queue pair whose messages leave this process, or of whose datagrams some do. Returns
-    /// what it led to, and what was done: each frame as a message.
+    /// Polls a queue pair whose messages leave this process, or of whose datagrams some do, or which
+    /// are captured. Returns what it led to, and what was done: each frame as a message.
     #[inline(never)]
     fn poll_leaving<'b>(
         &mut self,
@@ -264,27 +268,39 @@ impl<'a> Scheduler<'a> {
         'a: 'b,
     {
         let mut no = BusyPoller::never(self.section, self.worker);
-        let Some(wire) = self.wire.as_deref_mut() else {
-            return (Polled::Idle, Budget::NONE);
-        };
-        let before = wire.sent();
+        let mut wire = self.wire.as_deref_mut().filter(|_| qp.leaves());
+        let before = wire.as_ref().map_or(Budget::NONE, |wire| wire.sent());
         let mut done = Budget::NONE;
-        let polled = if qp.facts.datagram {
-            let mut carrier = LocalCarrier {
-                cache,
-                busy_poll: &mut no,
-                done,
-                elsewhere: Some(wire.fabric()),
-            };
-            let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
-            done = carrier.done;
-            polled
-        } else {
-            fabric::poll(wire.fabric(), tables, qp, self.time, budget)
+        let polled = match &mut wire {
+            Some(wire) if !qp.facts.datagram => {
+                fabric::poll(wire.fabric(), tables, qp, self.time, budget)
+            }
+            None if qp.leaves() => return (Polled::Idle, Budget::NONE),
+            wire => {
+                let mut imagined = Imagined::new(&self.worker.capture, self.positions);
+                let mut carrier = LocalCarrier {
+                    cache,
+                    busy_poll: &mut no,
+                    done,
+                    elsewhere: match wire {
+                        Some(wire) => Some(wire.fabric()),
+                        None => None,
+                    },
+                    observer: match &mut imagined {
+                        Some(imagined) => Some(imagined),
+                        None => None,
+                    },
+                };
+                let polled = fabric::poll(&mut carrier, tables, qp, self.time, budget);
+                done = carrier.done;
+                polled
+            }
         };
-        let now = wire.sent();
-        done.messages += now.messages.wrapping_sub(before.messages);
-        done.bytes += now.bytes.wrapping_sub(before.bytes);
+        if let Some(wire) = wire {
+            let now = wire.sent();
+            done.messages += now.messages.wrapping_sub(before.messages);
+            done.bytes += now.bytes.wrapping_sub(before.bytes);
+        }
         (polled, done)
     }
 

@@ -19,7 +19,7 @@ use vhost_device_rdma_bare::{
 
 use crate::common::{
     assert_footprint_falls_to, assert_status, assert_success, everything, footprint, is_root,
-    pattern, Pair, Side, SideOptions, NOTHING, TIMEOUT,
+    pattern, Pair, Side, SideOptions, Two, NOTHING, TIMEOUT,
 };
 
 const QKEY: u32 = 0x1111_1111;
@@ -720,12 +720,19 @@ fn what_goes_to_a_group_comes_once_to_vms_of_the_same_process() {
     }
 }
 
+/// Messages of a process without a way out are captured as the packets that they would have been.
 #[test]
-fn nothing_is_captured_of_a_process_without_a_way_out() {
-    let process = crate::common::process(1);
-    let refused = capture(&process, &[]).wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(said.contains("there is nothing to capture"), "{said}");
+fn what_stays_in_the_process_is_captured_too() {
+    let two = Two::new();
+    let pair = two.pair();
+    assert_works(&pair, 3000);
+    let mut child = capture(&two.process, &[]);
+    read_to(&mut child, &[0x4d, 0x3c, 0x2b, 0x1a]);
+    assert_works(&pair, 3000);
+    let file = read_to(&mut child, b"local: not sent");
+    assert!(file.windows(5).any(|bytes| bytes == b"local"));
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 #[test]

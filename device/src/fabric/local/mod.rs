@@ -17,7 +17,7 @@ use virtio_rdma_spec::verbs::mtu;
 use self::busy_poll::BusyPoll;
 use self::lookup_cache::LookupCache;
 use super::registry::Registry;
-use super::{Carrier, Elsewhere, Fabric, Port};
+use super::{Carrier, Elsewhere, Fabric, Observe, Port};
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Polled, SendQueue};
 use crate::engine::tables::Tables;
@@ -62,6 +62,8 @@ pub(crate) struct LocalCarrier<'p, 'a, B> {
     pub done: Budget,
     /// What takes the datagrams that leave this process, if they may.
     pub elsewhere: Option<&'p mut dyn Elsewhere>,
+    /// What sees all messages, if they are to be seen.
+    pub observer: Option<&'p mut dyn Observe>,
 }
 
 impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {

@@ -21,7 +21,7 @@ use crate::engine::responder::{Payload, Slice};
 use crate::engine::send_queue::{Active, Polled, SendQueue};
 use crate::engine::tables::Tables;
 use crate::engine::{Budget, BUDGET};
-use crate::fabric::Elsewhere;
+use crate::fabric::{Elsewhere, Observe};
 use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
@@ -58,6 +58,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         busy_poll,
         done,
         elsewhere,
+        observer,
     } = carrier;
     let (cache, busy_poll) = (&mut **cache, &mut **busy_poll);
     sq.resumed = false;
@@ -84,15 +85,15 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         return polled;
     }
     if qp.facts.datagram {
-        return datagrams(sq, cache, tables, qp, now, done, elsewhere);
+        return datagrams(sq, cache, tables, qp, now, done, (elsewhere, observer));
     }
     let mut path = std::mem::take(&mut sq.path);
     cache.registry.refresh(&mut path, &qp.vm, sq.dest_gid);
     let (polled, sent) = if cache.follow(&path) {
-        carry_out(sq, tables, qp, now, whole, busy_poll, cache)
+        carry_out(sq, tables, qp, now, whole, busy_poll, cache, observer)
     } else {
         let mut cache = cache.afresh(Peer::at(&path, cache.section));
-        carry_out(sq, tables, qp, now, whole, busy_poll, &mut cache)
+        carry_out(sq, tables, qp, now, whole, busy_poll, &mut cache, observer)
     };
     sq.path = path;
     *done = sent;
@@ -101,6 +102,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
 
 /// Carries out work requests for the peer in `cache`. Returns what it led to, and what was done.
 #[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "they are what a poll has")]
 fn carry_out<'a, B: BusyPoll>(
     sq: &mut SendQueue,
     tables: &'a Tables,
@@ -109,11 +111,13 @@ fn carry_out<'a, B: BusyPoll>(
     whole: Budget,
     busy_poll: &mut B,
     cache: &mut LookupCache<'a>,
+    observer: &mut Option<&mut dyn Observe>,
 ) -> (Polled, Budget) {
     let mut budget = whole;
     let polled = loop {
         // This is all that most polls are.
         if sq.active.is_none()
+            && observer.is_none()
             && fast_path(sq, tables, qp, &mut budget, busy_poll, cache) == Left::Nothing
         {
             break Polled::Idle;
@@ -123,7 +127,8 @@ fn carry_out<'a, B: BusyPoll>(
         }
         let sent = budget.spent(whole).messages;
         budget.messages -= 1;
-        if let Err(polled) = slow_path(sq, tables, qp, now, sent, &mut budget, &cache.peer) {
+        let peer = &cache.peer;
+        if let Err(polled) = slow_path(sq, tables, qp, now, sent, &mut budget, peer, observer) {
             break polled;
         }
     };
@@ -138,6 +143,7 @@ fn carry_out<'a, B: BusyPoll>(
 /// The slow path, for one work request or a slice of it, after `sent` of this poll. Fails with what
 /// the poll led to if that ends it.
 #[inline(never)]
+#[expect(clippy::too_many_arguments, reason = "they are what a poll has")]
 fn slow_path(
     sq: &mut SendQueue,
     tables: &Tables,
@@ -146,6 +152,7 @@ fn slow_path(
     sent: u32,
     budget: &mut Budget,
     peer: &Peer<'_>,
+    observer: &mut Option<&mut dyn Observe>,
 ) -> Result<(), Polled> {
     let active = sq.next_active(tables, qp)?;
     sq.active = Some(active);
@@ -158,6 +165,9 @@ fn slow_path(
     }
     let len = (active.message.length - active.done).min(budget.bytes);
     let mut answer = exchange(sq, tables, qp, &active, len, peer);
+    if let Some(observer) = observer {
+        observer.answered(sq, tables, qp, &active, answer, now);
+    }
     let lost = matches!(
         answer,
         Answer::NoAnswer | Answer::NotReady(_) | Answer::Refused(..) | Answer::Stopped
@@ -242,7 +252,10 @@ fn datagrams(
     qp: &Arc<Qp>,
     now: u64,
     done: &mut Budget,
-    elsewhere: &mut Option<&mut dyn Elsewhere>,
+    (elsewhere, observer): (
+        &mut Option<&mut dyn Elsewhere>,
+        &mut Option<&mut dyn Observe>,
+    ),
 ) -> Polled {
     for _ in 0..BUDGET.messages {
         let active = match sq.next_active(tables, qp) {
@@ -285,6 +298,13 @@ fn datagrams(
             let peer = Peer::at(&sq.path, cache.section);
             peer.deliver_datagram(qp, &active.message, &datagram, source)
         };
+        // What leaves is seen where it does; of those of a group, the last one stands for all.
+        let leaves = elsewhere.is_some() && (datagram.multicast() || sq.path.vm().is_none());
+        if let Some(observer) = observer.as_mut().filter(|_| !leaves) {
+            if answer == Answer::Done {
+                observer.answered(sq, tables, qp, &active, answer, now);
+            }
+        }
         let answer = match elsewhere {
             None => answer,
             Some(elsewhere) => leave(*elsewhere, answer, sq, tables, qp, now),

@@ -23,6 +23,8 @@ use crate::fabric::registry::Registry;
 use crate::fabric::scenario::{
     programs, verify, Clock, End, Pair, World, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
 };
+use crate::fabric::wire::capture::Capture;
+use crate::fabric::wire::imagined::{Imagined, Positions};
 use crate::fabric::{self, Fabric, FLUSH};
 
 /// Nobody busy polls.
@@ -67,6 +69,8 @@ pub(in super::super) struct Process {
     registry: Registry,
     budget: Budget,
     clock: Clock,
+    pub(in super::super) capture: Capture,
+    positions: Positions,
 }
 
 impl Process {
@@ -80,6 +84,8 @@ impl Process {
             registry,
             budget: BUDGET,
             clock: Clock::default(),
+            capture: Capture::default(),
+            positions: Positions::default(),
         }
     }
 }
@@ -94,13 +100,19 @@ impl World for Process {
         let section = self.reader.enter();
         let tables = pair.ends[end].guest.vm.read_in(&section).unwrap();
         let (registry, budget, now) = (&self.registry, self.budget, self.clock.now);
+        let (capture, positions) = (&self.capture, &mut self.positions);
         self.clock.poll(pair, end, |qp| {
+            let mut imagined = Imagined::new(capture, positions);
             let mut cache = LookupCache::new(&section, registry, &vms);
             let mut carrier = LocalCarrier {
                 cache: &mut cache,
                 busy_poll: &mut Never,
                 done: Budget::NONE,
                 elsewhere: None,
+                observer: match &mut imagined {
+                    Some(imagined) => Some(imagined),
+                    None => None,
+                },
             };
             fabric::poll(&mut carrier, tables, qp, now, budget)
         })
@@ -123,8 +135,9 @@ proptest! {
 
     /// The same programs as over a network, with the same outcome.
     #[test]
-    fn messages_arrive_once_and_in_order(program in programs(), lone: bool) {
+    fn messages_arrive_once_and_in_order(program in programs(), lone: bool, captured: bool) {
         let (mut pair, mut process) = start(|attr| attr.path_mtu = program.path_mtu);
+        process.capture.set(captured);
         process.budget = if lone { LONE_BUDGET } else { BUDGET };
         verify(&program, &mut pair, &mut process)?;
     }

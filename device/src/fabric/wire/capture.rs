@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Frames that a wire has sent and received, with what became of them, for those who want to see
-//! them: a worker puts copies into a bounded list, another thread takes them out and makes a file of
+//! Frames that a wire has sent and received, and those that messages within this process would have
+//! been, with what became of them, for those who want to see them: a worker puts copies into a bounded list, another thread takes them out and makes a file of
 //! them for Wireshark.
 //!
 //! While nobody captures it costs a load for each frame.
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -21,13 +21,19 @@ const MOST_BYTES: usize = 16 << 20;
 pub(crate) struct Captured {
     /// When, by the device's clock, nanoseconds.
     time: u64,
-    segment: Segment,
+    /// Where it was sent or came from; nothing if it stayed in this process.
+    segment: Option<Segment>,
     direction: Direction,
     frame: Vec<u8>,
     comment: Option<String>,
 }
 
 impl Captured {
+    #[cfg(test)]
+    pub(super) fn frame(&self) -> (&[u8], Option<&str>) {
+        (&self.frame, self.comment.as_deref())
+    }
+
     /// Whether it is from or to a MAC address, or to many.
     pub(crate) fn concerns(&self, mac: &[u8; 6]) -> bool {
         let address = |at: usize| self.frame.get(at..at + 6);
@@ -41,12 +47,15 @@ impl Captured {
 struct Frames {
     list: Vec<Captured>,
     bytes: usize,
+    /// Captures so far.
+    captures: u64,
 }
 
-/// What is captured of a wire.
+/// What is captured of a process.
 #[derive(Debug, Default)]
 pub(crate) struct Capture {
-    on: AtomicBool,
+    /// The number of this capture; zero if there is none.
+    number: AtomicU64,
     frames: Mutex<Frames>,
     /// Frames that found no room.
     missed: AtomicU64,
@@ -56,15 +65,24 @@ impl Capture {
     /// From now on frames are captured, or no longer. Nothing is left of what was captured before.
     pub(crate) fn set(&self, on: bool) {
         let mut frames = self.frames();
-        *frames = Frames::default();
+        *frames = Frames {
+            captures: frames.captures + u64::from(on),
+            ..Frames::default()
+        };
+        let number = if on { frames.captures } else { 0 };
         self.missed.store(0, Ordering::Relaxed);
-        self.on.store(on, Ordering::Relaxed);
+        self.number.store(number, Ordering::Relaxed);
+    }
+
+    /// The number of this capture, if there is one.
+    pub(super) fn number(&self) -> Option<u64> {
+        Some(self.number.load(Ordering::Relaxed)).filter(|number| *number != 0)
     }
 
     /// Whether frames are captured.
     #[inline]
-    pub(super) fn is_on(&self) -> bool {
-        self.on.load(Ordering::Relaxed)
+    pub(crate) fn is_on(&self) -> bool {
+        self.number.load(Ordering::Relaxed) != 0
     }
 
     fn frames(&self) -> MutexGuard<'_, Frames> {
@@ -75,7 +93,7 @@ impl Capture {
     pub(super) fn add(
         &self,
         time: u64,
-        segment: Segment,
+        segment: Option<Segment>,
         direction: Direction,
         frame: &[u8],
         comment: Option<String>,
@@ -106,15 +124,18 @@ impl Capture {
     /// Takes what was captured, the oldest first, and how many frames found no room since the last
     /// time.
     pub(crate) fn take(&self) -> (Vec<Captured>, u64) {
-        let taken = std::mem::take(&mut *self.frames());
-        (taken.list, self.missed.swap(0, Ordering::Relaxed))
+        let mut frames = self.frames();
+        frames.bytes = 0;
+        let taken = std::mem::take(&mut frames.list);
+        drop(frames);
+        (taken, self.missed.swap(0, Ordering::Relaxed))
     }
 }
 
 /// A file for Wireshark, as it grows: an interface for each segment.
 #[derive(Debug)]
 pub(crate) struct CaptureFile {
-    interfaces: Vec<(Segment, String)>,
+    interfaces: Vec<(Option<Segment>, String)>,
     /// From the device's clock to the time since 1970, nanoseconds.
     since_1970: u64,
     /// Bytes of each frame, at most.
@@ -136,7 +157,8 @@ impl CaptureFile {
 
     /// Appends a frame. `prefix` goes before the name of its interface.
     pub(crate) fn add(&mut self, out: &mut Vec<u8>, prefix: &str, frame: &Captured) {
-        let name = format!("{prefix}{}", frame.segment);
+        let segment = frame.segment.map(|segment| segment.to_string());
+        let name = format!("{prefix}{}", segment.as_deref().unwrap_or("local"));
         let known = |(segment, known): &(_, String)| *segment == frame.segment && *known == name;
         let number = self.interfaces.iter().position(known);
         let number = number.unwrap_or_else(|| {
@@ -163,7 +185,7 @@ mod tests {
     use super::*;
 
     fn add(capture: &Capture, len: usize) {
-        let segment = Segment::Vxlan(1);
+        let segment = Some(Segment::Vxlan(1));
         capture.add(5, segment, Direction::In, &vec![2; len], None);
     }
 
@@ -192,9 +214,9 @@ mod tests {
         let capture = Capture::default();
         let mut frame = vec![2; 60];
         frame[6..12].fill(4);
-        capture.add(0, Segment::Own(0), Direction::Out, &frame, None);
+        capture.add(0, None, Direction::Out, &frame, None);
         frame[0] = 3;
-        capture.add(0, Segment::Own(0), Direction::Out, &frame, None);
+        capture.add(0, None, Direction::Out, &frame, None);
         let (frames, _) = capture.take();
         let concerns = |frame: usize, mac| frames[frame].concerns(&[mac; 6]);
         assert!(concerns(0, 2) && concerns(0, 4) && !concerns(0, 6));

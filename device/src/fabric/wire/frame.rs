@@ -86,6 +86,17 @@ impl Addresses {
         }
     }
 
+    /// The way back.
+    pub(super) fn back(&self) -> Self {
+        Self {
+            source_mac: self.destination_mac,
+            destination_mac: self.source_mac,
+            source: self.destination,
+            destination: self.source,
+            ..*self
+        }
+    }
+
     /// Whether it is in the VLAN of a GID with this source.
     pub(super) fn is_in_vlan_of(&self, source: L2Source) -> bool {
         let id = |vlan: Vlan| vlan.id;

@@ -10,11 +10,12 @@
 //! queue pair whose packets are acknowledged, what is in [`unacknowledged`] that of the others; the
 //! [`receiver`] is the responder of a connected queue pair. They stand on the engine's send queue and
 //! responder, which decide what everything means. [`layer`] has what is put
-//! around ports: faults.
+//! around ports: faults. [`imagined`] makes packets of messages that never were any, for captures.
 pub(crate) mod capture;
 pub(crate) mod counters;
 mod frame;
 mod icrc;
+pub(crate) mod imagined;
 pub(crate) mod layer;
 mod packet;
 mod pcapng;
@@ -26,11 +27,12 @@ pub(super) mod tests;
 mod unacknowledged;
 mod verdict;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use rustc_hash::FxHashMap;
 use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
 use self::capture::Capture;
@@ -123,14 +125,9 @@ enum Requester {
 }
 
 /// The addresses of frames on a path; `None` if its source is no GID.
-fn addresses(
-    fabric: &impl Fabric,
-    tables: &Tables,
-    path: &PathAttributes,
-    destination: Gid,
-) -> Option<Addresses> {
+fn addresses(tables: &Tables, path: &PathAttributes, destination: Gid) -> Option<Addresses> {
     let index = usize::from(path.sgid_index);
-    let l2 = fabric.l2_address(tables, index)?;
+    let l2 = *tables.sources.get(index)?;
     Some(Addresses {
         source_mac: l2.mac,
         destination_mac: path.dmac,
@@ -237,9 +234,19 @@ struct Egress<P> {
 #[derive(Debug, Default)]
 pub(crate) struct View {
     pub counters: Counters,
-    pub capture: Capture,
+    pub capture: Arc<Capture>,
     /// Faults that are wanted.
     pub faults: Arc<Plan>,
+}
+
+impl View {
+    /// One whose frames are captured there.
+    pub(crate) fn new(capture: Arc<Capture>) -> Self {
+        Self {
+            capture,
+            ..Self::default()
+        }
+    }
 }
 
 impl<P: Port> Egress<P> {
@@ -319,7 +326,7 @@ impl<P: Port> Egress<P> {
                 (true, fate) => Some(format!("again: {fate}")),
             };
             let (capture, frame) = (&self.view.capture, &self.scratch);
-            capture.add(now, segment, Direction::Out, frame, comment);
+            capture.add(now, Some(segment), Direction::Out, frame, comment);
         }
         true
     }
@@ -379,7 +386,7 @@ struct Waiting {
 pub(crate) struct Wire<P> {
     out: Egress<P>,
     /// By the serial number of the queue pair.
-    connections: HashMap<u64, Connection>,
+    connections: FxHashMap<u64, Connection>,
     /// Those of queue pairs that are gone are forgotten when there are as many as this.
     tidy_at: usize,
     /// The frames that are read.
@@ -399,7 +406,7 @@ impl<P: Port> Wire<P> {
                 worker,
                 scratch: Vec::new(),
             },
-            connections: HashMap::new(),
+            connections: FxHashMap::default(),
             tidy_at: 64,
             received: Burst::default(),
             waiting: VecDeque::new(),
@@ -424,7 +431,7 @@ impl<P: Port> Wire<P> {
         }
         let known = known.is_some();
         let service = Service::of(qp.qp_type)?;
-        let addresses = addresses(self, tables, &sq.path_attributes, sq.dest_gid);
+        let addresses = addresses(tables, &sq.path_attributes, sq.dest_gid);
         if !known {
             if self.connections.len() >= self.tidy_at {
                 self.forget_destroyed();
@@ -597,7 +604,7 @@ impl<P: Port> Wire<P> {
         counters.received(bytes.len(), Verdict::Dropped(Reason::Faults));
         if capture.is_on() {
             let comment = Some(fate.to_string());
-            capture.add(now, segment, Direction::In, bytes, comment);
+            capture.add(now, Some(segment), Direction::In, bytes, comment);
         }
     }
 
@@ -609,7 +616,7 @@ impl<P: Port> Wire<P> {
         counters.received(bytes.len(), verdict);
         if capture.is_on() {
             let comment = Some(verdict.to_string());
-            capture.add(now, segment, Direction::In, bytes, comment);
+            capture.add(now, Some(segment), Direction::In, bytes, comment);
         }
     }
 

@@ -3,7 +3,9 @@
 //! 1, chapter 9): base transport header, extension headers, payload, padding.
 use arrayvec::ArrayVec;
 use virtio_rdma_spec::facts::{Imm, Kind, OPCODES};
-use virtio_rdma_spec::verbs::{qp_type, wr_opcode, MASK_24};
+use virtio_rdma_spec::verbs::{qp_type, wc_status, wr_opcode, MASK_24};
+
+use crate::verbs::WcError;
 
 /// A packet sequence number: 24 bits, which wrap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -349,6 +351,17 @@ pub(super) enum Nak {
     RemoteAccess,
     /// The responder cannot carry it out, for a reason of its own.
     RemoteOperational,
+}
+
+impl Nak {
+    /// That of a message whose requester is to complete it with this error.
+    pub(super) fn of(error: WcError) -> Self {
+        match error.status {
+            wc_status::REM_ACCESS_ERR => Self::RemoteAccess,
+            wc_status::REM_INV_REQ_ERR => Self::InvalidRequest,
+            _ => Self::RemoteOperational,
+        }
+    }
 }
 
 impl Syndrome {

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use virtio_rdma_spec::facts::{Imm, Kind};
-use virtio_rdma_spec::verbs::{flush_level, vendor_err, wc_status, wr_opcode};
+use virtio_rdma_spec::verbs::{flush_level, vendor_err, wr_opcode};
 
 use super::packet::{
     Body, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
@@ -348,11 +348,7 @@ impl Receiver {
 
     /// Answers that the packet is refused, with which everything ends.
     fn end(&mut self, psn: Psn, error: WcError) -> Verdict {
-        let nak = match error.status {
-            wc_status::REM_ACCESS_ERR => Nak::RemoteAccess,
-            wc_status::REM_INV_REQ_ERR => Nak::InvalidRequest,
-            _ => Nak::RemoteOperational,
-        };
+        let nak = Nak::of(error);
         self.fatal = Some((psn, nak));
         self.kept = VecDeque::new();
         self.refuse(psn, Syndrome::Nak(nak), error.vendor)
@@ -727,7 +723,7 @@ impl Receiver {
 }
 
 /// A packet of what an RDMA READ brings, without its payload.
-fn read_response(place: Place, msn: u32) -> Body<'static> {
+pub(super) fn read_response(place: Place, msn: u32) -> Body<'static> {
     Body::ReadResponse {
         place,
         msn: if place == Place::Middle { 0 } else { msn },

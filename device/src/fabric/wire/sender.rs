@@ -25,6 +25,7 @@ use super::receiver::brings;
 use super::verdict::{Reason, Verdict};
 use crate::engine::cursor::{check, fetch, transfer, Cursor, DataSource, Fault, Part};
 use crate::engine::execute::invalidate_sink;
+use crate::engine::message::Message;
 use crate::engine::operation::Operation;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::{Active, Polled, SendQueue};
@@ -47,7 +48,7 @@ const READ_PART: u64 = 64 << 10;
 /// An acknowledgement is asked for after so many packets, and at the end of each message.
 const ACK_EVERY: u32 = 16;
 /// What was not answered is asked for after some round trips, or this, nanoseconds: long before the
-/// time-out, in case its last packets were lost. The last packet goes again, and if that has no answer
+/// time-out, in case its last packets were lost. One packet goes again, and if that has no answer
 /// either, all of it. It counts as no attempt.
 const LEAST_PROBE: u64 = 1_000_000;
 /// What answers take longer than four times the least is due to packets that wait on their way, or
@@ -348,7 +349,7 @@ impl Sender {
             }
             Wait::Answer(until) if self.probe.is_some_and(|at| now >= at) => {
                 self.probe = None;
-                if self.probed || !self.send_last_again() {
+                if self.probed || !self.send_one_again() {
                     self.window.lost(self.unacknowledged, self.sent);
                     self.go_back();
                 } else {
@@ -392,22 +393,27 @@ impl Sender {
         wait.map(|wait| now.saturating_add(wait))
     }
 
-    /// The last packet that was sent goes again by itself: its answer says what is missing. Returns false
-    /// if there is none that is answered by an acknowledgement, or others go again already.
-    fn send_last_again(&mut self) -> bool {
+    /// A packet goes again by itself, whose answer says what is missing: the last one that was sent, if
+    /// that is answered by an acknowledgement, else the first one that has no answer. Returns false if
+    /// others go again already.
+    fn send_one_again(&mut self) -> bool {
+        if self.next != self.sent || self.resume.is_some() {
+            return false;
+        }
         let last = self.sent.before();
         let has = |message: &Outstanding| last.since(message.first) < message.packets;
         let at = self.outstanding.iter().position(has);
-        let at = at.filter(|at| self.outstanding.get(*at).is_some_and(|one| !one.brings()));
-        let Some(at) = at.filter(|_| self.next == self.sent && self.resume.is_none()) else {
-            return false;
+        let acknowledged = |at: &usize| self.outstanding.get(*at).is_some_and(|one| !one.brings());
+        let (psn, at) = match at.filter(acknowledged) {
+            Some(at) => (last, at),
+            None => (self.unacknowledged, 0),
         };
         self.resume = Some(Resume {
             next: self.next,
             at: self.at,
             fills: false,
         });
-        (self.next, self.at) = (last, at);
+        (self.next, self.at) = (psn, at);
         self.round_trip.timed = None;
         true
     }
@@ -694,17 +700,6 @@ impl Sender {
             };
             self.packets = self.packets.wrapping_add(1);
             let window_ends = in_flight + 1 == self.window.packets;
-            let reth = if request.has_range() {
-                let length = if reads { moved } else { what.length };
-                let length = u32::try_from(length).unwrap_or(u32::MAX);
-                Reth {
-                    addr: what.remote_addr.wrapping_add(offset),
-                    rkey: what.rkey,
-                    length: message.range.unwrap_or(length),
-                }
-            } else {
-                Reth::default()
-            };
             let packet = Packet {
                 service: peer.service,
                 dest_qp: peer.dest_qp,
@@ -714,21 +709,15 @@ impl Sender {
                     || self.packets % ACK_EVERY == 0
                     || self.resume.is_some(),
                 solicited: place.ends() && what.solicited,
-                body: Body::Request(RequestPacket {
-                    srqn: if peer.service == Service::Xrc {
-                        what.srqn
-                    } else {
-                        0
-                    },
-                    reth,
-                    operands: message.operands,
-                    immediate: if request.imm == what.imm_is {
-                        what.imm
-                    } else {
-                        0
-                    },
-                    ..RequestPacket::new(request, &[])
-                }),
+                body: Body::Request(request_packet(
+                    &what,
+                    peer.service,
+                    request,
+                    message.operands,
+                    message.range,
+                    offset,
+                    moved,
+                )),
             };
             let mut fault = None;
             let mut read = |space: &mut [u8]| {
@@ -1081,9 +1070,48 @@ impl Sender {
     }
 }
 
+/// The request of message `what` that moves, or asks for, `moved` bytes from `offset` on, without its
+/// payload. `range` is the length of its remote range if that is not what it moves.
+pub(super) fn request_packet(
+    what: &Message,
+    service: Service,
+    request: Request,
+    operands: Operands,
+    range: Option<u32>,
+    offset: u64,
+    moved: u64,
+) -> RequestPacket<'static> {
+    let reth = if request.has_range() {
+        let reads = what.kind == Kind::Read;
+        let length = if reads { moved } else { what.length };
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        Reth {
+            addr: what.remote_addr.wrapping_add(offset),
+            rkey: what.rkey,
+            length: range.unwrap_or(length),
+        }
+    } else {
+        Reth::default()
+    };
+    RequestPacket {
+        srqn: match service {
+            Service::Xrc => what.srqn,
+            _ => 0,
+        },
+        reth,
+        operands,
+        immediate: if request.imm == what.imm_is {
+            what.imm
+        } else {
+            0
+        },
+        ..RequestPacket::new(request, &[])
+    }
+}
+
 /// What a message asks for beyond its remote range, and the length of that if it is not what the
 /// message moves.
-fn operands(kind: Kind, operation: Operation) -> (Operands, Option<u32>) {
+pub(super) fn operands(kind: Kind, operation: Operation) -> (Operands, Option<u32>) {
     match (kind, operation) {
         (Kind::Atomic, Operation::Atomic(AtomicOperation::CompareSwap { compare, swap, .. })) => {
             let swap_or_add = swap;

@@ -15,7 +15,7 @@ use virtio_rdma_spec::verbs::{
 };
 
 use super::capture::{CaptureFile, Captured};
-use super::frame::{self, Addresses, Vlan};
+use super::frame::{self, Addresses, Frame, Vlan};
 use super::layer::faults::Faults;
 use super::layer::settings::{Chance, FaultSettings};
 use super::packet::{
@@ -33,6 +33,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Tables;
 use crate::engine::vm::{Congestion, PacketEvent, Segment, Uplink};
 use crate::engine::{payload_of, BUDGET};
+use crate::fabric::local::tests::Process;
 use crate::fabric::scenario::{
     carry_out, content, programs, requests, verify, Clock, End, Pair, Program, Wanted, World,
     FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
@@ -756,6 +757,110 @@ fn a_capture_has_all_that_went_over_the_wire_and_says_what_became_of_it() {
 }
 
 /// What ended a message in error is told where the answer came, and counted.
+/// The packets of frames but for what is up to chance, and to the sender: numbers, and when to answer.
+/// Those for the second end come first.
+fn packets<'a>(captured: impl IntoIterator<Item = &'a Captured>, pair: &Pair) -> [Vec<String>; 2] {
+    let mut packets = [Vec::new(), Vec::new()];
+    for one in captured {
+        let (bytes, _) = one.frame();
+        let Frame { packet, .. } = frame::read(bytes).unwrap();
+        let mut body = packet.body;
+        match &mut body {
+            Body::Request(request) => request.reth.rkey = 0,
+            Body::Acknowledge { .. } => continue,
+            _ => {}
+        }
+        let end = usize::from(packet.dest_qp == pair.ends[0].qp.qp.number);
+        packets[end].push(format!("{:?} {body:?}", packet.psn));
+    }
+    packets
+}
+
+/// What stays in the process is captured as the packets that it is on a network.
+#[test]
+fn messages_that_stay_are_captured_as_the_packets_that_they_are_elsewhere() {
+    for of in [qp_type::RC, qp_type::UC] {
+        let (readers, mut each) = Readers::new(1);
+        let path_mtu = mtu::MTU_1024;
+        let mut here = Pair::for_requests(of, (&readers, None), path_mtu, 4);
+        let mut process = Process::new(each.pop().unwrap(), &here);
+        process.capture.set(true);
+        let (readers, mut each) = Readers::new(1);
+        let mut elsewhere = Pair::for_requests(of, (&readers, ON_HOSTS), path_mtu, 4);
+        let mut net = Net::new(each.pop().unwrap(), clean(), &elsewhere);
+        let mut run = |post: &dyn Fn(&mut Pair)| {
+            for pair in [&mut here, &mut elsewhere] {
+                post(pair);
+            }
+            process.run(&mut here, SECOND);
+            net.run(&mut elsewhere, SECOND);
+        };
+        run(&|pair| {
+            post_numbered(pair, &[0, 1, 1024, 3000], |_| {});
+        });
+        if of == qp_type::RC {
+            run(&|pair| {
+                let at = pair.ends[1].allocate(4096);
+                let to = pair.ends[0].allocate(4096);
+                pair.ends[1].guest.write(at, &content(5, 0, 4096));
+                for (opcode, len) in [
+                    (wr_opcode::RDMA_WRITE, 2500),
+                    (wr_opcode::RDMA_READ, 3000),
+                    (wr_opcode::ATOMIC_FETCH_AND_ADD, 8),
+                    (wr_opcode::RDMA_READ, 8),
+                ] {
+                    let send = Send {
+                        opcode,
+                        flags: send_flag::SIGNALED,
+                        remote_addr: DATA + at,
+                        rkey: pair.ends[1].guest.key,
+                        operands: [7, 0],
+                        sges: vec![pair.ends[0].guest.sge(to, len)],
+                        ..Send::default()
+                    };
+                    pair.post_send(0, &send);
+                }
+            });
+        }
+        let done = [&mut here, &mut elsewhere].map(|pair| pair.completions(0).len());
+        assert_eq!(done, if of == qp_type::RC { [8; 2] } else { [4; 2] });
+        let (captured, missed) = process.capture.take();
+        assert_eq!(missed, 0);
+        let stays = |one: &Captured| one.frame().1 == Some("local: not sent");
+        assert!(captured.iter().all(stays));
+        let taken = |end: usize| net.wires[end].out.view.capture.take().0;
+        let sent: Vec<_> = [0, 1].map(taken).into_iter().flatten().collect();
+        // What came has a comment.
+        let sent = sent.iter().filter(|one| one.frame().1.is_none());
+        assert_eq!(packets(&captured, &here), packets(sent, &elsewhere));
+    }
+}
+
+#[test]
+fn why_what_stays_did_not_arrive_is_captured() {
+    let (readers, mut each) = Readers::new(1);
+    let mut pair = Pair::for_requests(qp_type::RC, (&readers, None), mtu::MTU_1024, 4);
+    let mut process = Process::new(each.pop().unwrap(), &pair);
+    process.capture.set(true);
+    let send = pair.a_send(0, 1, 3000);
+    pair.post_send(0, &send);
+    process.run(&mut pair, SECOND / 1000);
+    let (captured, _) = process.capture.take();
+    let comments: Vec<_> = captured.iter().map(|one| one.frame().1.unwrap()).collect();
+    assert_eq!(
+        comments[..2],
+        ["local: not sent; no receive", "local: not sent"]
+    );
+    let answer = frame::read(captured[1].frame().0).unwrap().packet;
+    assert!(matches!(
+        answer.body,
+        Body::Acknowledge {
+            syndrome: Syndrome::RnrNak(_),
+            ..
+        }
+    ));
+}
+
 #[test]
 fn a_capture_says_which_answer_ended_a_message() {
     let (readers, mut reader) = Readers::new(1);

@@ -17,7 +17,7 @@ use nix::net::if_::if_nametoindex;
 
 use super::super::frame::{self, checksum, folded};
 use super::kernel::{attach, bring_up, keep, keep_no_longer, load, mtu, pin, tap, Instruction};
-use super::{Burst, LONGEST};
+use super::{Arrived, Burst, LONGEST};
 use crate::engine::vm::Segment;
 
 /// Bytes of the header that is before each frame (`virtio_net_hdr`). Zeros: nothing is left to do.
@@ -483,12 +483,12 @@ impl TapEnd {
             // Kernels before 6.2 cut no UDP.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 self.singly = true;
-                let mut cut = Vec::new();
+                let mut cut = vec![0; HEADER];
                 let burst = self.written.get(HEADER..end).unwrap_or_default();
                 for_each_frame(burst, self.layout, self.each, &mut cut, |frame| {
-                    let frame = [&[0; HEADER], frame].concat();
-                    let sent = (&self.file).write(&frame);
+                    let sent = (&self.file).write(frame);
                     self.refused += u64::from(sent.is_err());
+                    frame.truncate(HEADER);
                 });
             }
             Err(_) => self.refused += count as u64,
@@ -538,11 +538,12 @@ impl TapEnd {
             if header[1] & UDP_KIND == UDP_SEGMENTS {
                 let each = usize::from(u16::from_le_bytes([header[4], header[5]]));
                 if let Some(layout) = Layout::of(frame).filter(|_| each != 0) {
-                    let mut cut = std::mem::take(&mut self.covered);
-                    for_each_frame(frame, layout, each, &mut cut, |frame| {
-                        burst.push(segment, frame);
+                    let Burst { bytes, frames } = &mut *burst;
+                    let mut start = bytes.len();
+                    for_each_frame(frame, layout, each, bytes, |bytes| {
+                        frames.push(Arrived::new(segment, start..bytes.len()));
+                        start = bytes.len();
                     });
-                    self.covered = cut;
                 }
             } else {
                 burst.push(segment, frame);
@@ -566,13 +567,13 @@ fn split_header(bytes: &mut [u8]) -> Option<(&mut [u8; HEADER], &mut [u8])> {
 }
 
 /// Cuts a burst into the frames that it is made of, each of `each` bytes behind its headers but for
-/// the last one. They are made in `space`.
+/// the last one. They are made in `space`, behind what is there; `visit` sees it after each.
 fn for_each_frame(
     burst: &[u8],
     layout: Layout,
     each: usize,
     space: &mut Vec<u8>,
-    mut visit: impl FnMut(&[u8]),
+    mut visit: impl FnMut(&mut Vec<u8>),
 ) {
     let Layout { ip, head } = layout;
     let Some((headers, payload)) = burst.split_at_checked(head) else {
@@ -583,12 +584,13 @@ fn for_each_frame(
     });
     let parts = payload.chunks(each.max(1)).take(MOST_CUT);
     for (number, part) in (0u16..).zip(parts) {
-        space.clear();
+        let start = space.len();
         space.extend_from_slice(headers);
         space.extend_from_slice(part);
-        layout.set_lengths(space, part.len(), Some(first.wrapping_add(number)));
+        let frame = space.get_mut(start..).unwrap_or_default();
+        layout.set_lengths(frame, part.len(), Some(first.wrapping_add(number)));
         // Its checksum is not there; the ICRC is.
-        put(space, head - 2, 0);
+        put(frame, head - 2, 0);
         visit(space);
     }
 }

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Messages that stay in this process, as the packets that they would have been, for who captures.
+//! They are whole, with PSNs that count on and ICRCs that are right; none was sent.
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+use virtio_rdma_spec::facts::Kind;
+use virtio_rdma_spec::verbs::{vendor_err, wc_status};
+
+use super::capture::Capture;
+use super::frame::{self, Addresses};
+use super::packet::{Body, Nak, Packet, Payload, Place, Psn, Request, Service, Syndrome};
+use super::port::Direction;
+use super::receiver::{brings, read_response};
+use super::sender::{operands, request_packet};
+use super::unacknowledged::datagram;
+use crate::engine::cursor::fetch;
+use crate::engine::message::Answer;
+use crate::engine::payload_of;
+use crate::engine::queue_pair::Qp;
+use crate::engine::send_queue::{Active, SendQueue};
+use crate::engine::tables::Tables;
+use crate::fabric::Observe;
+
+/// Longest datagram of this process, bytes.
+const LONGEST_DATAGRAM: u64 = 4096;
+
+/// Where the packets of a queue pair are.
+#[derive(Debug, Clone, Copy)]
+struct Position {
+    life: u32,
+    next: Psn,
+    /// Messages that its peer has completed.
+    messages: u32,
+}
+
+/// What a worker knows of queue pairs whose messages it has captured.
+#[derive(Debug, Default)]
+pub(crate) struct Positions {
+    /// By the serial number of the queue pair.
+    of: FxHashMap<u64, Position>,
+    /// Of this capture.
+    number: u64,
+}
+
+/// Captures messages that stay in this process.
+#[derive(Debug)]
+pub(crate) struct Imagined<'w> {
+    capture: &'w Capture,
+    positions: &'w mut Positions,
+    /// The frame that is written.
+    frame: Vec<u8>,
+}
+
+impl<'w> Imagined<'w> {
+    /// One that goes on from `positions`, if somebody captures.
+    pub(crate) fn new(capture: &'w Capture, positions: &'w mut Positions) -> Option<Self> {
+        let number = capture.number()?;
+        if positions.number != number {
+            *positions = Positions {
+                number,
+                ..Positions::default()
+            };
+        }
+        Some(Self {
+            capture,
+            positions,
+            frame: Vec::new(),
+        })
+    }
+
+    /// A packet would have been sent.
+    fn add(
+        &mut self,
+        now: u64,
+        addresses: &Addresses,
+        packet: &Packet<'_>,
+        mut payload: Payload<'_>,
+        comment: &str,
+    ) -> bool {
+        let headers = frame::headers(addresses, 0, packet, payload.len);
+        self.frame.resize(frame::len(&headers, payload.len), 0);
+        let written = frame::write(&mut self.frame, &headers, &mut payload);
+        if written {
+            let comment = Some(comment.to_owned());
+            let frame = &self.frame;
+            self.capture.add(now, None, Direction::Out, frame, comment);
+        }
+        written
+    }
+
+    fn datagram(
+        &mut self,
+        sq: &SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        now: u64,
+    ) {
+        let mut out = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
+            self.add(now, addresses, packet, payload, STAYS)
+        };
+        // What cannot be read is not captured.
+        let _ = datagram(sq, tables, qp, active, LONGEST_DATAGRAM, &mut out);
+    }
+}
+
+/// What is said of each packet.
+const STAYS: &str = "local: not sent";
+
+/// What is said of the packets of a message that had this answer; nothing if there were none.
+fn comment(answer: Answer) -> Option<String> {
+    Some(match answer {
+        Answer::Done => STAYS.to_owned(),
+        Answer::NotReady(_) => format!("{STAYS}; no receive"),
+        Answer::NoAnswer => format!("{STAYS}; nobody answers"),
+        Answer::Stopped => format!("{STAYS}; the VM is stopped"),
+        Answer::Refused(error) => {
+            let status = wc_status::name(error.status).unwrap_or("?");
+            let reason = vendor_err::name(error.vendor).unwrap_or("?");
+            format!("{STAYS}; refused with {status} ({reason})")
+        }
+        Answer::Progress | Answer::Busy | Answer::Local(_) => return None,
+    })
+}
+
+impl Observe for Imagined<'_> {
+    fn answered(
+        &mut self,
+        sq: &SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        answer: Answer,
+        now: u64,
+    ) {
+        if qp.facts.datagram {
+            return self.datagram(sq, tables, qp, active, now);
+        }
+        let what = active.message;
+        let path = &sq.path_attributes;
+        let there = (
+            Service::of(qp.qp_type),
+            super::addresses(tables, path, sq.dest_gid),
+            comment(answer),
+        );
+        let (Some(service), Some(addresses), Some(comment)) = there else {
+            return;
+        };
+        let mtu = payload_of(path.path_mtu);
+        let packets = u32::try_from(what.length.div_ceil(mtu).max(1)).unwrap_or(u32::MAX);
+        let begun = Position {
+            life: qp.life(),
+            next: Psn::new(path.sq_psn),
+            messages: 0,
+        };
+        let position = self.positions.of.entry(qp.serial()).or_insert(begun);
+        if position.life != begun.life {
+            *position = begun;
+        }
+        if answer == Answer::Done {
+            position.messages = position.messages.wrapping_add(1);
+        }
+        let Position { next, messages, .. } = *position;
+        if answer == Answer::Done {
+            position.next = next.after(packets);
+        }
+        // The bytes from `offset` on of what the message moves.
+        let source = |offset: u64| {
+            let from = Active {
+                done: offset,
+                ..*active
+            };
+            sq.source(tables, qp, &from)
+        };
+        let (operands, range) = operands(what.kind, sq.operation);
+        let bring = brings(what.kind);
+        let moves = !what.kind.brings() && what.kind != Kind::Flush;
+        // Without a receive the first packet is all that is looked at.
+        let sent = match answer {
+            _ if bring => 1,
+            Answer::NotReady(_) => 1,
+            _ => packets,
+        };
+        for number in 0..sent {
+            let place = if bring {
+                Place::Only
+            } else {
+                Place::of(number == 0, number + 1 == packets)
+            };
+            let Some(request) = Request::at(service, what.opcode, place) else {
+                return;
+            };
+            let offset = u64::from(number) * mtu;
+            let left = what.length - offset;
+            let asked = if bring { left } else { left.min(mtu) };
+            let packet = Packet {
+                service,
+                dest_qp: sq.dest_qp,
+                psn: next.after(number),
+                ack_request: place.ends() && service.answers(),
+                solicited: place.ends() && what.solicited,
+                body: Body::Request(request_packet(
+                    &what, service, request, operands, range, offset, asked,
+                )),
+            };
+            let mut source = source(offset);
+            let payload = Payload {
+                len: usize::try_from(if moves { asked } else { 0 }).unwrap_or_default(),
+                read: &mut |space| fetch(&mut source, space).is_ok(),
+            };
+            if !self.add(now, &addresses, &packet, payload, &comment) {
+                return;
+            }
+        }
+        if !service.answers() {
+            return;
+        }
+        let mut answers = |psn: Psn, body: Body<'_>, len: u64, offset: u64| {
+            let packet = Packet {
+                service,
+                dest_qp: qp.number,
+                psn,
+                ack_request: false,
+                solicited: false,
+                body,
+            };
+            let mut source = source(offset);
+            let payload = Payload {
+                len: usize::try_from(len).unwrap_or_default(),
+                read: &mut |space| fetch(&mut source, space).is_ok(),
+            };
+            self.add(now, &addresses.back(), &packet, payload, STAYS)
+        };
+        let acknowledge = |syndrome| Body::Acknowledge {
+            syndrome,
+            msn: messages,
+        };
+        let last = next.after(packets - 1);
+        match (answer, what.kind) {
+            (Answer::Done, Kind::Read) => {
+                for number in 0..packets {
+                    let place = Place::of(number == 0, number + 1 == packets);
+                    let offset = u64::from(number) * mtu;
+                    let len = (what.length - offset).min(mtu);
+                    let body = read_response(place, messages);
+                    if !answers(next.after(number), body, len, offset) {
+                        return;
+                    }
+                }
+            }
+            (Answer::Done, Kind::Atomic) => {
+                let mut word = [0; 8];
+                if fetch(&mut source(0), &mut word).is_ok() {
+                    let body = Body::AtomicAcknowledge {
+                        msn: messages,
+                        value: u64::from_le_bytes(word),
+                    };
+                    answers(next, body, 0, 0);
+                }
+            }
+            (Answer::Done, _) if bring => {
+                answers(next, read_response(Place::Only, messages), 0, 0);
+            }
+            (Answer::Done, _) => {
+                answers(last, acknowledge(Syndrome::Ack), 0, 0);
+            }
+            (Answer::NotReady(timer), _) => {
+                answers(next, acknowledge(Syndrome::RnrNak(timer)), 0, 0);
+            }
+            (Answer::Refused(error), _) => {
+                let nak = acknowledge(Syndrome::Nak(Nak::of(error)));
+                answers(next, nak, 0, 0);
+            }
+            _ => {}
+        }
+    }
+}
