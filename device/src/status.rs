@@ -38,6 +38,8 @@ const REQUEST_TIME: Duration = Duration::from_millis(500);
 const MAX_REQUEST: usize = 8192;
 /// How long a client waits for an answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
+/// The MAC address of a device for which the configuration has none.
+const NO_MAC: [u8; 6] = [0; 6];
 /// How long a frame is kept before a client that captures gets it.
 const CAPTURE_TIME: i32 = 50;
 /// Bytes that a client that captures has not read yet, at most: what comes then is left out.
@@ -324,13 +326,15 @@ impl Capturing {
                 self.file.add(&mut self.unread, "", frame);
             }
         }
-        while !self.unread.is_empty() {
-            match self.stream.write(&self.unread) {
-                Ok(written) => drop(self.unread.drain(..written)),
+        let mut read = 0;
+        while let Some(rest) = self.unread.get(read..).filter(|rest| !rest.is_empty()) {
+            match self.stream.write(rest) {
+                Ok(written) => read += written,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => return false,
             }
         }
+        self.unread.drain(..read);
         let end = self.stream.read(&mut [0; 64]);
         end.is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock)
     }
@@ -444,7 +448,14 @@ impl Serving {
         let snap = snap.ok_or(no_line)?;
         let mac = match device {
             "" => None,
-            device => Some(find(&self.devices, device)?.mac),
+            device => match find(&self.devices, device)?.mac {
+                NO_MAC => {
+                    return Err(format!(
+                        "'{device}' has no MAC address in the configuration"
+                    ))
+                }
+                mac => Some(mac),
+            },
         };
         if self.capturing.is_some() {
             return Err("somebody captures already".to_owned());

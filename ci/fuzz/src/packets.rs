@@ -8,7 +8,7 @@ use std::net::UdpSocket;
 
 use arbitrary::{Result, Unstructured};
 use vhost_device_rdma::config::{DgramConfig, InterfaceConfig, UplinksConfig};
-use vhost_device_rdma::engine::vm::{Congestion, Segment, Uplink};
+use vhost_device_rdma::engine::vm::{Congestion, Local, Segment, Uplink};
 use virtio_rdma_spec::command::opcode;
 use virtio_rdma_spec::ring::{RecvWqe, SendWqe, Sge, UdWqe};
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, send_flag, wr_opcode};
@@ -98,7 +98,7 @@ pub fn run(data: &[u8]) {
 impl Scene {
     fn new(host: &Host, switch: UdpSocket) -> Self {
         let uplink = Uplink {
-            local: true,
+            local: Local::Process,
             congestion: Congestion::Window,
             segment: Segment::Own(0),
             active_mtu: mtu::MTU_1024,

@@ -5,10 +5,11 @@
 //!
 //! Each combination is a case and a cell of the lane's table.
 
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 
 use super::columns::{Column, Columns, Loses};
-use super::stock;
+use super::stock::{self, Ends};
+use super::storage::{self, Fio};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::Hosts;
@@ -60,7 +61,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::Switch(1500),
-        image: Image::Plain,
+        image: Image::Storage,
         runs,
     }
 }
@@ -127,6 +128,7 @@ const CASES: &[Case] = &[
     tool!("rstream", stock::rstream),
     tool!("cmtime", stock::cmtime),
     tool!("ib_send_bw -R", stock::send_bw),
+    tool!("NVMe over Fabrics", nvme),
     perftest!("send", "RC"),
     perftest!("send", "UC"),
     perftest!("send", "UD"),
@@ -135,6 +137,38 @@ const CASES: &[Case] = &[
     perftest!("read", "RC"),
     perftest!("atomic", "RC"),
 ];
+
+/// Blocks that the client of NVMe over Fabrics reads and writes at a time, how long, and how many MiB.
+const BLOCKS: [u32; 2] = [4 << 10, 64 << 10];
+const STORAGE_SECONDS: u64 = 10;
+const STORAGE_SIZE: u32 = 16;
+
+/// A device in the memory of one VM, written and read again by the other, with checksums.
+fn nvme(fixture: &mut Fixture, (server, client): Ends) -> Result<()> {
+    let stop = |fixture: &Fixture| -> Result<()> {
+        fixture.vm(client)?.sh("/payload/storage-client stop")?;
+        let stop = "/payload/storage-server stop";
+        fixture.vm(server)?.sh(stop).map(drop)
+    };
+    stop(fixture)?;
+    let address = storage::address(server);
+    let serve = format!("/payload/storage-server nvme memory {address} rdma");
+    fixture.vm(server)?.sh(&serve)?;
+    let connect = format!("/payload/storage-client nvme {address} rdma");
+    let said = fixture.vm(client)?.sh(&connect)?;
+    let device = said.lines().last().unwrap_or_default();
+    for block in BLOCKS {
+        let fio = Fio {
+            vm: client,
+            jobs: 1,
+            size: STORAGE_SIZE,
+            ..Fio::new(device.to_owned(), block, STORAGE_SECONDS)
+        };
+        let [reads, writes] = fio.run(fixture)?.total;
+        ensure!(reads > 0 && writes > 0, "{reads} reads, {writes} writes");
+    }
+    stop(fixture)
+}
 
 /// The same on hosts whose bridges have TAPs of the VMs: packets are lost by our device.
 pub fn at_taps() -> Lane {

@@ -239,6 +239,8 @@ pub fn address(number: u8) -> String {
 /// A run of fio: random reads and writes, each block written with its checksum, and read again to
 /// verify it, soon after and at the end.
 pub struct Fio {
+    /// The VM that it runs in.
+    pub vm: u8,
     /// Tells it from others that run at the same time.
     pub name: &'static str,
     /// What it reads and writes.
@@ -260,6 +262,7 @@ impl Fio {
     /// As long as it is asked to, with four processes and 48 MiB for each.
     pub fn new(file: String, block: u32, seconds: u64) -> Self {
         Fio {
+            vm: CLIENT,
             name: "ulp",
             file,
             block,
@@ -289,6 +292,7 @@ impl Fio {
             jobs,
             size,
             pause,
+            ..
         } = self;
         let (result, pause) = (self.result(), pause.as_micros());
         format!(
@@ -300,7 +304,7 @@ impl Fio {
 
     /// Starts it.
     pub fn start(&self, fixture: &Fixture) -> Result<Job> {
-        fixture.vm(CLIENT)?.spawn(&self.command())
+        fixture.vm(self.vm)?.spawn(&self.command())
     }
 
     /// Waits for its end and reads what it measured; an error if it found any.
@@ -308,7 +312,7 @@ impl Fio {
         // Large blocks on a slow way are many seconds of work that has begun when the time is over,
         // and verifying takes as long again.
         let output = job.wait(Duration::from_secs(self.seconds * 2 + 300))?;
-        let vm = fixture.vm(CLIENT)?;
+        let vm = fixture.vm(self.vm)?;
         let text = vm.sh(&format!("cat {}", self.result())).unwrap_or_default();
         ensure!(
             output.status == 0,

@@ -9,6 +9,9 @@ use crc32fast::Hasher;
 const UDP: usize = 8;
 /// Offset in the base transport header of the byte with FECN and BECN.
 const CONGESTION: usize = 4;
+/// What is before each packet, as far as the CRC knows: bytes of ones, and the CRC-32 of these.
+const ONES: u64 = 8;
+const CRC_OF_ONES: u32 = 0x2144_df1c;
 
 /// The ICRC of a packet, as its last four bytes are. `packet` is from the IP header to the end of
 /// the padding; `None` if it is too short to be one.
@@ -40,8 +43,7 @@ pub(super) fn icrc(packet: &[u8]) -> Option<[u8; 4]> {
     let checksum = masked.get_mut(header_len + 6..header_len + UDP)?;
     checksum.fill(0xff);
     *masked.last_mut()? = 0xff;
-    let mut hasher = Hasher::new();
-    hasher.update(&[0xff; 8]);
+    let mut hasher = Hasher::new_with_initial_len(CRC_OF_ONES, ONES);
     hasher.update(masked);
     hasher.update(rest);
     Some(hasher.finalize().to_le_bytes())
