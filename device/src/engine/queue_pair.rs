@@ -16,6 +16,7 @@ use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, MASK_24};
 
 use super::binding::{serial, Binding, Peers};
 use super::gather::Gather;
+use super::payload_of;
 use super::responder::Responder;
 use super::send_queue::SendQueue;
 use super::tables::Gid;
@@ -410,6 +411,15 @@ impl Qp {
                 responder.binding = binding;
                 let leaves = self.vm.uplink().is_some() && binding == Binding::default();
                 self.leaves.store(leaves, Ordering::Relaxed);
+                let port = self.vm.active_mtu();
+                if leaves && merged.path_mtu > port {
+                    self.vm.warn(format_args!(
+                        "QP {}: has a path MTU of {}, but the port one of {}: packets may be lost",
+                        self.number,
+                        payload_of(merged.path_mtu),
+                        payload_of(port)
+                    ));
+                }
             }
             if (current, next) == (qp_state::RTS, qp_state::SQD) {
                 let notify = mask & qp_attr::EN_SQD_ASYNC_NOTIFY != 0;

@@ -118,6 +118,8 @@ pub struct Storage {
     /// By which way.
     pub way: Way,
     medium: Medium,
+    /// A further word for `rdma-device`.
+    frames: &'static str,
     /// What the client reads and writes: a block device, or a directory.
     pub path: String,
     /// What the device held before.
@@ -125,12 +127,28 @@ pub struct Storage {
 }
 
 impl Storage {
-    /// Serves and connects. Whatever a case before this one left behind goes first.
+    /// Serves and connects, with the longest frames. Whatever a case before this one left behind goes
+    /// first.
     pub fn set_up(
         fixture: &mut Fixture,
         protocol: Protocol,
         way: Way,
         medium: Medium,
+    ) -> Result<Self> {
+        Self::with_frames(fixture, protocol, way, medium, "")
+    }
+
+    /// The same with frames as long as they are, on our device.
+    pub fn with_same_mtu(fixture: &mut Fixture, protocol: Protocol) -> Result<Self> {
+        Self::with_frames(fixture, protocol, Way::Ours, Medium::Memory, "same-mtu")
+    }
+
+    fn with_frames(
+        fixture: &mut Fixture,
+        protocol: Protocol,
+        way: Way,
+        medium: Medium,
+        frames: &'static str,
     ) -> Result<Self> {
         if clean(fixture).is_err() {
             fixture.restart()?;
@@ -139,7 +157,7 @@ impl Storage {
             let device = way.device();
             fixture
                 .vm(number)?
-                .sh(&format!("/payload/rdma-device {device}"))?;
+                .sh(&format!("/payload/rdma-device {device} {frames}"))?;
         }
         if medium == Medium::Disk && protocol == Protocol::Nfs {
             fixture.vm(SERVER)?.sh("/payload/storage-server format")?;
@@ -148,6 +166,7 @@ impl Storage {
             protocol,
             way,
             medium,
+            frames,
             path: "/mnt".to_owned(),
             // With rxe, there is no driver for ours in the guests.
             before: counts(&fixture.bed)?,
@@ -202,7 +221,8 @@ impl Storage {
         let server = fixture.vm_mut(SERVER)?;
         server.kill()?;
         server.start_again()?;
-        server.sh(&format!("/payload/rdma-device {}", self.way.device()))?;
+        let device = self.way.device();
+        server.sh(&format!("/payload/rdma-device {device} {}", self.frames))?;
         self.serve(fixture)
     }
 
@@ -212,10 +232,10 @@ impl Storage {
         if self.way == Way::Ours {
             // As long as it knows the device, the kernel keeps the completion queues that its
             // consumers shared.
+            let frames = self.frames;
+            let again = format!("rmmod virtio_rdma && /payload/rdma-device vrdma0 {frames}");
             for number in [SERVER, CLIENT] {
-                fixture
-                    .vm(number)?
-                    .sh("rmmod virtio_rdma && /payload/rdma-device vrdma0")?;
+                fixture.vm(number)?.sh(&again)?;
             }
         }
         settled(&fixture.bed, &self.before)

@@ -1528,6 +1528,26 @@ fn losses_cost_little() {
     }
 }
 
+/// Packets that are longer than the port's may be lost, and nobody else says why.
+#[test]
+fn who_has_a_longer_path_mtu_than_the_port_is_warned() {
+    for (path_mtu, warned) in [(mtu::MTU_1024, false), (mtu::MTU_4096, true)] {
+        let (readers, _) = Readers::new(1);
+        let uplink = ON_HOSTS.map(|uplink| Uplink {
+            active_mtu: mtu::MTU_1024,
+            ..uplink
+        });
+        let pair = Pair::for_requests(qp_type::RC, (&readers, uplink), path_mtu, 4);
+        let said = pair.ends[0].guest.warnings.all();
+        let expected = "has a path MTU of 4096, but the port one of 1024: packets may be lost";
+        assert_eq!(
+            said.iter().any(|line| line.contains(expected)),
+            warned,
+            "{said:?}"
+        );
+    }
+}
+
 // D-WIRE-008.
 /// A router that is congested says so before it must drop packets, and that is enough.
 #[test]
