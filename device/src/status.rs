@@ -438,29 +438,33 @@ impl Serving {
         if !user.is_ok_and(|user| user.is_root() || user == self.operator) {
             return Err("only root and the user that started the process may capture".to_owned());
         }
-        let no_line = "the request is: capture snap=BYTES [DEVICE]";
-        let line = what.strip_suffix(b"\n").ok_or(no_line)?;
-        let line = std::str::from_utf8(line).map_err(|_| no_line)?;
-        let (snap, device) = line.split_once(' ').ok_or(no_line)?;
-        let snap = snap
-            .strip_prefix("snap=")
-            .and_then(|snap| snap.parse().ok());
-        let snap = snap.ok_or(no_line)?;
-        let mac = match device {
-            "" => None,
-            device => match find(&self.devices, device)?.mac {
-                NO_MAC => {
-                    return Err(format!(
-                        "'{device}' has no MAC address in the configuration"
-                    ))
-                }
-                mac => Some(mac),
-            },
-        };
+        let (mac, snap) = to_capture(&self.devices, what)?;
         if self.capturing.is_some() {
             return Err("somebody captures already".to_owned());
         }
         Ok((self.adapter.capture().clone(), mac, snap))
+    }
+}
+
+/// The address whose frames are to be captured, or all, and how much of each.
+fn to_capture(devices: &[RnicSettings], what: &[u8]) -> Result<(Option<[u8; 6]>, usize), String> {
+    let no_line = "the request is: capture snap=BYTES [DEVICE]";
+    let line = what.strip_suffix(b"\n").ok_or(no_line)?;
+    let line = std::str::from_utf8(line).map_err(|_| no_line)?;
+    let (snap, device) = line.split_once(' ').ok_or(no_line)?;
+    let snap = snap
+        .strip_prefix("snap=")
+        .and_then(|snap| snap.parse().ok());
+    let snap = snap.ok_or(no_line)?;
+    if device.is_empty() {
+        return Ok((None, snap));
+    }
+    match find(devices, device)?.mac {
+        // Its frames cannot be told from others.
+        NO_MAC => Err(format!(
+            "'{device}' has no MAC address in the configuration"
+        )),
+        mac => Ok((Some(mac), snap)),
     }
 }
 
@@ -650,6 +654,25 @@ mod tests {
         assert_eq!(of("link 02:00:00:00:00:0A up\n"), Ok(("/run/a b", true)));
         assert!(of("link 02:00:00:00:00:0c up\n").is_err(), "there are two");
         assert!(of("link 02:00:00:00:00:0e up\n").is_err());
+    }
+
+    #[test]
+    fn what_is_captured_is_all_or_of_a_device_with_an_address() {
+        let mut devices = devices();
+        devices[1].mac = NO_MAC;
+        let of = |request: &str| to_capture(&devices, request.as_bytes());
+        assert_eq!(of("snap=100 \n"), Ok((None, 100)));
+        assert_eq!(of("snap=1 /run/a b\n"), Ok((Some(devices[0].mac), 1)));
+        for (request, said) in [
+            ("snap=1 /run/c\n", "no MAC address"),
+            ("snap=1 nobody\n", "nobody"),
+            ("snap=x \n", "the request is"),
+            ("snap=1\n", "the request is"),
+            ("snap=1 ", "the request is"),
+        ] {
+            let error = of(request).unwrap_err();
+            assert!(error.contains(said), "{error}");
+        }
     }
 
     #[test]

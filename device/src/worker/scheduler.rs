@@ -249,7 +249,11 @@ impl<'a> Scheduler<'a> {
                 self.again(qp);
                 return true;
             }
-            Polled::Park(until) => self.parked.park(qp, until),
+            Polled::Park(until) => {
+                // The time is that of the last poll iteration: no wait is shorter for that.
+                let late = clock().saturating_sub(self.time);
+                self.parked.park(qp, until.saturating_add(late));
+            }
         }
         false
     }
