@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The way out of this process, as a worker has it: when it looks for frames, and which VMs they are
 //! for.
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use rustc_hash::FxHashMap;
 use vhost_device_rdma_sync::ReadSection;
 
 use super::scheduler::QpQueue;
@@ -32,7 +32,7 @@ pub(super) struct WireEnd {
     /// The networks of VMs with a way out, by what they are called on the wire.
     networks: Vec<(Segment, Network)>,
     /// Which VM has which GID, as far as that was asked since the registry changed last.
-    owners: FxHashMap<Destination, Arc<Vm>>,
+    owners: HashMap<Destination, Arc<Vm>>,
     generation: u64,
     /// Nothing is looked for before this time.
     look_at: u64,
@@ -49,7 +49,7 @@ struct Here<'a> {
     section: &'a ReadSection<'a>,
     registry: &'a Registry,
     networks: &'a [(Segment, Network)],
-    owners: &'a mut FxHashMap<Destination, Arc<Vm>>,
+    owners: &'a mut HashMap<Destination, Arc<Vm>>,
     queue: &'a mut QpQueue,
     worker: u16,
 }
@@ -126,7 +126,7 @@ impl WireEnd {
         Self {
             wire: Wire::new(Faults::new(port, view.faults.clone()), view, worker),
             networks: Vec::new(),
-            owners: FxHashMap::default(),
+            owners: HashMap::new(),
             generation: 0,
             look_at: 0,
             busy_until: 0,

@@ -118,6 +118,24 @@ const VERSION_65: Wanted = Wanted {
     ],
 };
 
+/// The tests on our device, which `run` runs, and the end of its driver.
+fn ours(run: fn(&mut Fixture) -> Result<()>) -> [Case; 2] {
+    [
+        Case {
+            name: "the tests on our device",
+            run,
+        },
+        Case {
+            name: "the driver unloads after them",
+            run: unload,
+        },
+    ]
+}
+
+fn on_ours_56(fixture: &mut Fixture) -> Result<()> {
+    on_ours(fixture, &VERSION_56)
+}
+
 /// The lane for rdma-core 56.1.
 pub fn lane_56() -> Lane {
     Lane {
@@ -130,21 +148,12 @@ pub fn lane_56() -> Lane {
         hosts: Hosts::One,
         image: Image::Plain,
         runs: || {
-            let cases = [
-                Case {
-                    name: "the tests on our device",
-                    run: |fixture| on_ours(fixture, &VERSION_56),
-                },
-                Case {
-                    name: "the driver unloads after them",
-                    run: unload,
-                },
-                Case {
-                    name: "the tests on rxe, to compare",
-                    run: on_rxe,
-                },
-            ];
-            vec![(Kernel::Backports, cases.to_vec())]
+            let rxe = Case {
+                name: "the tests on rxe, to compare",
+                run: on_rxe,
+            };
+            let cases = ours(on_ours_56).into_iter().chain([rxe]);
+            vec![(Kernel::Backports, cases.collect())]
         },
     }
 }
@@ -155,19 +164,7 @@ pub fn lane_wire() -> Lane {
         name: "wire-rdma-core",
         about: "the tests of rdma-core 56.1, on our device, whose messages go out and come back",
         hosts: Hosts::Loop,
-        runs: || {
-            let cases = [
-                Case {
-                    name: "the tests on our device",
-                    run: |fixture| on_ours(fixture, &VERSION_56),
-                },
-                Case {
-                    name: "the driver unloads after them",
-                    run: unload,
-                },
-            ];
-            vec![(Kernel::Backports, cases.to_vec())]
-        },
+        runs: || vec![(Kernel::Backports, ours(on_ours_56).to_vec())],
         ..lane_56()
     }
 }
@@ -184,17 +181,8 @@ pub fn lane_65() -> Lane {
         hosts: Hosts::One,
         image: Image::Plain,
         runs: || {
-            let cases = [
-                Case {
-                    name: "the tests on our device",
-                    run: |fixture| on_ours(fixture, &VERSION_65),
-                },
-                Case {
-                    name: "the driver unloads after them",
-                    run: unload,
-                },
-            ];
-            vec![(Kernel::Sid, cases.to_vec())]
+            let run = |fixture: &mut Fixture| on_ours(fixture, &VERSION_65);
+            vec![(Kernel::Sid, ours(run).to_vec())]
         },
     }
 }

@@ -89,7 +89,8 @@ impl Capture {
         self.frames.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A frame was sent or received at time `time`, nanoseconds. It does not wait.
+    /// A frame was sent or received at time `time`, nanoseconds. It does not wait. Returns whether
+    /// there was room for it.
     pub(super) fn add(
         &self,
         time: u64,
@@ -97,19 +98,19 @@ impl Capture {
         direction: Direction,
         frame: &[u8],
         comment: Option<String>,
-    ) {
+    ) -> bool {
         let mut frames = match self.frames.try_lock() {
             Ok(frames) => frames,
             Err(TryLockError::Poisoned(error)) => error.into_inner(),
             Err(TryLockError::WouldBlock) => {
                 self.missed.fetch_add(1, Ordering::Relaxed);
-                return;
+                return false;
             }
         };
         let bytes = frames.bytes + frame.len() + size_of::<Captured>();
         if bytes > MOST_BYTES {
             self.missed.fetch_add(1, Ordering::Relaxed);
-            return;
+            return false;
         }
         frames.bytes = bytes;
         frames.list.push(Captured {
@@ -119,6 +120,7 @@ impl Capture {
             frame: frame.to_vec(),
             comment,
         });
+        true
     }
 
     /// Takes what was captured, the oldest first, and how many frames found no room since the last

@@ -69,7 +69,8 @@ impl<'w> Imagined<'w> {
         })
     }
 
-    /// A packet would have been sent.
+    /// A packet would have been sent. Returns whether it is captured: if it is not, nor is the rest of
+    /// its message, so that a long one does not hold up the worker.
     fn add(
         &mut self,
         now: u64,
@@ -80,13 +81,12 @@ impl<'w> Imagined<'w> {
     ) -> bool {
         let headers = frame::headers(addresses, 0, packet, payload.len);
         self.frame.resize(frame::len(&headers, payload.len), 0);
-        let written = frame::write(&mut self.frame, &headers, &mut payload);
-        if written {
-            let comment = Some(comment.to_owned());
-            let frame = &self.frame;
-            self.capture.add(now, None, Direction::Out, frame, comment);
+        if !frame::write(&mut self.frame, &headers, &mut payload) {
+            return false;
         }
-        written
+        let comment = Some(comment.to_owned());
+        let frame = &self.frame;
+        self.capture.add(now, None, Direction::Out, frame, comment)
     }
 
     fn datagram(
