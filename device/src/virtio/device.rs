@@ -11,7 +11,7 @@ use virtio_rdma_spec::config::{feature, first_doorbell_queue, CONTROL_QUEUE};
 
 use super::events::Events;
 use super::ring::{Ring, TooLong};
-use crate::control;
+use crate::control::{self, MAX_COMMAND};
 use crate::error::sentence;
 use crate::memory::GuestMemory;
 use crate::rnic::Rnic;
@@ -70,6 +70,9 @@ pub struct VirtioDevice {
     first_doorbell_queue: u16,
     memory: Option<GuestMemory>,
     control: Ring,
+    /// The command that is executed. It is as long as the longest one, and to clear it for each
+    /// would be an eighth of the time of a short one.
+    command: Box<[u8; MAX_COMMAND]>,
     events: Arc<Events>,
     doorbells: Vec<Ring>,
     /// Whether the rnic may touch guest memory.
@@ -92,6 +95,7 @@ impl VirtioDevice {
             first_doorbell_queue,
             memory: None,
             control: Ring::new(CONTROL_QUEUE),
+            command: Box::new([0; MAX_COMMAND]),
             events,
             doorbells: (first_doorbell_queue..end).map(Ring::new).collect(),
             running: false,
@@ -262,17 +266,19 @@ impl VirtioDevice {
 
     fn serve_commands(&mut self) {
         let rnic = &self.rnic;
-        let result = self.control.serve(COMMAND_BUDGET, |command| match command {
-            Ok(command) => Response::Executed(control::execute(rnic, command)),
-            Err(TooLong) => Response::Refused(
-                ResponseHeader {
-                    status: status::EINVAL,
-                    reserved: 0,
-                    length: ResponseHeader::SIZE as u32,
-                }
-                .to_bytes(),
-            ),
-        });
+        let result =
+            self.control
+                .serve(&mut self.command, COMMAND_BUDGET, |command| match command {
+                    Ok(command) => Response::Executed(control::execute(rnic, command)),
+                    Err(TooLong) => Response::Refused(
+                        ResponseHeader {
+                            status: status::EINVAL,
+                            reserved: 0,
+                            length: ResponseHeader::SIZE as u32,
+                        }
+                        .to_bytes(),
+                    ),
+                });
         self.more_commands = match result {
             Ok(more) => more,
             Err(error) => {

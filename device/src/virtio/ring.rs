@@ -12,13 +12,12 @@ use log::debug;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
+use crate::control::MAX_COMMAND;
 use crate::eventfd;
 use crate::memory::GuestMemory;
 
 /// Largest virtqueue, descriptors.
 pub const MAX_RING_SIZE: u16 = 1024;
-/// Longest command, bytes.
-pub const MAX_COMMAND: usize = 4096;
 /// Bit of the available ring's flags: the driver wants no interrupt (without RING_EVENT_IDX).
 const NO_INTERRUPT: u16 = 1;
 
@@ -206,10 +205,11 @@ impl Ring {
         }
     }
 
-    /// Handles up to `budget` commands by `execute`, which returns the response. Returns whether
-    /// there are more.
+    /// Handles up to `budget` commands by `execute`, which returns the response. Each is read into
+    /// `buffer`. Returns whether there are more.
     pub(super) fn serve<R: AsRef<[u8]>>(
         &mut self,
+        buffer: &mut [u8; MAX_COMMAND],
         budget: usize,
         mut execute: impl FnMut(Result<&[u8], TooLong>) -> R,
     ) -> Result<bool, Error> {
@@ -232,7 +232,7 @@ impl Ring {
                     served += 1;
                     looked_again = false;
                     let head = chain.head_index();
-                    let length = serve_chain(chain, &mut execute);
+                    let length = serve_chain(chain, buffer, &mut execute);
                     if let Err(error) = self.queue.add_used(memory, head, length) {
                         break Err(error);
                     }
@@ -328,6 +328,7 @@ pub struct TooLong;
 /// Executes the command in `chain`, writes the response; returns how much was written.
 fn serve_chain<R: AsRef<[u8]>>(
     chain: Chain<'_>,
+    buffer: &mut [u8; MAX_COMMAND],
     execute: &mut impl FnMut(Result<&[u8], TooLong>) -> R,
 ) -> u32 {
     let room = chain
@@ -337,8 +338,7 @@ fn serve_chain<R: AsRef<[u8]>>(
     if room < virtio_rdma_spec::command::ResponseHeader::SIZE as u64 {
         return 0;
     }
-    let mut command = [0; MAX_COMMAND];
-    let response = execute(read_chain(&chain, &mut command));
+    let response = execute(read_chain(&chain, buffer));
     write_chain(&chain, response.as_ref())
 }
 
