@@ -54,6 +54,9 @@ const LEAST_PROBE: u64 = 1_000_000;
 /// What answers take longer than four times the least is due to packets that wait on their way, or
 /// to processors that are busy; so much of that is right, nanoseconds.
 const MOST_DELAY: u64 = 10_000_000;
+/// Answers that take longer than twice the least by this, nanoseconds, are for as many packets as the
+/// network takes.
+const SOME_DELAY: u64 = 100_000;
 /// How long to wait for an answer where no time-out is set, nanoseconds. Such attempts do not
 /// count.
 const ENDLESS_RETRY: u64 = 100_000_000;
@@ -129,17 +132,29 @@ struct Resume {
     fills: bool,
 }
 
-/// How many packets may be under way: more while none is lost, half as many when one is, when
-/// answers take long because too many wait on their way, or when a router says so.
+/// Packets over which the part that is lost is estimated.
+const HISTORY: u32 = 128;
+/// Losses of these that are no sign of congestion.
+const STRAY_LOSSES: u32 = 3;
+
+/// How many packets may be under way: more while the network takes them, half as many when answers
+/// take long because too many wait on their way, when a router says so, or when packets are lost.
+///
+/// Until the first of that, the window doubles each round trip; then it grows by one. A peer that keeps what comes after a lost packet costs a round trip for it and
+/// nothing else, so single losses are taken for what links do, as BBRv2 does, not for congestion.
 #[derive(Debug, Clone, Copy)]
 struct Window {
     packets: u32,
     /// It stays as it is: the network loses nothing, and holds senders back itself.
     fixed: bool,
+    /// Below this it doubles each round trip: at first, and after a time-out up to the half.
+    doubles_to: u32,
     /// Packets that were acknowledged since it grew.
     since: u32,
     /// What was lost before this packet has halved it already.
     halved: Psn,
+    /// Packets of the last [`HISTORY`] that were lost, about, in parts of [`HISTORY`].
+    losses: u32,
 }
 
 impl Window {
@@ -148,13 +163,20 @@ impl Window {
         Self {
             packets: if fixed { WINDOW } else { FIRST_WINDOW },
             fixed,
+            doubles_to: WINDOW,
             since: 0,
             halved: first,
+            losses: 0,
         }
     }
 
     /// So many packets more were acknowledged.
     fn acknowledged(&mut self, packets: u32) {
+        self.losses -= self.losses / HISTORY * packets.min(HISTORY);
+        if self.packets < self.doubles_to {
+            self.packets = self.packets.saturating_add(packets).min(self.doubles_to);
+            return;
+        }
         self.since = self.since.saturating_add(packets);
         if self.since >= self.packets {
             self.since = 0;
@@ -162,7 +184,22 @@ impl Window {
         }
     }
 
-    /// The packet `lost` did not arrive, of those before `sent`.
+    /// The packet `lost` did not arrive, of those before `sent`, and goes again by itself.
+    fn lost_one(&mut self, lost: Psn, sent: Psn) {
+        self.enough();
+        self.since = 0;
+        self.losses += HISTORY;
+        if self.losses > STRAY_LOSSES * HISTORY {
+            self.halve(lost, sent, 1);
+        }
+    }
+
+    /// As many packets are under way as the network takes, about: no more doubling.
+    fn enough(&mut self) {
+        self.doubles_to = self.doubles_to.min(self.packets);
+    }
+
+    /// The packet `lost` did not arrive, of those before `sent`, and all of these go again.
     fn lost(&mut self, lost: Psn, sent: Psn) {
         self.halve(lost, sent, 1);
     }
@@ -181,6 +218,7 @@ impl Window {
     /// Nothing that was sent is answered.
     fn timed_out(&mut self) {
         if !self.fixed {
+            self.doubles_to = (self.packets / 2).max(1);
             self.packets = 1;
         }
     }
@@ -190,6 +228,7 @@ impl Window {
         let before = self.halved.since(reason);
         if (before == 0 || before > WINDOW) && self.packets > least && !self.fixed {
             self.packets = (self.packets / 2).max(least);
+            self.doubles_to = self.packets;
             self.halved = sent;
         }
     }
@@ -203,6 +242,8 @@ struct RoundTrip {
     variation: u64,
     /// The least that was measured, which is forgotten slowly.
     least: u64,
+    /// Most of the last one was the time of packets that wait for each other on their way.
+    queues: bool,
     /// A packet whose answer is waited for, and when it was sent. It was sent once.
     timed: Option<(Psn, u64)>,
 }
@@ -231,6 +272,7 @@ impl RoundTrip {
         self.average = (7 * self.average + took) / 8;
         self.least += self.least / 1024;
         self.least = self.least.min(took);
+        self.queues = took > 2 * self.least + SOME_DELAY;
         (took > 4 * self.least + MOST_DELAY).then_some(psn)
     }
 
@@ -810,10 +852,14 @@ impl Sender {
             Syndrome::Ack => {}
             Syndrome::Nak(Nak::Sequence) => {
                 qp.vm.count_packet(qp.worker_index, PacketEvent::Nak);
-                self.window.lost(self.unacknowledged, self.sent);
                 // It went again already.
                 if self.filled.is_some() {
                     return Verdict::Dropped(Reason::Unasked);
+                }
+                if self.keeps != Keeps::Nothing && !self.round_trip.queues {
+                    self.window.lost_one(self.unacknowledged, self.sent);
+                } else {
+                    self.window.lost(self.unacknowledged, self.sent);
                 }
                 if all {
                     self.go_back();
@@ -981,6 +1027,9 @@ impl Sender {
         let behind = self.next.since(before) < packets;
         self.unacknowledged = before.after(packets);
         self.ahead = None;
+        if self.round_trip.queues {
+            self.window.enough();
+        }
         self.window.acknowledged(packets);
         if let Some(late) = late {
             self.window.late(late, self.sent);
@@ -1188,18 +1237,28 @@ mod tests {
     }
 
     #[test]
-    fn the_window_grows_by_one_each_time_and_is_halved_once_for_each() {
+    fn the_window_doubles_then_grows_by_one_and_is_halved_once_for_each() {
         let at = Psn::new;
         let mut window = Window::new(at(0), Congestion::Window);
-        window.acknowledged(FIRST_WINDOW - 1);
-        assert_eq!(window.packets, FIRST_WINDOW);
-        window.acknowledged(1);
-        assert_eq!(window.packets, FIRST_WINDOW + 1);
+        window.acknowledged(FIRST_WINDOW);
+        assert_eq!(window.packets, 2 * FIRST_WINDOW);
         // Several packets of the same window are lost.
         window.lost(at(20), at(30));
         window.lost(at(25), at(33));
-        assert_eq!(window.packets, FIRST_WINDOW / 2);
+        assert_eq!(window.packets, FIRST_WINDOW);
         window.lost(at(30), at(40));
+        assert_eq!(window.packets, FIRST_WINDOW / 2);
+        window.acknowledged(FIRST_WINDOW / 2 - 1);
+        assert_eq!(window.packets, FIRST_WINDOW / 2);
+        window.acknowledged(1);
+        assert_eq!(window.packets, FIRST_WINDOW / 2 + 1);
+        // After a time-out it doubles again, as far as to the half of what it was.
+        window.timed_out();
+        assert_eq!(window.packets, 1);
+        window.acknowledged(1);
+        window.acknowledged(2);
+        assert_eq!(window.packets, FIRST_WINDOW / 4);
+        window.acknowledged(3);
         assert_eq!(window.packets, FIRST_WINDOW / 4);
         for _ in 0..100_000 {
             window.acknowledged(WINDOW);
@@ -1221,5 +1280,22 @@ mod tests {
         fixed.congested(at(20), at(30));
         fixed.timed_out();
         assert_eq!(fixed.packets, WINDOW);
+    }
+
+    #[test]
+    fn single_losses_are_no_congestion_until_they_are_many() {
+        let at = Psn::new;
+        let after = |every: u32| {
+            let mut window = Window::new(at(0), Congestion::Window);
+            for n in 0..1000 {
+                window.acknowledged(every);
+                window.lost_one(at(n * every), at(n * every + 1));
+            }
+            window.packets
+        };
+        // Of one and four of a hundred.
+        let [one, four] = [100, 25].map(after);
+        assert!(one > 4 * FIRST_WINDOW, "{one}");
+        assert!(four < FIRST_WINDOW, "{four}");
     }
 }
