@@ -135,13 +135,14 @@ struct Resume {
 /// Packets over which the part that is lost is estimated.
 const HISTORY: u32 = 128;
 /// Losses of these that are no sign of congestion.
-const STRAY_LOSSES: u32 = 3;
+const STRAY_LOSSES: u32 = 5;
 
 /// How many packets may be under way: more while the network takes them, half as many when answers
 /// take long because too many wait on their way, when a router says so, or when packets are lost.
 ///
-/// Until the first of that, the window doubles each round trip; then it grows by one. A peer that keeps what comes after a lost packet costs a round trip for it and
-/// nothing else, so single losses are taken for what links do, as BBRv2 does, not for congestion.
+/// Until the first of that, or until packets wait on their way, the window doubles each round trip;
+/// then it grows by one. A peer that keeps what comes after a lost packet costs one packet for it and
+/// nothing else, so few losses are taken for what links do, as BBRv2 does, not for congestion.
 #[derive(Debug, Clone, Copy)]
 struct Window {
     packets: u32,
@@ -846,6 +847,7 @@ impl Sender {
         }
         match syndrome {
             Syndrome::Ack if all => {
+                self.window.lost(self.unacknowledged, self.sent);
                 self.go_back();
                 return Verdict::Repeats(self.next);
             }
@@ -856,14 +858,15 @@ impl Sender {
                 if self.filled.is_some() {
                     return Verdict::Dropped(Reason::Unasked);
                 }
-                if self.keeps != Keeps::Nothing && !self.round_trip.queues {
-                    self.window.lost_one(self.unacknowledged, self.sent);
-                } else {
-                    self.window.lost(self.unacknowledged, self.sent);
-                }
                 if all {
+                    self.window.lost(self.unacknowledged, self.sent);
                     self.go_back();
                     return Verdict::Repeats(self.next);
+                }
+                if self.keeps == Keeps::Nothing {
+                    self.window.lost(self.unacknowledged, self.sent);
+                } else {
+                    self.window.lost_one(self.unacknowledged, self.sent);
                 }
                 return self.fill();
             }
