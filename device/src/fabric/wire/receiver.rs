@@ -30,8 +30,8 @@ use crate::verbs::WcError;
 
 /// Longest message, bytes.
 const LONGEST: u32 = 1 << 31;
-/// Packets that are kept, at most.
-const MOST_KEPT: usize = 256;
+/// Packets that are kept, at most: as many as a requester of ours has under way.
+const MOST_KEPT: usize = 512;
 /// Answers that may wait until what an RDMA READ brings is sent, beside two for each request that
 /// brings something. Packets that would lead to more are dropped.
 const MORE_REPLIES: usize = 8;

@@ -39,7 +39,7 @@ use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
 
 /// Packets that may be under way: at most, and at first.
-const WINDOW: u32 = 256;
+const WINDOW: u32 = 512;
 const FIRST_WINDOW: u32 = 16;
 /// Messages that may be under way.
 const MESSAGES: usize = 256;
@@ -54,9 +54,6 @@ const LEAST_PROBE: u64 = 1_000_000;
 /// What answers take longer than four times the least is due to packets that wait on their way, or
 /// to processors that are busy; so much of that is right, nanoseconds.
 const MOST_DELAY: u64 = 10_000_000;
-/// Answers that take longer than twice the least by this, nanoseconds, are for as many packets as the
-/// network takes.
-const SOME_DELAY: u64 = 100_000;
 /// How long to wait for an answer where no time-out is set, nanoseconds. Such attempts do not
 /// count.
 const ENDLESS_RETRY: u64 = 100_000_000;
@@ -140,9 +137,9 @@ const STRAY_LOSSES: u32 = 5;
 /// How many packets may be under way: more while the network takes them, half as many when answers
 /// take long because too many wait on their way, when a router says so, or when packets are lost.
 ///
-/// Until the first of that, or until packets wait on their way, the window doubles each round trip;
-/// then it grows by one. A peer that keeps what comes after a lost packet costs one packet for it and
-/// nothing else, so few losses are taken for what links do, as BBRv2 does, not for congestion.
+/// Until the first of that the window doubles each round trip, then it grows by one. With a peer that
+/// keeps what comes after a lost packet, that one goes again and nothing else, so few losses are taken
+/// for what links do, as BBRv2 does, not for congestion.
 #[derive(Debug, Clone, Copy)]
 struct Window {
     packets: u32,
@@ -187,17 +184,12 @@ impl Window {
 
     /// The packet `lost` did not arrive, of those before `sent`, and goes again by itself.
     fn lost_one(&mut self, lost: Psn, sent: Psn) {
-        self.enough();
+        self.doubles_to = self.doubles_to.min(self.packets);
         self.since = 0;
         self.losses += HISTORY;
         if self.losses > STRAY_LOSSES * HISTORY {
             self.halve(lost, sent, 1);
         }
-    }
-
-    /// As many packets are under way as the network takes, about: no more doubling.
-    fn enough(&mut self) {
-        self.doubles_to = self.doubles_to.min(self.packets);
     }
 
     /// The packet `lost` did not arrive, of those before `sent`, and all of these go again.
@@ -243,8 +235,6 @@ struct RoundTrip {
     variation: u64,
     /// The least that was measured, which is forgotten slowly.
     least: u64,
-    /// Most of the last one was the time of packets that wait for each other on their way.
-    queues: bool,
     /// A packet whose answer is waited for, and when it was sent. It was sent once.
     timed: Option<(Psn, u64)>,
 }
@@ -273,7 +263,6 @@ impl RoundTrip {
         self.average = (7 * self.average + took) / 8;
         self.least += self.least / 1024;
         self.least = self.least.min(took);
-        self.queues = took > 2 * self.least + SOME_DELAY;
         (took > 4 * self.least + MOST_DELAY).then_some(psn)
     }
 
@@ -1030,9 +1019,6 @@ impl Sender {
         let behind = self.next.since(before) < packets;
         self.unacknowledged = before.after(packets);
         self.ahead = None;
-        if self.round_trip.queues {
-            self.window.enough();
-        }
         self.window.acknowledged(packets);
         if let Some(late) = late {
             self.window.late(late, self.sent);
