@@ -184,7 +184,6 @@ impl Window {
 
     /// The packet `lost` did not arrive, of those before `sent`, and goes again by itself.
     fn lost_one(&mut self, lost: Psn, sent: Psn) {
-        self.doubles_to = self.doubles_to.min(self.packets);
         self.since = 0;
         self.losses += HISTORY;
         if self.losses > STRAY_LOSSES * HISTORY {
