@@ -31,8 +31,7 @@ pub(super) struct WireEnd {
     wire: Wire<Faults<UplinkPort>>,
     /// The networks of VMs with a way out, by what they are called on the wire.
     networks: Vec<(Segment, Network)>,
-    /// Which VM has which GID, as far as that was asked since the registry changed last.
-    owners: HashMap<Destination, Arc<Vm>>,
+    owners: Owners,
     generation: u64,
     /// Nothing is looked for before this time.
     look_at: u64,
@@ -44,12 +43,36 @@ pub(super) struct WireEnd {
     sent: Budget,
 }
 
+/// Which VM has which GID, as far as that was asked since the registry changed last.
+#[derive(Debug, Default)]
+struct Owners {
+    /// Frames come in bursts: most have the destination of the one before.
+    last: Option<(Destination, Arc<Vm>)>,
+    all: HashMap<Destination, Arc<Vm>>,
+}
+
+impl Owners {
+    fn get(&mut self, to: Destination) -> Option<Arc<Vm>> {
+        if let Some((_, vm)) = self.last.as_ref().filter(|(last, _)| *last == to) {
+            return Some(vm.clone());
+        }
+        let vm = self.all.get(&to)?.clone();
+        self.last = Some((to, vm.clone()));
+        Some(vm)
+    }
+
+    fn clear(&mut self) {
+        self.last = None;
+        self.all.clear();
+    }
+}
+
 /// The VMs of this process that frames may be for.
 struct Here<'a> {
     section: &'a ReadSection<'a>,
     registry: &'a Registry,
     networks: &'a [(Segment, Network)],
-    owners: &'a mut HashMap<Destination, Arc<Vm>>,
+    owners: &'a mut Owners,
     queue: &'a mut QpQueue,
     worker: u16,
 }
@@ -105,15 +128,15 @@ impl Recipients for Here<'_> {
             }
             return all;
         }
-        let vm = match self.owners.get(&to) {
-            Some(vm) => vm.clone(),
+        let vm = match self.owners.get(to) {
+            Some(vm) => vm,
             None => {
                 let network = self.network(to.segment);
                 let owner = network.and_then(|network| self.registry.owner(network, to.gid));
                 let Some(vm) = owner.filter(|vm| is_on(vm, to.segment)) else {
                     return true;
                 };
-                self.owners.insert(to, vm.clone());
+                self.owners.all.insert(to, vm.clone());
                 vm
             }
         };
@@ -126,7 +149,7 @@ impl WireEnd {
         Self {
             wire: Wire::new(Faults::new(port, view.faults.clone()), view, worker),
             networks: Vec::new(),
-            owners: HashMap::new(),
+            owners: Owners::default(),
             generation: 0,
             look_at: 0,
             busy_until: 0,

@@ -391,6 +391,8 @@ pub(crate) struct Wire<P> {
     tidy_at: usize,
     /// The frames that are read.
     received: Burst,
+    /// The queue pair whose request came last, and where that was sent to, if it is to be acknowledged.
+    unacknowledged: Option<(Arc<Qp>, Destination)>,
     /// Frames that wait for their VMs, the oldest first; and room for more.
     waiting: VecDeque<Waiting>,
     spare: Vec<Vec<u8>>,
@@ -409,6 +411,7 @@ impl<P: Port> Wire<P> {
             connections: FxHashMap::default(),
             tidy_at: 64,
             received: Burst::default(),
+            unacknowledged: None,
             waiting: VecDeque::new(),
             spare: Vec::new(),
         }
@@ -497,7 +500,40 @@ impl<P: Port> Wire<P> {
             }
         }
         self.received = burst;
+        self.acknowledge(now, vms);
         taken
+    }
+
+    /// A queue pair acknowledges the request that came for it at `to` when those that came with that
+    /// are taken: one acknowledgement is for all of them.
+    fn acknowledge_later(&mut self, qp: &Arc<Qp>, to: Destination) {
+        if let Some((before, _)) = &self.unacknowledged {
+            if Arc::ptr_eq(before, qp) {
+                return;
+            }
+            // When the worker polls it.
+            before.schedule();
+        }
+        self.unacknowledged = Some((qp.clone(), to));
+    }
+
+    /// All that came is taken: sends the acknowledgement that has waited for that.
+    fn acknowledge(&mut self, now: u64, vms: &mut impl Recipients) {
+        let Some((qp, to)) = self.unacknowledged.take() else {
+            return;
+        };
+        let nothing = Arriving {
+            bytes: 0,
+            source: Gid::default(),
+            can_wait: true,
+        };
+        let mut more = true;
+        vms.visit(to, nothing, &mut |tables| {
+            more = self.send_answers(tables, &qp, now);
+        });
+        if more {
+            qp.schedule();
+        }
     }
 
     /// When there is something to take or to send though nobody else does, nanoseconds.
@@ -585,7 +621,7 @@ impl<P: Port> Wire<P> {
         {
             Err(reason) => verdict = Verdict::Dropped(*reason),
             Ok(frame) => {
-                if let Some(delivered) = self.deliver(tables, now, frame) {
+                if let Some(delivered) = self.deliver(tables, now, to, frame) {
                     verdict = delivered;
                 }
             }
@@ -621,7 +657,13 @@ impl<P: Port> Wire<P> {
     }
 
     /// Hands a packet to its queue pair; `None` if it is for none of ours, or not from its peer.
-    fn deliver(&mut self, tables: &Tables, now: u64, frame: &Frame<'_>) -> Option<Verdict> {
+    fn deliver(
+        &mut self,
+        tables: &Tables,
+        now: u64,
+        to: Destination,
+        frame: &Frame<'_>,
+    ) -> Option<Verdict> {
         let packet = &frame.packet;
         if let (Service::Ud, Body::Request(request)) = (packet.service, &packet.body) {
             if !tables.running {
@@ -665,7 +707,7 @@ impl<P: Port> Wire<P> {
             return Some(self.not_now(qp, packet, now));
         }
         if let Body::Request(request) = &packet.body {
-            return self.request(tables, qp, frame, request, now);
+            return self.request(tables, qp, to, frame, request, now);
         }
         let peer = connection.peer;
         // Before it sends there is nothing to answer.
@@ -738,11 +780,13 @@ impl<P: Port> Wire<P> {
         Verdict::Refused(packet.psn, syndrome, 0)
     }
 
-    /// Carries out a request, and those that came before it and waited for it, and answers them.
+    /// Carries out a request that was sent to `to`, and those that came before it and waited for it, and
+    /// answers them.
     fn request(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
+        to: Destination,
         frame: &Frame<'_>,
         request: &RequestPacket<'_>,
         now: u64,
@@ -803,7 +847,9 @@ impl<P: Port> Wire<P> {
             _ => {}
         }
         drop(responder);
-        if self.send_answers(tables, qp, now) {
+        if receiver.only_acknowledges() {
+            self.acknowledge_later(qp, to);
+        } else if self.send_answers(tables, qp, now) {
             qp.schedule();
         }
         Some(verdict)

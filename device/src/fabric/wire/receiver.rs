@@ -648,6 +648,13 @@ impl Receiver {
         }
     }
 
+    /// Whether all that is to be answered is one acknowledgement, which may be for more.
+    pub(super) fn only_acknowledges(&self) -> bool {
+        let mut replies = self.replies.iter();
+        let first = replies.next();
+        matches!(first, Some(Reply::Acknowledge(_, Syndrome::Ack, _))) && replies.next().is_none()
+    }
+
     /// Gives answers to `send`, each with its packet's number, until `budget` bytes are spent.
     /// Returns whether there are more.
     pub(super) fn answer(

@@ -776,6 +776,18 @@ fn packets<'a>(captured: impl IntoIterator<Item = &'a Captured>, pair: &Pair) ->
     packets
 }
 
+#[test]
+fn requests_that_come_together_are_acknowledged_together() {
+    let (readers, mut reader) = Readers::new(1);
+    let mut pair = Pair::for_requests(qp_type::RC, (&readers, ON_HOSTS), mtu::MTU_1024, 4);
+    let mut net = between(&pair, &mut reader, clean());
+    post_numbered(&mut pair, &[8; 16], |_| {});
+    net.run(&mut pair, SECOND);
+    assert_eq!(pair.completions(0).len(), 16);
+    let answers = net.counted(1, "sent_frames");
+    assert!((1..=4).contains(&answers), "{answers}");
+}
+
 /// What stays in the process is captured as the packets that it is on a network.
 #[test]
 fn messages_that_stay_are_captured_as_the_packets_that_they_are_elsewhere() {
