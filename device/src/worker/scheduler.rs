@@ -105,6 +105,9 @@ impl<'a> Scan<'a> {
     }
 }
 
+/// Bytes that a queue pair sends before the worker looks for answers, which say what to send next.
+const LEAVES_AT_ONCE: u64 = 128 << 10;
+
 /// What a poll costs a worker by itself, and a message, in bytes that it could have copied instead:
 /// an estimate.
 const POLL: u64 = 4096;
@@ -277,6 +280,10 @@ impl<'a> Scheduler<'a> {
         let mut done = Budget::NONE;
         let polled = match &mut wire {
             Some(wire) if !qp.facts.datagram => {
+                let budget = Budget {
+                    bytes: budget.bytes.min(LEAVES_AT_ONCE),
+                    ..budget
+                };
                 fabric::poll(wire.fabric(), tables, qp, self.time, budget)
             }
             None if qp.leaves() => return (Polled::Idle, Budget::NONE),
