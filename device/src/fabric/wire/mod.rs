@@ -75,8 +75,9 @@ const MOST_WAIT: u64 = 10_000_000;
 /// how many frames wait for one destination, at most, and how many in all.
 const MOST_WAITING_FOR_ONE: usize = 128;
 const MOST_WAITING: usize = 512;
-/// Rooms for such frames that are kept, at most.
-const MOST_SPARE: usize = 32;
+/// Rooms for such frames, and for packets that come too early, that are kept for the next ones, at
+/// most.
+const MOST_SPARE: usize = 512;
 
 /// How long a peer waits before it tries again whether a VM is still stopped, as an RNR NAK has it:
 /// 41 ms.
@@ -381,6 +382,28 @@ struct Waiting {
     bytes: Vec<u8>,
 }
 
+/// Rooms for frames that are done with, for the next ones: so that a burst that comes too early needs
+/// no allocation once there was one.
+#[derive(Debug, Default)]
+struct Rooms(Vec<Vec<u8>>);
+
+impl Rooms {
+    /// A room with these bytes.
+    fn with(&mut self, bytes: &[u8]) -> Vec<u8> {
+        let mut room = self.0.pop().unwrap_or_default();
+        room.clear();
+        room.extend_from_slice(bytes);
+        room
+    }
+
+    /// Not all are kept that were ever needed at once.
+    fn put_back(&mut self, room: Vec<u8>) {
+        if self.0.len() < MOST_SPARE {
+            self.0.push(room);
+        }
+    }
+}
+
 /// The fabric, as one worker has it: a port, and what it keeps of the queue pairs.
 #[derive(Debug)]
 pub(crate) struct Wire<P> {
@@ -393,9 +416,9 @@ pub(crate) struct Wire<P> {
     received: Burst,
     /// The queue pair whose request came last, and where that was sent to, if it is to be acknowledged.
     unacknowledged: Option<(Arc<Qp>, Destination)>,
-    /// Frames that wait for their VMs, the oldest first; and room for more.
+    /// Frames that wait for their VMs, the oldest first.
     waiting: VecDeque<Waiting>,
-    spare: Vec<Vec<u8>>,
+    rooms: Rooms,
 }
 
 impl<P: Port> Wire<P> {
@@ -413,7 +436,7 @@ impl<P: Port> Wire<P> {
             received: Burst::default(),
             unacknowledged: None,
             waiting: VecDeque::new(),
-            spare: Vec::new(),
+            rooms: Rooms::default(),
         }
     }
 
@@ -555,9 +578,7 @@ impl<P: Port> Wire<P> {
             self.judged(now, to.segment, frame, Verdict::Dropped(Reason::Busy));
             return;
         }
-        let mut bytes = self.spare.pop().unwrap_or_default();
-        bytes.clear();
-        bytes.extend_from_slice(frame);
+        let bytes = self.rooms.with(frame);
         let since = now;
         self.waiting.push_back(Waiting { to, since, bytes });
     }
@@ -575,24 +596,17 @@ impl<P: Port> Wire<P> {
             let behind = behind.any(|other| other.to == one.to);
             let late = now.saturating_sub(one.since) >= MOST_WAIT;
             if !behind && self.take(now, one.to, &one.bytes, !late, vms) {
-                self.keep(one.bytes);
+                self.rooms.put_back(one.bytes);
             } else if late {
                 let verdict = Verdict::Dropped(Reason::Busy);
                 self.judged(now, one.to.segment, &one.bytes, verdict);
-                self.keep(one.bytes);
+                self.rooms.put_back(one.bytes);
             } else {
                 self.waiting.push_back(one);
                 kept += 1;
             }
         }
         before - kept
-    }
-
-    /// Room for a frame that waits later. Not all is kept that was ever needed at once.
-    fn keep(&mut self, bytes: Vec<u8>) {
-        if self.spare.len() < MOST_SPARE {
-            self.spare.push(bytes);
-        }
     }
 
     /// Whether frames wait for their VMs.
@@ -829,6 +843,7 @@ impl<P: Port> Wire<P> {
                     let taken =
                         receiver.receive(&mut responder, tables, qp, mtu, &packet, &request);
                     filled = taken == Verdict::Taken;
+                    self.rooms.put_back(kept.bytes);
                     if !filled {
                         break;
                     }
@@ -837,12 +852,14 @@ impl<P: Port> Wire<P> {
                     receiver.filled();
                 }
             }
-            Verdict::Dropped(Reason::Ahead) if receiver.keep(packet.psn, frame.bytes, share) => {
+            Verdict::Dropped(Reason::Ahead)
+                if receiver.keep(packet.psn, frame.bytes, share, &mut self.rooms) =>
+            {
                 verdict = Verdict::Kept;
             }
             // The first one of those.
             Verdict::Refused(_, Syndrome::Nak(Nak::Sequence), _) => {
-                receiver.keep(packet.psn, frame.bytes, share);
+                receiver.keep(packet.psn, frame.bytes, share, &mut self.rooms);
             }
             _ => {}
         }

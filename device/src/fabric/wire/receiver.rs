@@ -17,6 +17,7 @@ use super::packet::{
     Syndrome, HALF,
 };
 use super::verdict::{Reason, Verdict};
+use super::Rooms;
 use crate::engine::cursor::{DataSource, Sink};
 use crate::engine::message::{Answer, Message};
 use crate::engine::operation::flush_access;
@@ -172,19 +173,30 @@ impl Receiver {
 
     /// Keeps a packet that came too early, until [`Self::next_kept`]. Returns false if there is no
     /// room for it in the account that `share` is of.
-    pub(super) fn keep(&mut self, psn: Psn, bytes: &[u8], share: &Share) -> bool {
+    pub(super) fn keep(
+        &mut self,
+        psn: Psn,
+        bytes: &[u8],
+        share: &Share,
+        rooms: &mut Rooms,
+    ) -> bool {
         let ahead = psn.since(self.expected);
         let before = |kept: &Kept| kept.psn.since(self.expected) < ahead;
         let at = self.kept.partition_point(before);
         if self.kept.get(at).is_some_and(|kept| kept.psn == psn) {
             return true;
         }
-        let mut share = share.another();
-        let footprint = 2 * size_of::<Kept>() + bytes.len();
-        if self.kept.len() >= MOST_KEPT || share.grow(footprint as u64).is_err() {
+        if self.kept.len() >= MOST_KEPT {
             return false;
         }
-        let bytes = bytes.to_vec();
+        let bytes = rooms.with(bytes);
+        let mut share = share.another();
+        // The room may be larger than what is in it.
+        let footprint = 2 * size_of::<Kept>() + bytes.capacity();
+        if share.grow(footprint as u64).is_err() {
+            rooms.put_back(bytes);
+            return false;
+        }
         let _share = share;
         self.kept.insert(at, Kept { psn, bytes, _share });
         true
