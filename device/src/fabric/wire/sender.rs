@@ -41,6 +41,8 @@ use crate::verbs::WcError;
 /// Packets that may be under way: at most, and at first.
 const WINDOW: u32 = 512;
 const FIRST_WINDOW: u32 = 16;
+/// So many may be under way though answers take long.
+const LEAST_LATE: u32 = 4;
 /// Messages that may be under way.
 const MESSAGES: usize = 256;
 /// Bytes that are asked for by one request of an RDMA READ.
@@ -197,9 +199,9 @@ impl Window {
     }
 
     /// The answer to packet `late` took too long. What else keeps the peer from answering is no
-    /// reason for fewer packets than at first.
+    /// reason for very few packets.
     fn late(&mut self, late: Psn, sent: Psn) {
-        self.halve(late, sent, FIRST_WINDOW);
+        self.halve(late, sent, LEAST_LATE);
     }
 
     /// A router on the way of packet `reason` is congested.
@@ -401,7 +403,7 @@ impl Sender {
         if self.unacknowledged == self.sent {
             self.wait = Wait::Nothing;
         } else if self.wait == Wait::Nothing {
-            self.wait = Wait::Answer(now.saturating_add(answer_time(sq)));
+            self.wait = Wait::Answer(now.saturating_add(self.time_out_after(sq)));
             self.probe = self.next_probe(sq, now);
             self.probed = false;
         }
@@ -414,6 +416,15 @@ impl Sender {
                 Polled::Idle
             }
         }
+    }
+
+    /// How long to wait for an answer, nanoseconds: the time-out, which may be up to four times what
+    /// its queue pair has (C9-141 of the InfiniBand architecture specification), if answers take so
+    /// long, such as of a peer that many others keep busy.
+    fn time_out_after(&self, sq: &SendQueue) -> u64 {
+        let least = answer_time(sq);
+        let usual = self.round_trip.probe().unwrap_or_default();
+        usual.clamp(least, 4 * least)
     }
 
     /// When an answer is asked for that does not come, if it is long before the time-out.
@@ -1255,7 +1266,7 @@ mod tests {
         for n in 1..100 {
             window.late(at(1000 * n), at(1000 * n + 1));
         }
-        assert_eq!(window.packets, FIRST_WINDOW);
+        assert_eq!(window.packets, LEAST_LATE);
         for n in 100..200 {
             window.lost(at(1000 * n), at(1000 * n + 1));
         }
