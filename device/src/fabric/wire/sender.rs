@@ -187,7 +187,7 @@ impl Window {
     /// The packet `lost` did not arrive, of those before `sent`, and goes again by itself.
     fn lost_one(&mut self, lost: Psn, sent: Psn) {
         self.since = 0;
-        self.losses += HISTORY;
+        self.losses = self.losses.saturating_add(HISTORY);
         if self.losses > STRAY_LOSSES * HISTORY {
             self.halve(lost, sent, 1);
         }
@@ -419,8 +419,8 @@ impl Sender {
     }
 
     /// How long to wait for an answer, nanoseconds: the time-out, which may be up to four times what
-    /// its queue pair has (C9-141 of the InfiniBand architecture specification), if answers take so
-    /// long, such as of a peer that many others keep busy.
+    /// its queue pair has (D-RTY-001), if answers take so long, such as of a peer that many others keep
+    /// busy.
     fn time_out_after(&self, sq: &SendQueue) -> u64 {
         let least = answer_time(sq);
         let usual = self.round_trip.probe().unwrap_or_default();
