@@ -44,13 +44,16 @@ const BUSY_POLLED: usize = 64;
 /// else get their poll iteration.
 const BUSY_POLLS: u32 = 256;
 
-/// Whether a poll iteration that finds nothing goes on for a moment.
+/// What a poll iteration busy polls for a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Polling {
     No,
-    /// Without pauses.
+    /// The queue pair that was polled last: for what a sender posts at its completion, a sleep costs
+    /// more, and a notification of it.
+    Last,
+    /// If nothing rings, all doorbells, too.
     Eagerly,
-    /// With pauses.
+    /// The same, with pauses.
     Relaxed,
 }
 
@@ -205,7 +208,7 @@ impl Loop {
             // Work that comes at once is found sooner without pauses. Later, pauses leave the core
             // to its other hardware thread.
             let polling = match polled {
-                _ if self.idle_policy.budget(self.time) == 0 => Polling::No,
+                _ if self.idle_policy.budget(self.time) == 0 => Polling::Last,
                 None => Polling::Eagerly,
                 Some(_) => Polling::Relaxed,
             };
@@ -427,7 +430,7 @@ impl Loop {
             scan.answer_all(doorbells, ringing, several);
         }
         let mut waited = false;
-        if !rang && idle && all && polling != Polling::No {
+        if !rang && idle && all && matches!(polling, Polling::Eagerly | Polling::Relaxed) {
             for _ in 0..POLLS {
                 if doorbells.iter().any(|(_, doorbell)| doorbell.rings()) {
                     waited = true;

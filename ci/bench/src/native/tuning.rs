@@ -45,8 +45,8 @@ impl Bed {
 /// Pauses between a completion and the next post, µs.
 const PAUSES: [u64; 3] = [0, 20, 100];
 
-/// How long 8 bytes take, and what the device uses of a CPU meanwhile, by what is set and the pause
-/// between two.
+/// How long 8 bytes take, and how much time of a CPU the device uses for them, polling included, by
+/// what is set and the pause between two.
 fn polling(settings: &Settings) -> Result<Vec<Figure>> {
     let cpus = format!("cpus = [{}]\n", settings.cores.worker);
     let ways = [
@@ -74,10 +74,10 @@ fn polling(settings: &Settings) -> Result<Vec<Figure>> {
         }
     }
     let mut figures = Vec::new();
-    for (kind, unit) in ["µs", "% of a CPU"].iter().enumerate() {
+    for (kind, unit) in ["µs", "µs of a CPU"].iter().enumerate() {
         for ((name, _), own) in ways.iter().zip(&runs) {
             for (pause, x) in PAUSES.iter().enumerate() {
-                let what = ["WRITE 8 B", "the device's use of CPUs"][kind];
+                let what = ["WRITE 8 B", "what the device uses for one"][kind];
                 let name = format!("{what}, {name}, by µs between two");
                 let values = [&own[pause][0], &own[pause][2]][kind];
                 let mut point = figure(SECTION, &name, unit, Better::Lower, values).at(*x as f64);
@@ -91,7 +91,7 @@ fn polling(settings: &Settings) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Sorted times from post to completion, µs, and how much of a CPU the device used, %.
+/// Sorted times from post to completion, and how much time of a CPU the device used for each, µs.
 fn spaced(bed: &Bed, pause: u64, settings: &Settings) -> Result<(Vec<f64>, f64)> {
     settle();
     let pair = &bed.pair;
@@ -100,7 +100,8 @@ fn spaced(bed: &Bed, pause: u64, settings: &Settings) -> Result<(Vec<f64>, f64)>
     let pause = Duration::from_micros(pause);
     let time = settings.time();
     let mut times = Vec::new();
-    let (begin, before) = (Instant::now(), Usage::of(bed.process.id())?);
+    let before = Usage::of(bed.process.id())?;
+    let begin = Instant::now();
     let mut last = begin;
     while last - begin < time {
         while last.elapsed() < pause {}
@@ -110,11 +111,9 @@ fn spaced(bed: &Bed, pause: u64, settings: &Settings) -> Result<(Vec<f64>, f64)>
         times.push((last - start).as_secs_f64() * 1e6);
     }
     let used = Usage::of(bed.process.id())?.time - before.time;
+    let used = used as f64 / times.len() as f64 / 1e3;
     times.sort_unstable_by(f64::total_cmp);
-    Ok((
-        times,
-        used as f64 / begin.elapsed().as_nanos() as f64 * 100.0,
-    ))
+    Ok((times, used))
 }
 
 /// Two queue pairs of two VMs with one worker, and with two, of which the driver of the VMs takes
