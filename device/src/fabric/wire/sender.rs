@@ -45,8 +45,8 @@ const FIRST_WINDOW: u32 = 16;
 const LEAST_LATE: u32 = 4;
 /// Messages that may be under way.
 const MESSAGES: usize = 256;
-/// Bytes that are asked for by one request of an RDMA READ.
-const READ_PART: u64 = 64 << 10;
+/// Packets that are asked for by one request of an RDMA READ: no more than may be under way at first.
+const READ_PART: u32 = FIRST_WINDOW;
 /// An acknowledgement is asked for after so many packets, and at the end of each message.
 const ACK_EVERY: u32 = 16;
 /// What was not answered is asked for after some round trips, or this, nanoseconds: long before the
@@ -56,6 +56,12 @@ const LEAST_PROBE: u64 = 1_000_000;
 /// What answers take longer than four times the least is due to packets that wait on their way, or
 /// to processors that are busy; so much of that is right, nanoseconds.
 const MOST_DELAY: u64 = 10_000_000;
+/// A window no longer doubles once answers take longer than the least by an eighth of it, or by the
+/// first of these at least and the second at most, nanoseconds, as HyStart++ has it (RFC 9406).
+const LEAST_GROWTH: u64 = 4_000_000;
+const MOST_GROWTH: u64 = 16_000_000;
+/// How often the time-out is doubled while answers come too late: four times it is the most.
+const MOST_DOUBLINGS: u32 = 2;
 /// How long to wait for an answer where no time-out is set, nanoseconds. Such attempts do not
 /// count.
 const ENDLESS_RETRY: u64 = 100_000_000;
@@ -139,7 +145,8 @@ const STRAY_LOSSES: u32 = 5;
 /// How many packets may be under way: more while the network takes them, half as many when answers
 /// take long because too many wait on their way, when a router says so, or when packets are lost.
 ///
-/// Until the first of that the window doubles each round trip, then it grows by one. With a peer that
+/// Until the first of that, or until answers on average take longer than at first, the window doubles
+/// each round trip, then it grows by one. With a peer that
 /// keeps what comes after a lost packet, that one goes again and nothing else, so few losses are taken
 /// for what links do, as BBRv2 does, not for congestion.
 #[derive(Debug, Clone, Copy)]
@@ -204,6 +211,13 @@ impl Window {
         self.halve(late, sent, LEAST_LATE);
     }
 
+    /// Answers begin to take longer: nothing more doubles, unless after a time-out.
+    fn stop_doubling(&mut self) {
+        if self.doubles_to == WINDOW {
+            self.doubles_to = self.packets;
+        }
+    }
+
     /// A router on the way of packet `reason` is congested.
     fn congested(&mut self, reason: Psn, sent: Psn) {
         self.halve(reason, sent, 1);
@@ -231,13 +245,17 @@ impl Window {
 /// How long answers take, as TCP estimates it (RFC 6298); nanoseconds.
 #[derive(Debug, Default)]
 struct RoundTrip {
-    /// On average, and how much that varies; nothing was measured yet if both are zero.
+    /// Any was measured.
+    measured: bool,
+    /// On average, and how much that varies.
     average: u64,
     variation: u64,
     /// The least that was measured, which is forgotten slowly.
     least: u64,
     /// A packet whose answer is waited for, and when it was sent. It was sent once.
     timed: Option<(Psn, u64)>,
+    /// Time-outs since anything was measured, up to [`MOST_DOUBLINGS`].
+    time_outs: u32,
 }
 
 impl RoundTrip {
@@ -254,9 +272,11 @@ impl RoundTrip {
             return None;
         }
         self.timed = None;
+        self.time_outs = 0;
         let took = now.saturating_sub(sent);
-        if self.average == 0 && self.variation == 0 {
+        if !self.measured {
             (self.average, self.variation) = (took, took / 2);
+            self.measured = true;
             self.least = took;
             return None;
         }
@@ -267,11 +287,22 @@ impl RoundTrip {
         (took > 4 * self.least + MOST_DELAY).then_some(psn)
     }
 
+    /// No answer came in time. Those that come later are for packets that were sent twice, and say
+    /// nothing of how long they took.
+    fn timed_out(&mut self) {
+        self.time_outs = (self.time_outs + 1).min(MOST_DOUBLINGS);
+    }
+
+    /// Whether answers take longer than they did: packets begin to wait on their way, or at the peer.
+    fn grows(&self) -> bool {
+        let growth = (self.least / 8).clamp(LEAST_GROWTH, MOST_GROWTH);
+        self.average > self.least.saturating_add(growth)
+    }
+
     /// How long to wait for an answer that is probably lost, if that is known.
     fn probe(&self) -> Option<u64> {
-        let known = self.average != 0 || self.variation != 0;
         let wait = self.average.saturating_add(4 * self.variation);
-        known.then(|| wait.max(LEAST_PROBE))
+        self.measured.then(|| wait.max(LEAST_PROBE))
     }
 }
 
@@ -420,11 +451,13 @@ impl Sender {
 
     /// How long to wait for an answer, nanoseconds: the time-out, which may be up to four times what
     /// its queue pair has (D-RTY-001), if answers take so long, such as of a peer that many others keep
-    /// busy.
+    /// busy. How long they take is not known of those that come too late: after each time-out, the next
+    /// answer is waited for twice as long.
     fn time_out_after(&self, sq: &SendQueue) -> u64 {
         let least = answer_time(sq);
         let usual = self.round_trip.probe().unwrap_or_default();
-        usual.clamp(least, 4 * least)
+        let longer = least << self.round_trip.time_outs;
+        usual.max(longer).min(least << MOST_DOUBLINGS)
     }
 
     /// When an answer is asked for that does not come, if it is long before the time-out.
@@ -476,6 +509,7 @@ impl Sender {
         qp.vm.count_packet(qp.worker_index, PacketEvent::TimeOut);
         self.wait = Wait::Nothing;
         self.window.timed_out();
+        self.round_trip.timed_out();
         if sq.timeout != 0 {
             if sq.tries.no_answer >= sq.retry_cnt {
                 let error = WcError::new(wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
@@ -694,11 +728,15 @@ impl Sender {
             let bring = brings(what.kind);
             // Sequence numbers that this packet takes, and the bytes that it moves or asks for.
             let count = if reads {
-                let part = u32::try_from(READ_PART / peer.mtu)
-                    .unwrap_or(u32::MAX)
-                    .max(1);
+                let mut part = READ_PART;
+                // A peer that has not answered yet may be one that is asked by many.
+                if sq.tries.no_answer != 0 || !self.round_trip.measured {
+                    part = part.min(self.window.packets).max(1);
+                }
                 let end = (number / part + 1).saturating_mul(part);
-                end.min(message.packets) - number
+                // What is asked for again is within what one request has asked for.
+                let whole = (number / READ_PART + 1).saturating_mul(READ_PART);
+                end.min(whole).min(message.packets) - number
             } else {
                 1
             };
@@ -1029,6 +1067,9 @@ impl Sender {
         let behind = self.next.since(before) < packets;
         self.unacknowledged = before.after(packets);
         self.ahead = None;
+        if self.round_trip.grows() {
+            self.window.stop_doubling();
+        }
         self.window.acknowledged(packets);
         if let Some(late) = late {
             self.window.late(late, self.sent);
@@ -1228,6 +1269,15 @@ mod tests {
             assert_eq!(round_trip.answered(at(9), at(10), 2_000), None);
         }
         assert_eq!(round_trip.probe(), Some(LEAST_PROBE));
+        // Packets begin to wait on their way. One that takes long may have another reason.
+        for (took, times, grows) in [(6, 1, false), (2, 8, true)] {
+            assert!(!round_trip.grows());
+            for _ in 0..times {
+                round_trip.sent(at(9), 0);
+                round_trip.answered(at(9), at(10), took * LEAST_GROWTH);
+            }
+            assert_eq!(round_trip.grows(), grows);
+        }
         // Packets wait on their way.
         for (took, late) in [(MOST_DELAY, None), (MOST_DELAY + 10_000, Some(at(9)))] {
             round_trip.sent(at(9), 0);
@@ -1273,6 +1323,14 @@ mod tests {
         assert_eq!(window.packets, 1);
         window.late(at(0), at(1));
         assert_eq!(window.packets, 1);
+        // Answers begin to take longer.
+        let mut doubling = Window::new(at(0), Congestion::Window);
+        doubling.acknowledged(FIRST_WINDOW);
+        doubling.stop_doubling();
+        doubling.acknowledged(FIRST_WINDOW);
+        assert_eq!(doubling.packets, 2 * FIRST_WINDOW);
+        doubling.acknowledged(FIRST_WINDOW);
+        assert_eq!(doubling.packets, 2 * FIRST_WINDOW + 1);
         // A network that loses nothing.
         let mut fixed = Window::new(at(0), Congestion::None);
         fixed.lost(at(0), at(9));

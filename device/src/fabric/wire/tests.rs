@@ -950,7 +950,8 @@ fn a_peer_that_is_cut_off_is_given_up_after_all_attempts_and_not_before() {
     let mut simulation = Simulation::new([loses_all(), clean()[1]], |attr| attr.retry_cnt = 3);
     let send = simulation.pair.a_send(0, 5, 100);
     simulation.pair.post_send(0, &send);
-    let waits = 4 * TIMEOUT_NANOSECONDS;
+    // Each attempt waits for twice as long as the one before, up to four times what is set.
+    let waits = (1 + 2 + 4 + 4) * TIMEOUT_NANOSECONDS;
     simulation.run(waits - 1);
     assert_eq!(simulation.pair.completions(0), []);
     simulation.run(waits);
@@ -961,6 +962,29 @@ fn a_peer_that_is_cut_off_is_given_up_after_all_attempts_and_not_before() {
     assert_eq!(told, (5, wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER));
     assert_eq!(simulation.pair.ends[0].guest.vm.totals().retries, 4);
     assert_eq!(simulation.pair.state(0), qp_state::ERR);
+}
+
+/// Of a peer that is slow from the start it is not known how long answers take.
+#[test]
+fn a_peer_that_needs_longer_than_the_time_out_is_waited_for() {
+    let way = format!("delay={}us", TIMEOUT_NANOSECONDS * 5 / 2 / 1000);
+    let mut simulation = Simulation::new([faults(&way), clean()[1]], |attr| attr.retry_cnt = 1);
+    for wr_id in 0..10 {
+        let write = Send {
+            opcode: wr_opcode::RDMA_WRITE,
+            remote_addr: DATA,
+            rkey: simulation.pair.ends[1].guest.key,
+            ..simulation.pair.a_send(0, wr_id, 100)
+        };
+        simulation.pair.post_send(0, &write);
+        simulation.run((wr_id + 1) * SECOND);
+        let told: Vec<_> = simulation.pair.completions(0);
+        let told: Vec<_> = told.iter().map(|cqe| (cqe.wr_id, cqe.status)).collect();
+        assert_eq!(told, [(wr_id, wc_status::SUCCESS)]);
+    }
+    // Once it is known, nothing goes again.
+    let retries = simulation.pair.ends[0].guest.vm.totals().retries;
+    assert!((1..5).contains(&retries), "{retries}");
 }
 
 /// Whatever is lost at the end of what was sent, no NAK tells of it.
