@@ -106,7 +106,8 @@ impl Pair {
             }
             Err(error) => bail!("{error:#}\nthe server wrote:\n{}", serving.text()),
         };
-        let served = serving.wait(Duration::from_secs(30))?;
+        // When what ends a connection is lost, the server learns of it after a minute.
+        let served = serving.wait(Duration::from_secs(120))?;
         ensure!(
             served.status == 0,
             "server `{server}` ended with {}:\n{}",
