@@ -76,11 +76,11 @@ impl Counters {
         add(&self.received_frames, 1);
         add(&self.received_bytes, bytes);
         match verdict {
-            Verdict::Taken => {}
+            Verdict::Taken | Verdict::Asks | Verdict::Tells(0) => {}
             Verdict::Again => add(&self.again, 1),
             Verdict::Refused(..) => add(&self.naks, 1),
             Verdict::Kept => add(&self.kept, 1),
-            Verdict::Repeats(_) | Verdict::Fills(_) => add(&self.repeats, 1),
+            Verdict::Repeats(_) | Verdict::Fills(_) | Verdict::Tells(_) => add(&self.repeats, 1),
             Verdict::Ends(_) => add(&self.ends, 1),
             Verdict::Slows => add(&self.slowed, 1),
             Verdict::Dropped(reason) => {

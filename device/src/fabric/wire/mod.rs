@@ -419,6 +419,8 @@ pub(crate) struct Wire<P> {
     /// Frames that wait for their VMs, the oldest first.
     waiting: VecDeque<Waiting>,
     rooms: Rooms,
+    /// Peers are asked what is missing. (Not in tests of what is done without an answer.)
+    asks: bool,
 }
 
 impl<P: Port> Wire<P> {
@@ -437,6 +439,7 @@ impl<P: Port> Wire<P> {
             unacknowledged: None,
             waiting: VecDeque::new(),
             rooms: Rooms::default(),
+            asks: true,
         }
     }
 
@@ -688,8 +691,11 @@ impl<P: Port> Wire<P> {
         let qp = tables.qps.get(packet.dest_qp)?;
         // It has an address when it is ready to receive.
         let begun = !matches!(qp.state(), qp_state::RESET | qp_state::INIT);
-        let notified = packet.service == Service::Notification && !qp.facts.datagram;
-        let fits = notified || Service::of(qp.qp_type) == Some(packet.service);
+        let fits = match packet.service {
+            Service::Notification => !qp.facts.datagram,
+            Service::Ours => qp.facts.acknowledged,
+            service => Service::of(qp.qp_type) == Some(service),
+        };
         if !fits || !begun || !qp.leaves() {
             return None;
         }
@@ -723,6 +729,9 @@ impl<P: Port> Wire<P> {
         if let Body::Request(request) = &packet.body {
             return self.request(tables, qp, to, frame, request, now);
         }
+        if let Body::Query { number } = packet.body {
+            return self.report(qp, packet.psn, number, now);
+        }
         let peer = connection.peer;
         // Before it sends there is nothing to answer.
         let Some(Requester::Acknowledged(sender)) = &mut connection.requester else {
@@ -752,12 +761,47 @@ impl<P: Port> Wire<P> {
                     qp.vm.count_packet(qp.worker_index, PacketEvent::Slowed);
                     Verdict::Slows
                 }
-                Body::Request(_) => return None,
+                Body::Report { number, gaps } => {
+                    sender.reported(&mut sq, tables, qp, psn, number, gaps, now)
+                }
+                Body::Request(_) | Body::Query { .. } => return None,
             }
         };
         drop(sq);
         qp.schedule();
         Some(verdict)
+    }
+
+    /// The requester of a queue pair's peer asks what is missing of all before packet `end`.
+    fn report(&mut self, qp: &Arc<Qp>, end: Psn, number: u32, now: u64) -> Option<Verdict> {
+        let Connection {
+            receiver: Some(receiver),
+            addresses,
+            peer,
+            ..
+        } = self.connections.get(&qp.serial())?
+        else {
+            // Nothing came yet.
+            return None;
+        };
+        if !qp.listens() {
+            return Some(Verdict::Dropped(Reason::State));
+        }
+        let list = receiver.gaps(end);
+        let gaps = list.gaps();
+        let body = Body::Report { number, gaps };
+        let packet = Packet::ours(peer.dest_qp, receiver.expected(), body);
+        let payload = Payload {
+            len: list.bytes().len(),
+            read: &mut |space: &mut [u8]| {
+                space.copy_from_slice(list.bytes());
+                true
+            },
+        };
+        let addresses = addresses.as_ref();
+        self.out
+            .send(now, &qp.vm, addresses, &packet, payload, false);
+        Some(Verdict::Asks)
     }
 
     /// A packet came for a VM that is stopped. The requester whose turn it is waits, as it does where
@@ -981,7 +1025,10 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         }
         let answers = self.send_answers(tables, qp, now);
         let Self {
-            out, connections, ..
+            out,
+            connections,
+            asks,
+            ..
         } = self;
         let Some(connection) = connections.get_mut(&qp.serial()) else {
             return Polled::Idle;
@@ -998,7 +1045,7 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
             if qp.facts.acknowledged {
                 let uplink = qp.vm.uplink();
                 let congestion = uplink.map(|uplink| uplink.congestion).unwrap_or_default();
-                let sender = Sender::new(first, congestion, share.another());
+                let sender = Sender::new(first, congestion, *asks, share.another());
                 Requester::Acknowledged(Box::new(sender))
             } else {
                 Requester::Unacknowledged(Stream::new(first))

@@ -78,6 +78,8 @@ pub(super) enum Service {
     Xrc,
     /// That of congestion notifications (RoCEv2), to a queue pair of any.
     Notification,
+    /// That of packets that a manufacturer has defined: to a queue pair of RC or XRC. Others drop them.
+    Ours,
 }
 
 /// The lower bits of an opcode, which say what a packet is.
@@ -107,6 +109,7 @@ impl Service {
             Self::Ud => 0x60,
             Self::Notification => 0x80,
             Self::Xrc => 0xa0,
+            Self::Ours => 0xc0,
         }
     }
 
@@ -117,7 +120,7 @@ impl Service {
             Self::Uc => Some(qp_type::UC),
             Self::Ud => Some(qp_type::UD),
             Self::Xrc => Some(qp_type::XRC_INI),
-            Self::Notification => None,
+            Self::Notification | Self::Ours => None,
         }
     }
 
@@ -155,7 +158,7 @@ const fn request(opcode: u8, kind: Kind, place: Place, wr_opcode: u8, imm: Imm) 
             Service::Rc | Service::Xrc => true,
             Service::Uc => !matches!(imm, Imm::RemoteKey),
             Service::Ud => matches!(place, Place::Only),
-            Service::Notification => false,
+            Service::Notification | Service::Ours => false,
         };
         let mut j = 0;
         while there && j < OPCODES.len() {
@@ -219,6 +222,14 @@ const ATOMIC_ACKNOWLEDGE: u8 = 0x12;
 /// transport header: nothing (annex A17.9.3).
 const NOTIFICATION: u8 = 0x81;
 const RESERVED: [u8; 16] = [0; 16];
+/// The packets of our own, and what they begin with behind their base transport header, so that they
+/// are not taken for those of another manufacturer (specification: "Missing packets").
+const QUERY: u8 = 0x00;
+const REPORT: u8 = 0x01;
+const OURS: [u8; 4] = *b"vrdm";
+/// Bytes of one gap of a report, and how many it has at most.
+const GAP: usize = 8;
+pub(super) const MOST_GAPS: usize = 16;
 
 /// The requests by the lower bits of their opcodes.
 static BY_OPCODE: [Option<Request>; PACKET_OPCODES] = {
@@ -439,7 +450,7 @@ impl<'a> RequestPacket<'a> {
                 out.put(&(self.deth.src_qp & MASK_24).to_be_bytes());
             }
             Service::Xrc => out.put(&(self.srqn & MASK_24).to_be_bytes()),
-            Service::Rc | Service::Uc | Service::Notification => {}
+            Service::Rc | Service::Uc | Service::Notification | Service::Ours => {}
         }
         if let Operands::Flush { kind, level } = self.operands {
             let feth = u32::from(level) << FLUSH_LEVEL_SHIFT | u32::from(kind);
@@ -483,7 +494,7 @@ impl<'a> RequestPacket<'a> {
                 packet.deth.src_qp = take_u32(&mut bytes)? & MASK_24;
             }
             Service::Xrc => packet.srqn = take_u32(&mut bytes)? & MASK_24,
-            Service::Rc | Service::Uc | Service::Notification => {}
+            Service::Rc | Service::Uc | Service::Notification | Service::Ours => {}
         }
         if request.kind == Kind::Flush {
             let feth = take_u32(&mut bytes)?;
@@ -540,6 +551,46 @@ pub(super) enum Body<'a> {
     AtomicAcknowledge { msn: u32, value: u64 },
     /// The network is congested on the way from the queue pair that it goes to.
     Notification,
+    /// A requester asks what is missing of all before this packet. It numbers its queries.
+    Query { number: u32 },
+    /// The answer to that query: this packet is expected next, and this is missing from there on.
+    Report { number: u32, gaps: Gaps<'a> },
+}
+
+/// Packets that are missing: bytes of a report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Gaps<'a>(&'a [u8]);
+
+impl Gaps<'_> {
+    /// The first packet of each gap, and how many there are.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Psn, u32)> + '_ {
+        self.0.chunks_exact(GAP).filter_map(|mut bytes| {
+            let first = take_u32(&mut bytes)?;
+            Some((Psn::new(first), take_u32(&mut bytes)?))
+        })
+    }
+}
+
+/// The gaps of a report, as they are written.
+#[derive(Debug, Default)]
+pub(super) struct GapList(ArrayVec<u8, { GAP * MOST_GAPS }>);
+
+impl GapList {
+    /// Appends a gap of so many packets, if there is room.
+    pub(super) fn push(&mut self, first: Psn, packets: u32) {
+        let [a, b] = [first.value(), packets].map(u32::to_be_bytes);
+        if self.0.remaining_capacity() >= GAP {
+            self.0.extend(a.into_iter().chain(b));
+        }
+    }
+
+    pub(super) fn gaps(&self) -> Gaps<'_> {
+        Gaps(&self.0)
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
 }
 
 /// A packet.
@@ -668,6 +719,20 @@ fn read_answer<'a>(opcode: u8, bytes: &mut &'a [u8], padding: usize) -> Option<O
     }))
 }
 
+/// Reads what is in a packet of our own.
+fn read_ours(opcode: u8, mut bytes: &[u8]) -> Option<Body<'_>> {
+    let ours = take(&mut bytes)? == OURS;
+    let number = take_u32(&mut bytes).filter(|_| ours)?;
+    match opcode {
+        QUERY if bytes.is_empty() => Some(Body::Query { number }),
+        REPORT if bytes.len() % GAP == 0 && bytes.len() <= GAP * MOST_GAPS => {
+            let gaps = Gaps(bytes);
+            Some(Body::Report { number, gaps })
+        }
+        _ => None,
+    }
+}
+
 impl<'a> Packet<'a> {
     /// A congestion notification to a queue pair.
     pub(super) fn notification(dest_qp: u32) -> Self {
@@ -678,6 +743,18 @@ impl<'a> Packet<'a> {
             ack_request: false,
             solicited: false,
             body: Body::Notification,
+        }
+    }
+
+    /// A packet of our own to a queue pair.
+    pub(super) fn ours(dest_qp: u32, psn: Psn, body: Body<'a>) -> Self {
+        Self {
+            service: Service::Ours,
+            dest_qp,
+            psn,
+            ack_request: false,
+            solicited: false,
+            body,
         }
     }
 
@@ -697,6 +774,8 @@ impl<'a> Packet<'a> {
             Body::AtomicAcknowledge { .. } => ATOMIC_ACKNOWLEDGE,
             Body::ReadResponse { place, .. } => read_response(place),
             Body::Notification => NOTIFICATION & OPCODE_BITS,
+            Body::Query { .. } => QUERY,
+            Body::Report { .. } => REPORT,
         };
         let becn = if self.body == Body::Notification {
             BECN
@@ -723,6 +802,11 @@ impl<'a> Packet<'a> {
             } => {}
             Body::ReadResponse { msn, .. } => write_aeth(out, Syndrome::Ack, msn),
             Body::Notification => out.put(&RESERVED),
+            // The gaps are the payload.
+            Body::Query { number } | Body::Report { number, .. } => {
+                out.put(&OURS);
+                out.put(&number.to_be_bytes());
+            }
         }
     }
 
@@ -744,6 +828,7 @@ impl<'a> Packet<'a> {
             Body::Request(RequestPacket { payload, .. }) | Body::ReadResponse { payload, .. } => {
                 payload
             }
+            Body::Report { gaps, .. } => gaps.0,
             _ => &[],
         }
     }
@@ -765,6 +850,10 @@ impl<'a> Packet<'a> {
         if opcode == NOTIFICATION {
             let whole = bytes.len() == RESERVED.len();
             return whole.then_some(Self::notification(dest_qp));
+        }
+        if opcode & !OPCODE_BITS == Service::Ours.bits() {
+            let body = read_ours(opcode & OPCODE_BITS, bytes)?;
+            return Some(Self::ours(dest_qp, Psn::new(sequence), body)).filter(|_| padding == 0);
         }
         let mut services = Service::ALL.into_iter();
         let service = services.find(|service| service.bits() == opcode & !OPCODE_BITS)?;
@@ -921,6 +1010,32 @@ mod tests {
                 packet.write(&mut bytes);
                 let there = service.answers().then_some(packet);
                 prop_assert_eq!(Packet::read(&bytes), there);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn packets_of_our_own_are_read_as_they_were_written(
+            (psn, number) in (0..=MASK_24, any::<u32>()),
+            gaps in proptest::collection::vec((0..=MASK_24, any::<u32>()), 0..2 * MOST_GAPS),
+        ) {
+            let mut list = GapList::default();
+            for (first, packets) in &gaps {
+                list.push(Psn::new(*first), *packets);
+            }
+            let first = gaps.iter().take(MOST_GAPS);
+            let first: Vec<_> = first.map(|(first, packets)| (Psn::new(*first), *packets)).collect();
+            prop_assert_eq!(list.gaps().iter().collect::<Vec<_>>(), first);
+            let report = Body::Report { number, gaps: list.gaps() };
+            for body in [Body::Query { number }, report] {
+                let packet = Packet::ours(7, Psn::new(psn), body);
+                let mut bytes = Vec::new();
+                packet.write(&mut bytes);
+                prop_assert_eq!(Packet::read(&bytes), Some(packet));
+                // Those of others.
+                bytes[12] ^= 1;
+                prop_assert_eq!(Packet::read(&bytes), None);
             }
         }
     }

@@ -13,8 +13,8 @@ use virtio_rdma_spec::facts::{Imm, Kind};
 use virtio_rdma_spec::verbs::{flush_level, vendor_err, wr_opcode};
 
 use super::packet::{
-    Body, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
-    Syndrome, HALF,
+    Body, GapList, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth,
+    Service, Syndrome, HALF,
 };
 use super::verdict::{Reason, Verdict};
 use super::Rooms;
@@ -211,6 +211,30 @@ impl Receiver {
         }
         let next = self.kept.front()?.psn == self.expected;
         next.then(|| self.kept.pop_front()).flatten()
+    }
+
+    /// The packet to take next.
+    pub(super) fn expected(&self) -> Psn {
+        self.expected
+    }
+
+    /// What is missing of all before packet `end`, which its requester has sent, as far as there is
+    /// room for it.
+    pub(super) fn gaps(&self, end: Psn) -> GapList {
+        let mut gaps = GapList::default();
+        let mut next = self.expected;
+        let kept = self.kept.iter().map(|kept| kept.psn);
+        for psn in kept.chain([end]) {
+            let gap = psn.since(next);
+            // Not what came again meanwhile.
+            if gap < HALF {
+                if gap != 0 {
+                    gaps.push(next, gap);
+                }
+                next = psn.after(1);
+            }
+        }
+        gaps
     }
 
     /// Packets that were kept are taken: their requester learns how far that went, and what is

@@ -13,13 +13,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use arrayvec::ArrayVec;
 use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::ring::Sge;
 use virtio_rdma_spec::verbs::{access, flush_level, flush_type, qp_state, vendor_err, wc_status};
 
 use super::packet::{
-    Body, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
-    Syndrome, HALF,
+    Body, Gaps, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
+    Syndrome, HALF, MOST_GAPS,
 };
 use super::receiver::brings;
 use super::verdict::{Reason, Verdict};
@@ -125,6 +126,68 @@ enum Keeps {
     Unknown,
     Them,
     Nothing,
+}
+
+/// Queries that a peer may leave without an answer before it is taken for one that does not know them.
+const QUERIES: u8 = 4;
+
+/// What is known of the packets that are missing at the peer. One that knows our queries tells all of
+/// it at once; others tell of one gap at a time, by NAKs.
+#[derive(Debug, Default)]
+struct Missing {
+    /// The peer has answered a query.
+    reports: bool,
+    /// Queries that were sent, modulo 2^32, and how many may be without any answer.
+    queries: u32,
+    queries_left: u8,
+    /// The last of them has no answer yet.
+    asked: bool,
+    /// One is to be sent when what is missing was.
+    ask: bool,
+    /// The first packet of each gap, and how many there are, the last gap first.
+    gaps: ArrayVec<(Psn, u32), MOST_GAPS>,
+}
+
+impl Missing {
+    /// A packet is missing: the peer is to say what else is.
+    fn ask(&mut self) {
+        self.ask = self.reports || self.queries_left != 0;
+        self.asked = false;
+    }
+
+    /// The peer was asked, or is, and what it has told is being sent.
+    fn is_known(&self) -> bool {
+        self.reports && (self.ask || self.asked || !self.gaps.is_empty())
+    }
+
+    /// Everything goes again. (The first answer of a peer is still of use.)
+    fn forget(&mut self) {
+        self.ask &= !self.reports;
+        self.asked &= !self.reports;
+        self.gaps.clear();
+    }
+
+    /// The number of the query to send now, if there is one.
+    fn query(&mut self) -> Option<u32> {
+        if !std::mem::take(&mut self.ask) {
+            return None;
+        }
+        self.asked = true;
+        self.queries = self.queries.wrapping_add(1);
+        self.queries_left = self.queries_left.saturating_sub(1);
+        Some(self.queries)
+    }
+
+    /// The next packet that is missing.
+    fn next(&mut self) -> Option<Psn> {
+        let (first, packets) = self.gaps.last_mut()?;
+        let next = *first;
+        (*first, *packets) = (first.after(1), packets.saturating_sub(1));
+        if *packets == 0 {
+            self.gaps.pop();
+        }
+        Some(next)
+    }
 }
 
 /// Where sending goes on behind a packet that goes again by itself.
@@ -329,6 +392,7 @@ pub(super) struct Sender {
     /// such answers say of the peer.
     filled: Option<Psn>,
     keeps: Keeps,
+    missing: Missing,
     /// The ends of requests that are to bring something, and whose answers are waited for.
     asked: VecDeque<Psn>,
     /// The last answer that came though what was to be brought before it had not.
@@ -356,9 +420,15 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    /// What it has under way is in the account that `share` is of.
-    pub(super) fn new(first: Psn, congestion: Congestion, share: Share) -> Self {
+    /// What it has under way is in the account that `share` is of. `asks`: the peer is asked what is
+    /// missing.
+    pub(super) fn new(first: Psn, congestion: Congestion, asks: bool, share: Share) -> Self {
+        let missing = Missing {
+            queries_left: if asks { QUERIES } else { 0 },
+            ..Missing::default()
+        };
         Self {
+            missing,
             share,
             accounted: 0,
             unacknowledged: first,
@@ -417,6 +487,9 @@ impl Sender {
                     self.window.lost(self.unacknowledged, self.sent);
                     self.go_back();
                 } else {
+                    if self.missing.reports {
+                        self.missing.ask();
+                    }
                     self.probe = self.next_probe(sq, now).filter(|at| *at < until);
                 }
                 self.probed = true;
@@ -528,6 +601,7 @@ impl Sender {
     }
 
     fn go_back(&mut self) {
+        self.missing.forget();
         self.next = self.unacknowledged;
         self.at = 0;
         self.resume = None;
@@ -537,11 +611,16 @@ impl Sender {
         self.round_trip.timed = None;
     }
 
+    /// Whether a packet that is lost goes again by itself: the peer may keep what comes after it.
+    fn goes_alone(&self) -> bool {
+        self.missing.reports || self.keeps != Keeps::Nothing
+    }
+
     /// The first packet that was not acknowledged is lost: it goes again, by itself if the peer may
     /// have kept what came after it.
     fn fill(&mut self) -> Verdict {
         let others = self.next.since(self.unacknowledged) > 1;
-        if self.keeps == Keeps::Nothing || !others {
+        if !self.goes_alone() || !others {
             if self.resume.is_none() {
                 self.go_back();
                 return Verdict::Repeats(self.next);
@@ -550,7 +629,7 @@ impl Sender {
             self.resume = Some(Resume {
                 next: self.next,
                 at: self.at,
-                fills: true,
+                fills: !self.missing.reports,
             });
             self.next = self.unacknowledged;
             self.at = 0;
@@ -558,6 +637,79 @@ impl Sender {
             self.round_trip.timed = None;
         }
         Verdict::Fills(self.next)
+    }
+
+    /// A packet that is missing goes again by itself, if there is one.
+    fn send_missing(&mut self) -> bool {
+        while let Some(psn) = self.missing.next() {
+            let sent = self.next.since(self.unacknowledged);
+            let there = psn.since(self.unacknowledged) < sent;
+            let has = |message: &Outstanding| psn.since(message.first) < message.packets;
+            let Some(at) = self.outstanding.iter().position(has).filter(|_| there) else {
+                continue;
+            };
+            // A request that is to bring something is asked for again by what comes behind it.
+            if self.outstanding.get(at).is_none_or(Outstanding::brings) {
+                continue;
+            }
+            self.window.lost_one(psn, self.sent);
+            self.missing.ask();
+            self.resume = Some(Resume {
+                next: self.next,
+                at: self.at,
+                fills: false,
+            });
+            (self.next, self.at) = (psn, at);
+            self.round_trip.timed = None;
+            return true;
+        }
+        false
+    }
+
+    /// The peer says what it expects next, and what is missing.
+    #[expect(clippy::too_many_arguments, reason = "they are what a report has")]
+    pub(super) fn reported(
+        &mut self,
+        sq: &mut SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        expected: Psn,
+        number: u32,
+        gaps: Gaps<'_>,
+        now: u64,
+    ) -> Verdict {
+        let sent = self.sent.since(self.unacknowledged);
+        let acknowledged = expected.since(self.unacknowledged);
+        let asked = self.missing.asked && number == self.missing.queries;
+        if !asked || acknowledged > sent {
+            return Verdict::Dropped(Reason::Unasked);
+        }
+        self.missing.reports = true;
+        self.missing.asked = false;
+        self.missing.gaps.clear();
+        let mut missing = 0;
+        // All of it goes again already where the requester has gone back.
+        let next = self.resume.map_or(self.next, |resume| resume.next);
+        let goes_on = next == self.sent;
+        for (first, packets) in gaps.iter().take_while(|_| goes_on) {
+            let before = first.since(self.unacknowledged);
+            let packets = packets.min(sent.saturating_sub(before));
+            if packets != 0 && self.missing.gaps.try_push((first, packets)).is_ok() {
+                missing += packets;
+            }
+        }
+        self.missing.gaps.reverse();
+        // What is to be brought has answers of its own.
+        if acknowledged != 0 && acknowledged <= self.first_to_bring() {
+            self.progress(sq, tables, qp, acknowledged, now);
+        }
+        let until = match self.wait {
+            Wait::Answer(until) => until,
+            _ => u64::MAX,
+        };
+        self.probe = self.next_probe(sq, now).filter(|at| *at < until);
+        self.probed = false;
+        Verdict::Tells(missing)
     }
 
     /// So many packets are acknowledged. If that says whether the peer kept what came after the one
@@ -706,7 +858,20 @@ impl Sender {
         budget: &mut Budget,
         out: Out<'_>,
     ) -> bool {
-        while self.next != self.end && self.unreadable.is_none() {
+        loop {
+            if self.resume.is_none() && !self.send_missing() {
+                if let Some(number) = self.missing.query() {
+                    let query = Packet::ours(peer.dest_qp, self.sent, Body::Query { number });
+                    let nothing = Payload {
+                        len: 0,
+                        read: &mut |_| true,
+                    };
+                    out(&query, nothing, false);
+                }
+            }
+            if self.next == self.end || self.unreadable.is_some() {
+                break;
+            }
             let in_flight = self.next.since(self.unacknowledged);
             if in_flight >= self.window.packets && self.resume.is_none() {
                 return false;
@@ -891,19 +1056,22 @@ impl Sender {
             Syndrome::Ack => {}
             Syndrome::Nak(Nak::Sequence) => {
                 qp.vm.count_packet(qp.worker_index, PacketEvent::Nak);
-                // It went again already.
-                if self.filled.is_some() {
+                // It went again already, or will.
+                if self.filled.is_some() || self.missing.is_known() {
                     return Verdict::Dropped(Reason::Unasked);
+                }
+                if !self.missing.asked {
+                    self.missing.ask();
                 }
                 if all {
                     self.window.lost(self.unacknowledged, self.sent);
                     self.go_back();
                     return Verdict::Repeats(self.next);
                 }
-                if self.keeps == Keeps::Nothing {
-                    self.window.lost(self.unacknowledged, self.sent);
-                } else {
+                if self.goes_alone() {
                     self.window.lost_one(self.unacknowledged, self.sent);
+                } else {
+                    self.window.lost(self.unacknowledged, self.sent);
                 }
                 return self.fill();
             }
@@ -1150,6 +1318,7 @@ impl Sender {
         self.at = 0;
         self.resume = None;
         self.filled = None;
+        self.missing.forget();
         self.asked.clear();
         self.ahead = None;
         self.fenced = false;
@@ -1283,6 +1452,26 @@ mod tests {
             round_trip.sent(at(9), 0);
             assert_eq!(round_trip.answered(at(9), at(10), took), late);
         }
+    }
+
+    // D-WIRE-010.
+    #[test]
+    fn a_peer_that_does_not_answer_is_not_asked_on_and_on() {
+        let mut missing = Missing {
+            queries_left: QUERIES,
+            ..Missing::default()
+        };
+        for number in 0..=u32::from(QUERIES) {
+            missing.ask();
+            let query = (number < QUERIES.into()).then_some(number + 1);
+            assert_eq!(missing.query(), query);
+            assert_eq!(missing.query(), None);
+            // What it says otherwise is heeded.
+            assert!(!missing.is_known());
+        }
+        missing.reports = true;
+        missing.ask();
+        assert!(missing.query().is_some() && missing.is_known());
     }
 
     #[test]

@@ -19,7 +19,7 @@ use super::frame::{self, Addresses, Frame, Vlan};
 use super::layer::faults::Faults;
 use super::layer::settings::{Chance, FaultSettings};
 use super::packet::{
-    Body, Nak, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
+    Body, GapList, Nak, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
 };
 use super::port::sim::{Network, SimPort};
 use super::port::{Direction, Port};
@@ -95,6 +95,13 @@ impl Net {
         let plan = &self.wires[end].out.view.faults;
         let (station, direction) = (plan.list()[0].station, plan.list()[0].direction);
         plan.set(station, direction, Some(faults));
+    }
+
+    /// Whether the ends ask each other what is missing.
+    fn set_asking(&mut self, asks: bool) {
+        for wire in &mut self.wires {
+            wire.asks = asks;
+        }
     }
 
     /// What both ends have sent and received.
@@ -183,15 +190,18 @@ fn fault_settings() -> impl Strategy<Value = FaultSettings> {
         duplicate,
         reorder,
         reorder_time: TIMEOUT / 4,
-        // Both directions together lose less than there are attempts in that time: none is the last.
-        limit: Some((3, 8 * TIMEOUT)),
+        // Both directions together lose less than there are attempts in that time, of which each may wait
+        // for four times as long: none is the last.
+        limit: Some((3, 4 * 8 * TIMEOUT)),
         ..FaultSettings::default()
     })
 }
 
-/// Two ends of a type, with a network between them.
+/// Two ends of a type, with a network between them. Every other one does not ask what is missing.
 fn between(pair: &Pair, reader: &mut Vec<Reader>, faults: [FaultSettings; 2]) -> Net {
-    Net::new(reader.pop().unwrap(), faults, pair)
+    let mut net = Net::new(reader.pop().unwrap(), faults, pair);
+    net.set_asking(faults[0].seed % 2 == 0);
+    net
 }
 
 /// Simulations: `PROPTEST_CASES` says how many.
@@ -324,14 +334,26 @@ proptest! {
         };
         let payload = vec![0xee; 4096];
         for (psn, ack_request, what) in packets {
+            let mut list = GapList::default();
             let packet = Packet {
-                service: Service::Rc,
+                service: match what {
+                    Anything::Query(_) | Anything::Report(..) => Service::Ours,
+                    _ => Service::Rc,
+                },
                 dest_qp: second.qp.qp.number,
                 psn: Psn::new(psn),
                 ack_request,
                 solicited: false,
                 body: match what {
-                    Ok((opcode, place, len)) => Body::Request(RequestPacket {
+                    Anything::Query(number) => Body::Query { number },
+                    Anything::Report(number, gaps) => {
+                        for (first, packets) in gaps {
+                            list.push(Psn::new(first), packets);
+                        }
+                        let gaps = list.gaps();
+                        Body::Report { number, gaps }
+                    }
+                    Anything::Request(opcode, place, len) => Body::Request(RequestPacket {
                         reth: Reth {
                             addr: DATA + secret,
                             // Not a key of that VM.
@@ -343,7 +365,7 @@ proptest! {
                             &payload[..usize::from(len)],
                         )
                     }),
-                    Err(syndrome) => Body::Acknowledge { syndrome, msn: 0 },
+                    Anything::Answer(syndrome) => Body::Acknowledge { syndrome, msn: 0 },
                 },
             };
             let bytes = frame::frame(&addresses, &packet);
@@ -681,6 +703,7 @@ fn captured(of: u8, faults: FaultSettings) -> [Vec<Captured>; 2] {
     let (readers, mut reader) = Readers::new(1);
     let mut pair = Pair::for_requests(of, (&readers, ON_HOSTS), mtu::MTU_1024, 4);
     let mut net = between(&pair, &mut reader, [faults, clean()[1]]);
+    net.set_asking(true);
     match of {
         qp_type::UD => {
             let to = destination(&pair);
@@ -747,7 +770,8 @@ fn a_capture_has_all_that_went_over_the_wire_and_says_what_became_of_it() {
         "packets before it are missing: kept",
         "came before: answered again",
         "again: sent",
-        "sent again from PSN ",
+        "sent again: ",
+        "asks what is missing: answered",
     ] {
         assert!(says(comment), "{comment}");
     }
@@ -906,7 +930,16 @@ fn uc_has_no_packet_with_a_key_to_invalidate() {
     assert_eq!(sent, [wc_status::LOC_QP_OP_ERR]);
 }
 
-fn any_packet() -> impl Strategy<Value = (u32, bool, Result<(u8, Place, u16), Syndrome>)> {
+/// What there may be in a packet.
+#[derive(Debug, Clone)]
+enum Anything {
+    Request(u8, Place, u16),
+    Answer(Syndrome),
+    Query(u32),
+    Report(u32, Vec<(u32, u32)>),
+}
+
+fn any_packet() -> impl Strategy<Value = (u32, bool, Anything)> {
     let psn = prop_oneof![
         (0u32..70).prop_map(|n| FIRST[0].wrapping_add(n) & MASK_24),
         (0u32..70).prop_map(|n| FIRST[1] + n),
@@ -925,10 +958,15 @@ fn any_packet() -> impl Strategy<Value = (u32, bool, Result<(u8, Place, u16), Sy
         Just(Place::Only),
     ];
     let len = prop_oneof![Just(1024u16), 0u16..2000];
-    let request = (opcode, place, len).prop_map(Ok);
+    let request =
+        (opcode, place, len).prop_map(|(opcode, place, len)| Anything::Request(opcode, place, len));
+    let gap = (psn.clone(), prop_oneof![0..80u32, any::<u32>()]);
+    let gaps = proptest::collection::vec(gap, 0..20);
+    let query = (0..4u32).prop_map(Anything::Query);
+    let report = (0..4u32, gaps).prop_map(|(number, gaps)| Anything::Report(number, gaps));
     let answers = [0x60, 0x61, 0x62, 0x63, 0x1f, 0x21];
     let answer = proptest::sample::select(answers.to_vec()).prop_map(|byte| {
-        Err(match byte {
+        Anything::Answer(match byte {
             0x1f => Syndrome::Ack,
             0x21 => Syndrome::RnrNak(1),
             0x60 => Syndrome::Nak(Nak::Sequence),
@@ -937,7 +975,8 @@ fn any_packet() -> impl Strategy<Value = (u32, bool, Result<(u8, Place, u16), Sy
             _ => Syndrome::Nak(Nak::RemoteOperational),
         })
     });
-    (psn, any::<bool>(), prop_oneof![request, answer])
+    let anything = prop_oneof![request, answer, query, report];
+    (psn, any::<bool>(), anything)
 }
 
 fn clean() -> [FaultSettings; 2] {
@@ -1540,7 +1579,7 @@ fn a_peer_that_keeps_nothing_is_sent_all_again() {
 }
 
 /// The part of what WRITEs or READs move over a clean network in the same time.
-fn goodput(opcode: u8, loss: &str) -> f64 {
+fn goodput(opcode: u8, loss: &str, asks: bool) -> f64 {
     let took = |loss: &str| {
         let lossy = format!("seed=3,rate=10G,queue=4M,loss={loss}");
         // What has the data is lost.
@@ -1549,6 +1588,7 @@ fn goodput(opcode: u8, loss: &str) -> f64 {
             _ => ["seed=1", lossy.as_str()],
         };
         let mut simulation = with_faults(sent, received, Congestion::Window);
+        simulation.net.set_asking(asks);
         move_all(&mut simulation, opcode, 200, 64 << 10) as f64
     };
     took("0") / took(loss)
@@ -1558,8 +1598,10 @@ fn goodput(opcode: u8, loss: &str) -> f64 {
 fn losses_cost_little() {
     for opcode in [wr_opcode::RDMA_WRITE, wr_opcode::RDMA_READ] {
         for (loss, least) in [("0.1%", 0.9), ("1%", 0.5)] {
-            let goodput = goodput(opcode, loss);
-            assert!(goodput >= least, "{opcode}, {loss}: {goodput}");
+            for asks in [false, true] {
+                let goodput = goodput(opcode, loss, asks);
+                assert!(goodput >= least, "{opcode}, {loss}, {asks}: {goodput}");
+            }
         }
     }
 }
@@ -1574,6 +1616,31 @@ fn losses_cost_little_on_a_long_way() {
     };
     let goodput = took("0") / took("1%");
     assert!(goodput >= 0.5, "{goodput}");
+}
+
+// D-WIRE-010.
+/// All that is missing of many packets that were under way at a time goes again at a time, however
+/// many of them there are, and however many of those are lost again.
+#[test]
+fn a_peer_that_is_asked_tells_of_all_that_is_missing_at_once() {
+    let run = |loss: &str, asks: bool| {
+        let way = format!("seed=3,rate=10G,queue=4M,delay=200us,loss={loss}");
+        let mut simulation = with_faults(&way, "seed=1", Congestion::None);
+        simulation.net.set_asking(asks);
+        let took = write_all(&mut simulation, 400, 64 << 10) as f64;
+        let lost = simulation.net.suffered(0, "lost");
+        let again = simulation.net.counted(0, "sent_again");
+        (took, lost, again)
+    };
+    let (clean, ..) = run("0", true);
+    for loss in ["2%", "1%,burst=3"] {
+        let (without, ..) = run(loss, false);
+        let (with, lost, again) = run(loss, true);
+        let what = format!("{loss}: {with}, {without} without, {clean} if nothing is lost");
+        assert!(with < 1.3 * clean && with < without, "{what}");
+        // Before the first answer, the peer may be one that keeps nothing.
+        assert!(again <= lost + 256, "{loss}: {lost} lost, {again} again");
+    }
 }
 
 /// A queue that is full loses packets, too, and that is for sending fewer.

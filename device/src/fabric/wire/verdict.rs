@@ -97,6 +97,10 @@ pub(super) enum Verdict {
     Ends(WcError),
     /// The network is congested: less is sent at a time.
     Slows,
+    /// It asks what is missing, and is answered.
+    Asks,
+    /// So many packets are missing, and go again.
+    Tells(u32),
     Dropped(Reason),
 }
 
@@ -124,6 +128,8 @@ impl fmt::Display for Verdict {
                 write!(f, "ends a message with {status} ({reason})")
             }
             Self::Slows => f.write_str("congestion: less is sent at a time"),
+            Self::Asks => f.write_str("asks what is missing: answered"),
+            Self::Tells(packets) => write!(f, "sent again: {packets} packets that are missing"),
             Self::Dropped(reason) => write!(f, "dropped: {}", reason.name()),
         }
     }
