@@ -31,6 +31,9 @@ const HEADERS: usize = 14 + 40 + 8;
 const BTH: usize = 12;
 const ROCE_PORT: u16 = 4791;
 
+/// Opcodes of what one of our devices asks another one, and answers (specification: "Missing packets").
+const QUERY: u8 = 0xc0;
+const REPORT: u8 = 0xc1;
 /// The queue pairs, each with its type, the upper bits of its opcodes on the wire, and whether it
 /// has the shared receive queue.
 const QPS: [(u8, u8, bool); 6] = [
@@ -284,8 +287,22 @@ impl Scene {
         };
         let which = (to.wrapping_sub(PEER_QP) as usize) % QPS.len();
         let (_, service, _) = QPS[which];
-        let operation = *u.choose(&[17u8, 17, 17, 13, 14, 15, 16, 18])?;
+        let operation = *u.choose(&[17u8, 17, 17, 13, 14, 15, 16, 18, QUERY, REPORT])?;
         let mut body = Vec::new();
+        if operation >= QUERY {
+            body.extend(*b"vrdm");
+            body.extend(u.int_in_range(0..=4u32)?.to_be_bytes());
+            for _ in 0..u.int_in_range(0..=17u8)? {
+                let first = psn.wrapping_add_signed(u.arbitrary::<i8>()?.into());
+                let packets = match u.arbitrary()? {
+                    0..=9u8 => u.arbitrary()?,
+                    packets => u32::from(packets % 16),
+                };
+                body.extend([first, packets].map(u32::to_be_bytes).concat());
+            }
+            let number = self.qps[which].0.number;
+            return self.packet(operation, 0, number, psn, &body, u);
+        }
         if operation != 14 {
             let syndrome: u8 = match u.arbitrary()? {
                 0..=119u8 => 0x1f,
