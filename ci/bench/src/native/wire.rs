@@ -31,8 +31,10 @@ const HEADERS: usize = 14 + 20 + 8 + 12 + 16 + 4;
 const SIZES: [u32; 3] = [4096, 64 << 10, 1 << 20];
 /// Bytes outstanding, about.
 const OUTSTANDING: u32 = 8 << 20;
-/// How long the thread that drives sleeps when nothing has completed.
+/// How long the thread that drives sleeps when nothing has completed: that is short beside the time of
+/// what is outstanding of small messages, or of large ones. It takes the core from the sender for each.
 const SLEEP: Duration = Duration::from_micros(100);
+const LONG_SLEEP: Duration = Duration::from_micros(500);
 /// Memory that is read and written.
 const MEMORY: usize = 4 << 20;
 /// Work requests of a list of small messages, and their size.
@@ -287,6 +289,7 @@ impl Hosts {
         let mut polling = self.from.send_cq.polling();
         let (wqe, sge) = self.wqe(size);
         let qp = &self.qps[0];
+        let sleep = if size > 4096 { LONG_SLEEP } else { SLEEP };
         bed::measure_rate_of(
             &mut polling,
             list,
@@ -296,7 +299,7 @@ impl Hosts {
             |polling| {
                 let lists = bed::poll_lists(polling, |_| Some(qp))?;
                 if lists == 0 {
-                    std::thread::sleep(SLEEP);
+                    std::thread::sleep(sleep);
                 }
                 Ok(lists * list)
             },
