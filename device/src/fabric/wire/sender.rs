@@ -178,6 +178,23 @@ impl Missing {
         Some(self.queries)
     }
 
+    /// The peer tells of gaps. They count as far as they are in order, and among the `sent` packets from
+    /// `unacknowledged` on: no packet goes again twice for one report. Returns how many are missing.
+    fn tell(&mut self, gaps: Gaps<'_>, unacknowledged: Psn, sent: u32) -> u32 {
+        self.gaps.clear();
+        let (mut end, mut missing) = (0, 0);
+        for (first, packets) in gaps.iter() {
+            let before = first.since(unacknowledged);
+            let packets = packets.min(sent.saturating_sub(before));
+            if before >= end && packets != 0 && self.gaps.try_push((first, packets)).is_ok() {
+                end = before + packets;
+                missing += packets;
+            }
+        }
+        self.gaps.reverse();
+        missing
+    }
+
     /// The next packet that is missing.
     fn next(&mut self) -> Option<Psn> {
         let (first, packets) = self.gaps.last_mut()?;
@@ -556,14 +573,20 @@ impl Sender {
             Some(at) => (last, at),
             None => (self.unacknowledged, 0),
         };
+        self.send_alone(psn, at, false);
+        true
+    }
+
+    /// The packet `psn`, of the message at index `at`, goes again by itself. `fills`: the peer waits for
+    /// it, and the next answer says whether it has kept what comes after it.
+    fn send_alone(&mut self, psn: Psn, at: usize, fills: bool) {
         self.resume = Some(Resume {
             next: self.next,
             at: self.at,
-            fills: false,
+            fills,
         });
         (self.next, self.at) = (psn, at);
         self.round_trip.timed = None;
-        true
     }
 
     fn park(&self, sq: &mut SendQueue, until: u64) -> Polled {
@@ -626,15 +649,8 @@ impl Sender {
                 return Verdict::Repeats(self.next);
             }
         } else {
-            self.resume = Some(Resume {
-                next: self.next,
-                at: self.at,
-                fills: !self.missing.reports,
-            });
-            self.next = self.unacknowledged;
-            self.at = 0;
+            self.send_alone(self.unacknowledged, 0, !self.missing.reports);
             self.unreadable = None;
-            self.round_trip.timed = None;
         }
         Verdict::Fills(self.next)
     }
@@ -654,13 +670,7 @@ impl Sender {
             }
             self.window.lost_one(psn, self.sent);
             self.missing.ask();
-            self.resume = Some(Resume {
-                next: self.next,
-                at: self.at,
-                fills: false,
-            });
-            (self.next, self.at) = (psn, at);
-            self.round_trip.timed = None;
+            self.send_alone(psn, at, false);
             return true;
         }
         false
@@ -686,19 +696,10 @@ impl Sender {
         }
         self.missing.reports = true;
         self.missing.asked = false;
-        self.missing.gaps.clear();
-        let mut missing = 0;
         // All of it goes again already where the requester has gone back.
         let next = self.resume.map_or(self.next, |resume| resume.next);
-        let goes_on = next == self.sent;
-        for (first, packets) in gaps.iter().take_while(|_| goes_on) {
-            let before = first.since(self.unacknowledged);
-            let packets = packets.min(sent.saturating_sub(before));
-            if packets != 0 && self.missing.gaps.try_push((first, packets)).is_ok() {
-                missing += packets;
-            }
-        }
-        self.missing.gaps.reverse();
+        let under_way = if next == self.sent { sent } else { 0 };
+        let missing = self.missing.tell(gaps, self.unacknowledged, under_way);
         // What is to be brought has answers of its own.
         if acknowledged != 0 && acknowledged <= self.first_to_bring() {
             self.progress(sq, tables, qp, acknowledged, now);
@@ -1416,6 +1417,7 @@ fn answer_time(sq: &SendQueue) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fabric::wire::packet::GapList;
 
     #[test]
     fn the_time_of_answers_is_estimated_from_packets_that_were_sent_once() {
@@ -1472,6 +1474,27 @@ mod tests {
         missing.reports = true;
         missing.ask();
         assert!(missing.query().is_some() && missing.is_known());
+    }
+
+    #[test]
+    fn gaps_count_once_and_among_what_was_sent() {
+        let at = Psn::new;
+        let mut list = GapList::default();
+        // The second and third overlap the first, the next one ends behind what was sent.
+        for (first, packets) in [
+            (102, 3),
+            (102, 3),
+            (104, 1),
+            (107, u32::MAX),
+            (300, 2),
+            (90, 5),
+        ] {
+            list.push(at(first), packets);
+        }
+        let mut missing = Missing::default();
+        assert_eq!(missing.tell(list.gaps(), at(100), 10), 6);
+        let all: Vec<_> = std::iter::from_fn(|| missing.next()).collect();
+        assert_eq!(all, [102, 103, 104, 107, 108, 109].map(at));
     }
 
     #[test]
