@@ -88,10 +88,10 @@ macro_rules! unreliable {
 
 /// A case for an operation of perftest and a transport, which consists of one for each variant.
 macro_rules! perftest {
-    ($operation:literal, $transport:literal) => {
+    ($operation:literal, $transport:literal, $loses:ident) => {
         Case {
             name: concat!("perftest: ", $operation, " ", $transport),
-            run: |fixture| COLUMNS.perftest(fixture, $operation, $transport, Loses::No),
+            run: |fixture| COLUMNS.perftest(fixture, $operation, $transport, Loses::$loses),
         }
     };
 }
@@ -132,13 +132,13 @@ const CASES: &[Case] = &[
     tool!("cmtime", stock::cmtime),
     tool!("ib_send_bw -R", stock::send_bw),
     tool!("NVMe over Fabrics", nvme),
-    perftest!("send", "RC"),
-    perftest!("send", "UC"),
-    perftest!("send", "UD"),
-    perftest!("write", "RC"),
-    perftest!("write", "UC"),
-    perftest!("read", "RC"),
-    perftest!("atomic", "RC"),
+    perftest!("send", "RC", Yes),
+    perftest!("send", "UC", No),
+    perftest!("send", "UD", No),
+    perftest!("write", "RC", Yes),
+    perftest!("write", "UC", No),
+    perftest!("read", "RC", Yes),
+    perftest!("atomic", "RC", Yes),
 ];
 
 /// Blocks that the client of NVMe over Fabrics reads and writes at a time, how long, and how many MiB.

@@ -25,8 +25,7 @@ pub(crate) struct Faults<P> {
     /// Of the plan that `lines` are from.
     generation: u64,
     lines: Vec<Line>,
-    /// The frame that is written, if it may have faults, and where it goes; when that began.
-    written: Vec<u8>,
+    /// Where the frame that is written goes, if it may have faults; when that began.
     to: Option<(Segment, Gid)>,
     now: u64,
     /// Frames that are held back, by the time at which they go on.
@@ -281,7 +280,6 @@ impl<P: Port> Faults<P> {
             plan,
             generation: 0,
             lines: Vec::new(),
-            written: Vec::new(),
             to: None,
             now: 0,
             held: BTreeMap::new(),
@@ -306,42 +304,20 @@ impl<P: Port> Faults<P> {
         !self.lines.is_empty()
     }
 
-    /// What happens to a frame of a device; `None` if that has no faults.
-    fn judge(
-        &mut self,
-        now: u64,
-        direction: Direction,
-        segment: Segment,
-        frame: &mut [u8],
-    ) -> Option<Course> {
-        let line = self.line(direction, segment, frame)?;
-        Some(line.judge(now, frame))
-    }
-
-    /// The faults of the device that a frame is of.
-    fn line(&mut self, direction: Direction, segment: Segment, frame: &[u8]) -> Option<&mut Line> {
-        let station = station(direction, segment, frame)?;
-        let of = |line: &&mut Line| {
-            line.planned.direction == direction && line.planned.station == station
-        };
-        self.lines.iter_mut().find(of)
-    }
-
     /// Holds a frame back until time `at`; if too many are, it is lost, and counted.
-    fn hold(&mut self, at: u64, way: Way, frame: &[u8]) {
+    fn hold(&mut self, at: u64, way: Way, frame: Vec<u8>) {
         if self.held_bytes + frame.len() > MOST_HELD {
             let (direction, segment) = match way {
                 Way::Out(segment, _) => (Direction::Out, segment),
                 Way::In(segment) => (Direction::In, segment),
             };
-            if let Some(line) = self.line(direction, segment, frame) {
+            if let Some(line) = line_of(&mut self.lines, direction, segment, &frame) {
                 count(&line.planned.counts.overrun);
             }
             return;
         }
         self.held_bytes += frame.len();
         self.serial += 1;
-        let frame = frame.to_vec();
         self.held.insert((at, self.serial), Held { way, frame });
     }
 
@@ -372,32 +348,19 @@ impl<P: Port> Faults<P> {
         }
         self.inner.end()
     }
+}
 
-    /// Sends a frame, or does to it what is its turn.
-    fn send_or_not(&mut self, segment: Segment, destination: Gid, frame: &mut [u8]) -> Fate {
-        let now = self.now;
-        let Some(course) = self.judge(now, Direction::Out, segment, frame) else {
-            return self.pass(now, segment, destination, frame);
-        };
-        let Course { fate, at, again } = course;
-        if let Fate::Lost(_) = fate {
-            return fate;
-        }
-        let way = Way::Out(segment, destination);
-        if let Some(again) = again {
-            self.hold(again, way, frame);
-        }
-        if at > now {
-            self.hold(at, way, frame);
-            return fate;
-        }
-        let passed = self.pass(now, segment, destination, frame);
-        if passed == Fate::Sent {
-            fate
-        } else {
-            passed
-        }
-    }
+/// The faults of the device that a frame is of; `None` if that has none.
+fn line_of<'a>(
+    lines: &'a mut [Line],
+    direction: Direction,
+    segment: Segment,
+    frame: &[u8],
+) -> Option<&'a mut Line> {
+    let station = station(direction, segment, frame)?;
+    let of =
+        |line: &&mut Line| line.planned.direction == direction && line.planned.station == station;
+    lines.iter_mut().find(of)
 }
 
 /// The device that a frame is of.
@@ -428,18 +391,40 @@ impl<P: Port> Port for Faults<P> {
         self.release(now);
         self.now = now;
         self.to = Some((segment, destination));
-        self.written.resize(len, 0);
-        Ok(&mut self.written)
+        self.inner.begin(now, segment, destination, len)
+    }
+
+    fn written(&mut self) -> &mut [u8] {
+        self.inner.written()
     }
 
     fn end(&mut self) -> Fate {
         let Some((segment, destination)) = self.to else {
             return self.inner.end();
         };
-        let mut frame = std::mem::take(&mut self.written);
-        let fate = self.send_or_not(segment, destination, &mut frame);
-        self.written = frame;
-        fate
+        let (now, frame) = (self.now, self.inner.written());
+        let line = line_of(&mut self.lines, Direction::Out, segment, frame);
+        let Some(line) = line else {
+            return self.inner.end();
+        };
+        let Course { fate, at, again } = line.judge(now, frame);
+        if let Fate::Lost(_) = fate {
+            return fate;
+        }
+        let way = Way::Out(segment, destination);
+        if let Some(again) = again {
+            let frame = frame.to_vec();
+            self.hold(again, way, frame);
+        }
+        if at > now {
+            let frame = self.inner.written().to_vec();
+            self.hold(at, way, frame);
+            return fate;
+        }
+        match self.inner.end() {
+            Fate::Sent => fate,
+            other => other,
+        }
     }
 
     fn flush(&mut self) -> u64 {
@@ -458,12 +443,13 @@ impl<P: Port> Port for Faults<P> {
         }
         if faults {
             burst.judge(|segment, frame| {
-                let course = self.judge(now, Direction::In, segment, frame)?;
+                let line = line_of(&mut self.lines, Direction::In, segment, frame)?;
+                let course = line.judge(now, frame);
                 if let Some(again) = course.again {
-                    self.hold(again, Way::In(segment), frame);
+                    self.hold(again, Way::In(segment), frame.to_vec());
                 }
                 if course.at > now {
-                    self.hold(course.at, Way::In(segment), frame);
+                    self.hold(course.at, Way::In(segment), frame.to_vec());
                     return Some(Fate::Delayed(0));
                 }
                 Some(course.fate)

@@ -113,6 +113,12 @@ impl Bursts {
         self.written.get_mut(self.end..self.end + len)
     }
 
+    /// The datagram of [`Self::begin`], of `len` bytes.
+    pub(super) fn written(&mut self, len: usize) -> &mut [u8] {
+        let place = self.end..self.end + len;
+        self.written.get_mut(place).unwrap_or_default()
+    }
+
     /// The datagram of [`Self::begin`], of `len` bytes, is written.
     pub(super) fn end(&mut self, len: usize) {
         if self.count == 0 {
@@ -280,6 +286,21 @@ mod tests {
         assert_eq!(calls, 5);
         assert_eq!(a.flush(), 0);
         assert_eq!(all(&mut b), (0, Vec::new()));
+    }
+
+    #[test]
+    fn a_datagram_that_is_not_ended_goes_nowhere() {
+        let (mut a, mut b) = two();
+        for number in 0..3 {
+            put(&mut a, 1000, number);
+            a.begin(To::Peer, 1000).unwrap().fill(9);
+            assert_eq!(a.written(1000), [9; 1000]);
+        }
+        assert_eq!(a.flush(), 0);
+        assert_eq!(all(&mut b).1, [(1000, 0), (1000, 1), (1000, 2)]);
+        a.begin(To::Peer, 1000).unwrap().fill(9);
+        assert_eq!(a.flush(), 0);
+        assert_eq!(all(&mut b).0, 0);
     }
 
     #[test]

@@ -82,6 +82,14 @@ impl InterfaceEnd {
         }
     }
 
+    /// The frame of [`Self::begin`], of `len` bytes.
+    pub(super) fn written(&mut self, len: usize) -> &mut [u8] {
+        match self {
+            Self::Datagrams(bursts) => bursts.written(len),
+            Self::Tap(tap) => tap.written(len),
+        }
+    }
+
     /// The frame of [`Self::begin`], of `len` bytes, is written.
     pub(super) fn end(&mut self, len: usize) {
         match self {

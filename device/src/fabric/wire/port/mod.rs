@@ -162,7 +162,8 @@ pub(crate) trait Port {
         0
     }
 
-    /// Room for a frame of `len` bytes to `destination`, at time `now`, nanoseconds.
+    /// Room for a frame of `len` bytes to `destination`, at time `now`, nanoseconds. It leaves if
+    /// [`Self::end`] follows.
     ///
     /// # Errors
     /// What becomes of it instead.
@@ -173,6 +174,9 @@ pub(crate) trait Port {
         destination: Gid,
         len: usize,
     ) -> Result<&mut [u8], Fate>;
+
+    /// The frame of [`Self::begin`].
+    fn written(&mut self) -> &mut [u8];
 
     /// Sends the frame of [`Self::begin`], which is written. It may be lost.
     fn end(&mut self) -> Fate;

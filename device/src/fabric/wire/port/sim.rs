@@ -63,6 +63,10 @@ impl Port for SimPort {
         Ok(&mut self.written)
     }
 
+    fn written(&mut self) -> &mut [u8] {
+        &mut self.written
+    }
+
     fn end(&mut self) -> Fate {
         let destination: &Mac = self.written.first_chunk().unwrap();
         let group = destination[0] & 1 != 0;

@@ -386,6 +386,7 @@ impl TapEnd {
         if len > LONGEST {
             return None;
         }
+        self.uncover();
         let head = self.layout.head;
         let more = len.saturating_sub(head);
         let joins = !self.closed
@@ -396,7 +397,6 @@ impl TapEnd {
             self.send();
         }
         self.start = self.end;
-        self.covered.clear();
         if self.count != 0 {
             // Its headers go over the end of the frame before, which comes back.
             self.start -= head;
@@ -404,6 +404,12 @@ impl TapEnd {
             self.covered.extend_from_slice(covered.unwrap_or_default());
         }
         self.written.get_mut(self.start..self.start + len)
+    }
+
+    /// The frame of [`Self::begin`], of `len` bytes.
+    pub(super) fn written(&mut self, len: usize) -> &mut [u8] {
+        let place = self.start..self.start + len;
+        self.written.get_mut(place).unwrap_or_default()
     }
 
     /// The frame of [`Self::begin`], of `len` bytes, is written.
@@ -449,11 +455,13 @@ impl TapEnd {
         self.count = 1;
     }
 
+    /// The frame before has its end again.
     fn uncover(&mut self) {
         let place = self.start..self.start + self.covered.len();
         if let Some(place) = self.written.get_mut(place) {
             place.copy_from_slice(&self.covered);
         }
+        self.covered.clear();
     }
 
     /// Sends what waits. Returns how many frames the system did not take since it was called last.
@@ -465,6 +473,7 @@ impl TapEnd {
     }
 
     fn send(&mut self) {
+        self.uncover();
         let count = std::mem::take(&mut self.count);
         let end = std::mem::replace(&mut self.end, HEADER);
         self.closed = false;
@@ -858,6 +867,31 @@ mod tests {
         let (packets, came) = received(&mut b);
         assert_same(&[0; 3].map(|_| frame.clone()), &came);
         assert_eq!(packets, 2);
+    }
+
+    /// Its memory could not be read, or it is to be lost. Its headers were over the end of the one before.
+    #[test]
+    fn a_frame_that_is_not_ended_leaves_the_others_as_they_are() {
+        for (ipv6, last) in [(false, false), (true, false), (false, true), (true, true)] {
+            let (mut a, mut b) = joined();
+            let mut sent = Vec::new();
+            for number in 0..6 {
+                if number % 2 == 1 {
+                    a.begin(1044).unwrap().fill(0xff);
+                    a.begin(500).unwrap().fill(0xfe);
+                    assert_eq!(a.written(500), [0xfe; 500]);
+                }
+                sent.push(rocev2(ipv6, 1044, 2));
+                send(&mut a, &sent[number]);
+            }
+            if last {
+                a.begin(1044).unwrap().fill(0xfd);
+            }
+            a.flush();
+            let (packets, came) = received(&mut b);
+            assert_same(&sent, &came);
+            assert_eq!(packets, 1);
+        }
     }
 
     #[test]

@@ -160,6 +160,17 @@ impl Port for UplinkPort {
         }
     }
 
+    fn written(&mut self) -> &mut [u8] {
+        let written = match self.written {
+            (Segment::Vxlan(_), _) => self.tunnel.as_mut().map(VxlanPort::written),
+            (Segment::Own(number), len) => {
+                let interface = self.interfaces.get_mut(number as usize);
+                interface.map(|interface| interface.written(len))
+            }
+        };
+        written.unwrap_or_default()
+    }
+
     fn end(&mut self) -> Fate {
         match self.written {
             (Segment::Vxlan(_), _) => {

@@ -172,6 +172,12 @@ impl VxlanPort {
         Ok(frame)
     }
 
+    /// The frame of [`Self::begin`].
+    pub(super) fn written(&mut self) -> &mut [u8] {
+        let datagram = self.datagrams.written(self.len);
+        datagram.get_mut(HEADER..).unwrap_or_default()
+    }
+
     /// The frame is written.
     pub(super) fn end(&mut self) {
         self.datagrams.end(self.len);
