@@ -248,6 +248,8 @@ impl Measurements {
     pub const NATIVE: &'static str = "bench-native.json";
     /// Name of the file of the part between VMs, in the directory of reports.
     pub const VM: &'static str = "bench-vm.json";
+    /// Name of the file of the part between VMs over the wire, in the directory of reports.
+    pub const WIRE: &'static str = "bench-wire.json";
 
     /// Older ones, with their sections replaced by those that are here.
     #[must_use]

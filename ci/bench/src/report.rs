@@ -31,7 +31,7 @@ pub fn make(directory: &Path, notes: Vec<String>) -> Result<PathBuf> {
         notes,
         figures: Vec::new(),
     };
-    for name in [Measurements::NATIVE, Measurements::VM] {
+    for name in [Measurements::NATIVE, Measurements::VM, Measurements::WIRE] {
         let path = directory.join(name);
         if path.exists() {
             let part = Measurements::read(&path)?;

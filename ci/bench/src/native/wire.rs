@@ -18,7 +18,7 @@ use vhost_device_rdma_bare::spec::verbs::{mtu, wr_opcode};
 use vhost_device_rdma_bare::{DeviceProcess, Qp, Vm, VmOptions};
 
 use super::bed::{self, Side};
-use super::{figure, pin, Cores, Settings};
+use super::{figure, pin, quantile, Cores, Settings};
 use crate::figure::{Better, Figure, Target};
 
 const SECTION: &str = "wire";
@@ -40,6 +40,9 @@ const MEMORY: usize = 4 << 20;
 /// Work requests of a list of small messages, and their size.
 const LIST: u64 = 32;
 const SMALL: u32 = 64;
+/// Size of messages that go one after the other, and how long one may take.
+const SHORTEST: u32 = 8;
+const PATIENCE: Duration = Duration::from_secs(5);
 /// What is lost of what one end sends.
 const LOSSES: [(&str, f64); 2] = [("0.1 %", 0.9), ("1 %", 0.5)];
 /// Queue pairs that share a bottleneck, what each has outstanding, and the bottleneck: a rate, what may
@@ -57,6 +60,7 @@ const BURSTS: usize = 32;
 /// Measures.
 pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
     let mut figures = bandwidth(settings)?;
+    figures.push(latency(settings)?);
     figures.push(message_rate(settings)?);
     figures.extend(goodput(settings)?);
     figures.push(fairness(settings)?);
@@ -65,7 +69,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
 }
 
 fn bandwidth(settings: &Settings) -> Result<Vec<Figure>> {
-    let hosts = Hosts::start(settings.cores, "")?;
+    let hosts = Hosts::start(settings.cores, "", "")?;
     let mut ours = [const { Vec::new() }; SIZES.len()];
     let mut raw = Vec::new();
     for _ in 0..settings.repetitions() {
@@ -88,9 +92,25 @@ fn bandwidth(settings: &Settings) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
+/// The shortest messages one after the other, beside packets of their length to and fro. Where the driver
+/// shares the core with a worker, nobody can poll: all sleep until something comes, at both.
+fn latency(settings: &Settings) -> Result<Figure> {
+    let hosts = Hosts::start(settings.cores, "", "poll_us = 0\n")?;
+    let rounds = settings.rounds();
+    let (mut ours, mut raw) = (Vec::new(), Vec::new());
+    for _ in 0..settings.repetitions() {
+        raw.push(quantile(&round_trips(settings, rounds)?, 0.5));
+        ours.push(quantile(&hosts.round_trips(rounds)?, 0.5));
+    }
+    let name = format!("WRITE {SHORTEST} B, post to completion, between two processes");
+    let own = figure(SECTION, &name, "µs", Better::Lower, &ours);
+    let beside = own.beside("UDP packets to and fro", &raw);
+    Ok(beside.target(Target::Max(1.5)))
+}
+
 /// Small messages in lists, beside packets that go one by one.
 fn message_rate(settings: &Settings) -> Result<Figure> {
-    let hosts = Hosts::start(settings.cores, "")?;
+    let hosts = Hosts::start(settings.cores, "", "")?;
     let (mut ours, mut raw) = (Vec::new(), Vec::new());
     for _ in 0..settings.repetitions() {
         raw.push(singles(settings)?);
@@ -104,11 +124,11 @@ fn message_rate(settings: &Settings) -> Result<Figure> {
 
 /// What arrives when packets are lost, beside what does when none is.
 fn goodput(settings: &Settings) -> Result<Vec<Figure>> {
-    let clean = Hosts::start(settings.cores, "")?;
+    let clean = Hosts::start(settings.cores, "", "")?;
     let mut figures = Vec::new();
     for (loss, least) in LOSSES {
         let part = loss.replace(' ', "");
-        let lossy = Hosts::start(settings.cores, &format!("seed=1,loss={part}"))?;
+        let lossy = Hosts::start(settings.cores, &format!("seed=1,loss={part}"), "")?;
         let (mut all, mut some) = (Vec::new(), Vec::new());
         for _ in 0..settings.repetitions() {
             all.push(clean.write(1 << 20, settings)?);
@@ -123,7 +143,7 @@ fn goodput(settings: &Settings) -> Result<Vec<Figure>> {
 
 /// How even queue pairs share a bottleneck: 1 if all get the same, 1/n if one of n gets all.
 fn fairness(settings: &Settings) -> Result<Figure> {
-    let hosts = Hosts::start(settings.cores, BOTTLENECK)?;
+    let hosts = Hosts::start(settings.cores, BOTTLENECK, "")?;
     let pairs = (0..SHARING).map(|_| hosts.pair(2 * EACH as u32));
     let pairs: Vec<_> = pairs.collect::<Result<_>>()?;
     let mut runs = Vec::new();
@@ -140,7 +160,7 @@ fn fairness(settings: &Settings) -> Result<Figure> {
 
 /// What a process keeps of a connected queue pair that has sent a message.
 fn memory(settings: &Settings) -> Result<Figure> {
-    let hosts = Hosts::start(settings.cores, "")?;
+    let hosts = Hosts::start(settings.cores, "", "")?;
     let count = if settings.quick {
         CONNECTED / 10
     } else {
@@ -180,13 +200,13 @@ struct Hosts {
 }
 
 impl Hosts {
-    /// What the first one sends has these faults.
-    fn start(cores: Cores, faults: &str) -> Result<Self> {
+    /// What the first one sends has these faults. `more` is in the configuration of both.
+    fn start(cores: Cores, faults: &str, more: &str) -> Result<Self> {
         let free = || UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
         let [a, b] = [free()?, free()?];
         let started = [
-            process(cores, cores.driver, (a, b), faults)?,
-            process(cores, cores.worker, (b, a), "")?,
+            process(cores, cores.driver, (a, b), faults, more)?,
+            process(cores, cores.worker, (b, a), "", more)?,
         ];
         let vm = |number: u8, socket: &Path| -> Result<Arc<Vm>> {
             let mut gid = [0; 16];
@@ -227,6 +247,31 @@ impl Hosts {
             ..SendWqe::default()
         };
         (wqe, self.from.mr.sge(0, size))
+    }
+
+    /// Sorted times of WRITEs of the shortest size one after the other, µs.
+    fn round_trips(&self, rounds: usize) -> Result<Vec<f64>> {
+        let polling = self.from.send_cq.polling();
+        let (wqe, sge) = self.wqe(SHORTEST);
+        let wqe = bed::signaled(wqe);
+        let qp = &self.qps[0];
+        sorted_times(rounds, || {
+            let begin = Instant::now();
+            qp.send_queue().post(&wqe, [sge])?;
+            qp.ring()?;
+            let cqe = loop {
+                if let Some(cqe) = polling.poll() {
+                    break cqe;
+                }
+                ensure!(begin.elapsed() < PATIENCE, "no completion");
+                // The worker has this core, too.
+                std::thread::yield_now();
+            };
+            polling.publish();
+            ensure!(cqe.status == 0, "a completion with status {}", cqe.status);
+            qp.send_queue().complete(cqe.wqe_index);
+            Ok(())
+        })
     }
 
     /// How many messages of each pair arrive in a time, when all have as many outstanding.
@@ -326,6 +371,7 @@ fn process(
     core: usize,
     (local, remote): (SocketAddr, SocketAddr),
     faults: &str,
+    more: &str,
 ) -> Result<(DeviceProcess, PathBuf)> {
     let number = PROCESSES.fetch_add(1, Ordering::Relaxed);
     let name = format!("virtio-rdma-bench-wire-{}-{number}", std::process::id());
@@ -335,7 +381,7 @@ fn process(
         ..cores
     };
     let device = format!(
-        "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:02:01'\n\
+        "{more}[[device]]\nsocket = '{}'\nmac = '52:54:00:00:02:01'\n\
          dgram = {{ local = '{local}', remote = '{remote}', mtu = {MTU} }}\n{}",
         socket.display(),
         match faults {
@@ -420,6 +466,49 @@ fn singles(settings: &Settings) -> Result<f64> {
         end.join().map_err(|_| anyhow!("a thread panicked"))??;
         Ok(rate)
     })
+}
+
+/// Sorted times, µs, of packets that go from a socket to another one and back, each behind the last one.
+fn round_trips(settings: &Settings, rounds: usize) -> Result<Vec<f64>> {
+    let Cores { driver, worker } = settings.cores;
+    let [sender, receiver] = [udp()?, udp()?];
+    sender.connect(receiver.local_addr()?)?;
+    receiver.connect(sender.local_addr()?)?;
+    std::thread::scope(|scope| {
+        let end = scope.spawn(move || -> Result<()> {
+            pin(&[worker])?;
+            let mut packet = [0; 256];
+            while receiver.recv(&mut packet)? != 0 {
+                receiver.send(&[1; HEADERS])?;
+            }
+            Ok(())
+        });
+        pin(&[driver])?;
+        let packet = [1; SHORTEST as usize + HEADERS];
+        let times = sorted_times(rounds, || {
+            sender.send(&packet)?;
+            sender.recv(&mut [0; 256])?;
+            Ok(())
+        });
+        // An empty datagram ends it.
+        sender.send(&[])?;
+        end.join().map_err(|_| anyhow!("a thread panicked"))??;
+        times
+    })
+}
+
+/// How long each of so many rounds takes, µs, sorted, after some that do not count.
+fn sorted_times(rounds: usize, mut run: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+    let mut times = Vec::with_capacity(rounds);
+    for round in 0..rounds + rounds / 4 {
+        let begin = Instant::now();
+        run()?;
+        if round >= rounds / 4 {
+            times.push(begin.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    times.sort_unstable_by(f64::total_cmp);
+    Ok(times)
 }
 
 fn udp() -> Result<UdpSocket> {

@@ -85,7 +85,8 @@ pub fn run(options: &Options) -> Result<bool> {
         shell::step("Measuring natively", || bench(&words))?;
     }
     if !options.native {
-        good = commands::lane::run(&["bench-vm".to_owned()], &Choice::default())?;
+        let lanes = ["bench-vm", "bench-wire"].map(str::to_owned);
+        good = commands::lane::run(&lanes, &Choice::default())?;
     }
     bench(&["report"])?;
     if options.publish {

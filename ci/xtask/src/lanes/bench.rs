@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `bench-vm`: how our device compares with what two VMs have today, Soft-RoCE (rxe) and TCP
-//! on virtio-net.
+//! Lanes `bench-vm` and `bench-wire`: how our device compares with what two VMs have today, Soft-RoCE
+//! (rxe) and TCP on virtio-net. The VMs have one device process, or one each, with VXLAN between them.
 //!
 //! All three are in the same two guests and take turns: each round measures all of them, so that a
 //! machine that is slower for a while is slower for all. The figures are the medians of the rounds,
@@ -40,20 +40,85 @@ pub fn lane() -> Lane {
     }
 }
 
+/// The same between VMs of two device processes, as between hosts.
+pub fn wire() -> Lane {
+    Lane {
+        name: "bench-wire",
+        about: "the same between VMs of two device processes, with VXLAN between them",
+        hosts: Hosts::Vxlan,
+        runs: || vec![(Kernel::Trixie, WIRE_CASES.to_vec())],
+        ..lane()
+    }
+}
+
+/// rxe has the network interface, with the frames with which rxe and TCP do best.
+const SET_UP: &str = "rxe and jumbo frames";
+
 const CASES: &[Case] = &[
     Case {
-        name: "rxe and jumbo frames",
-        run: set_up,
+        name: SET_UP,
+        run: |fixture| set_up(fixture, "Our device needs no network for its data."),
     },
     Case {
         name: "rounds",
-        run: rounds,
+        run: |fixture| rounds(fixture, &LOCAL),
     },
     Case {
         name: "curves",
         run: curves,
     },
 ];
+
+const WIRE_CASES: &[Case] = &[
+    Case {
+        name: SET_UP,
+        run: |fixture| {
+            let how = "Over the wire, each VM has a device process of its own, whose packets of 4 KiB go to the other one \
+                       in VXLAN over loopback.";
+            set_up(fixture, how)
+        },
+    },
+    Case {
+        name: "rounds",
+        run: |fixture| rounds(fixture, &WIRE),
+    },
+];
+
+/// What is wanted of our values over rxe's, and of our bandwidth over that of TCP.
+struct Targets {
+    /// What the sections of reports are called besides the quantity.
+    way: &'static str,
+    latency: Target,
+    bandwidth: Target,
+    rate: Target,
+    tcp: Option<Target>,
+}
+
+const LOCAL: Targets = Targets {
+    way: "",
+    latency: Target::Max(1.0 / 15.0),
+    bandwidth: Target::Min(100.0),
+    rate: Target::Min(20.0),
+    tcp: Some(Target::Min(10.0)),
+};
+
+const WIRE: Targets = Targets {
+    way: " over the wire",
+    latency: Target::Max(1.0 / 10.0),
+    bandwidth: Target::Min(10.0),
+    rate: Target::Min(10.0),
+    tcp: None,
+};
+
+impl Targets {
+    fn of(&self, quantity: Quantity) -> Target {
+        match quantity {
+            Quantity::Latency => self.latency,
+            Quantity::Bandwidth => self.bandwidth,
+            Quantity::Rate => self.rate,
+        }
+    }
+}
 
 /// An RDMA device of the guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,19 +178,7 @@ impl Quantity {
             Quantity::Bandwidth | Quantity::Rate => Better::Higher,
         }
     }
-
-    /// Bounds of our value over rxe's.
-    fn target(self) -> Target {
-        match self {
-            Quantity::Latency => Target::Max(1.0 / 15.0),
-            Quantity::Bandwidth => Target::Min(100.0),
-            Quantity::Rate => Target::Min(20.0),
-        }
-    }
 }
-
-/// Bounds of our bandwidth over that of TCP.
-const TARGET_TCP: Target = Target::Min(10.0);
 
 /// One measurement with perftest.
 #[derive(Clone, Copy, Debug)]
@@ -206,8 +259,8 @@ fn bytes(size: u64) -> String {
 }
 
 /// Gives rxe the network interface that ours is paired with, and the interface the frames with
-/// which rxe and TCP do best.
-fn set_up(fixture: &mut Fixture) -> Result<()> {
+/// which rxe and TCP do best. `ours`: how our data goes, for the report.
+fn set_up(fixture: &mut Fixture, ours: &str) -> Result<()> {
     for vm in &fixture.bed.vms {
         vm.sh("ip link set eth0 mtu 9000")?;
         vm.sh(
@@ -232,11 +285,10 @@ fn set_up(fixture: &mut Fixture) -> Result<()> {
          {cores} CPUs of the host. Our device, rxe and TCP take turns in the same two guests. Latency is what perftest calls \
          typical, the median of its run; each figure is the median of {ROUNDS} runs, each point of a curve one run."
     ));
-    fixture.note(
+    fixture.note(format!(
         "Rxe and TCP go over virtio-net with an MTU of 9000, connected by QEMU's own stream socket between the two processes: \
-         this needs no privilege, and has no segmentation offload. Our device needs no network for its data."
-            .to_owned(),
-    );
+         this needs no privilege, and has no segmentation offload. {ours}"
+    ));
     Ok(())
 }
 
@@ -288,7 +340,7 @@ struct Values {
     tcp: Vec<f64>,
 }
 
-fn rounds(fixture: &mut Fixture) -> Result<()> {
+fn rounds(fixture: &mut Fixture, targets: &Targets) -> Result<()> {
     let mut values = Values {
         perftest: vec![Default::default(); MEASUREMENTS.len()],
         tcp: Vec::new(),
@@ -314,11 +366,13 @@ fn rounds(fixture: &mut Fixture) -> Result<()> {
                 }
             }
         }
-        let value = tcp(fixture)?;
-        println!("         round {round}, TCP: {value:.0} MiB/s");
-        values.tcp.push(value);
+        if targets.tcp.is_some() {
+            let value = tcp(fixture)?;
+            println!("         round {round}, TCP: {value:.0} MiB/s");
+            values.tcp.push(value);
+        }
     }
-    for figure in figures(&values) {
+    for figure in figures(&values, targets) {
         fixture.sub_case(judged(&figure));
         fixture.measured(figure);
     }
@@ -326,23 +380,24 @@ fn rounds(fixture: &mut Fixture) -> Result<()> {
 }
 
 /// What the rounds come to.
-fn figures(values: &Values) -> Vec<Figure> {
+fn figures(values: &Values, targets: &Targets) -> Vec<Figure> {
     let mut figures = Vec::new();
     for (measurement, [ours, rxe]) in MEASUREMENTS.iter().zip(&values.perftest) {
         let quantity = measurement.quantity;
-        let name = measurement.name();
+        let section = format!("{}{}", quantity.section(), targets.way);
         let figure = Figure::new(
             Part::Vm,
-            quantity.section(),
-            &name,
+            &section,
+            &measurement.name(),
             quantity.unit(),
             quantity.better(),
             ours,
         );
         let beside = figure.clone().beside("rxe", rxe);
-        figures.push(beside.target(quantity.target()));
-        if quantity == Quantity::Bandwidth && measurement.operation == "write" {
-            figures.push(figure.beside("TCP", &values.tcp).target(TARGET_TCP));
+        figures.push(beside.target(targets.of(quantity)));
+        let bandwidth = quantity == Quantity::Bandwidth && measurement.operation == "write";
+        if let Some(target) = targets.tcp.filter(|_| bandwidth) {
+            figures.push(figure.beside("TCP", &values.tcp).target(target));
         }
     }
     figures
@@ -442,7 +497,7 @@ mod tests {
                 .collect(),
             tcp: vec![400.0],
         };
-        let figures = figures(&values);
+        let figures = figures(&values, &LOCAL);
         let met = |section: &str, peer: &str| -> Vec<bool> {
             figures
                 .iter()
@@ -455,6 +510,13 @@ mod tests {
         assert_eq!(met("bandwidth", "rxe"), [false; 3]);
         assert_eq!(met("message rate", "rxe"), [true; 2]);
         assert_eq!(met("bandwidth", "TCP"), [true]);
+        let figures = super::figures(&values, &WIRE);
+        let peers = figures.iter().filter_map(|figure| figure.peer.as_ref());
+        assert!(peers.into_iter().all(|peer| peer.name == "rxe"));
+        let over = figures
+            .iter()
+            .filter(|figure| figure.section.ends_with("over the wire"));
+        assert_eq!(over.count(), MEASUREMENTS.len());
     }
 
     #[test]

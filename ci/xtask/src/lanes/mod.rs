@@ -155,6 +155,7 @@ pub fn all() -> Vec<Lane> {
         hostile::lane(),
         software::lane(),
         bench::lane(),
+        bench::wire(),
     ]
 }
 
