@@ -21,6 +21,7 @@ mod packet;
 mod pcapng;
 pub(crate) mod port;
 mod receiver;
+mod rooms;
 mod sender;
 #[cfg(test)]
 pub(super) mod tests;
@@ -42,6 +43,7 @@ use self::layer::plan::Plan;
 use self::packet::{Body, Nak, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
 use self::port::{Burst, Direction, Fate, Port};
 use self::receiver::Receiver;
+use self::rooms::Rooms;
 use self::sender::{Brought, Peer, Sender};
 use self::unacknowledged::{datagram, datagrams, Stream};
 use self::verdict::{Reason, Verdict};
@@ -75,9 +77,6 @@ const MOST_WAIT: u64 = 10_000_000;
 /// how many frames wait for one destination, at most, and how many in all.
 const MOST_WAITING_FOR_ONE: usize = 128;
 const MOST_WAITING: usize = 512;
-/// Rooms for such frames, and for packets that come too early, that are kept for the next ones, at
-/// most.
-const MOST_SPARE: usize = 512;
 
 /// How long a peer waits before it tries again whether a VM is still stopped, as an RNR NAK has it:
 /// 41 ms.
@@ -382,28 +381,6 @@ struct Waiting {
     bytes: Vec<u8>,
 }
 
-/// Rooms for frames that are done with, for the next ones: so that a burst that comes too early needs
-/// no allocation once there was one.
-#[derive(Debug, Default)]
-struct Rooms(Vec<Vec<u8>>);
-
-impl Rooms {
-    /// A room with these bytes.
-    fn with(&mut self, bytes: &[u8]) -> Vec<u8> {
-        let mut room = self.0.pop().unwrap_or_default();
-        room.clear();
-        room.extend_from_slice(bytes);
-        room
-    }
-
-    /// Not all are kept that were ever needed at once.
-    fn put_back(&mut self, room: Vec<u8>) {
-        if self.0.len() < MOST_SPARE {
-            self.0.push(room);
-        }
-    }
-}
-
 /// The fabric, as one worker has it: a port, and what it keeps of the queue pairs.
 #[derive(Debug)]
 pub(crate) struct Wire<P> {
@@ -506,7 +483,14 @@ impl<P: Port> Wire<P> {
     pub(crate) fn receive(&mut self, now: u64, most: usize, vms: &mut impl Recipients) -> usize {
         let mut taken = self.take_waiting(now, vms);
         let mut burst = std::mem::take(&mut self.received);
-        while taken < most && self.out.port.receive(now, &mut burst) {
+        while taken < most {
+            if burst.is_kept() {
+                burst.renew(self.rooms.for_burst());
+            }
+            if !self.out.port.receive(now, &mut burst) {
+                break;
+            }
+            self.rooms.current = burst.room();
             for (segment, bytes, lost) in burst.frames() {
                 taken += 1;
                 if let Some(fate) = lost {
@@ -524,6 +508,7 @@ impl<P: Port> Wire<P> {
                     self.wait(now, to, bytes, ahead);
                 }
             }
+            self.rooms.current = None;
         }
         self.received = burst;
         self.acknowledge(now, vms);
@@ -878,7 +863,7 @@ impl<P: Port> Wire<P> {
             Verdict::Taken => {
                 let mut filled = false;
                 while let Some(kept) = receiver.next_kept() {
-                    let packet = Packet::read(&kept.bytes);
+                    let packet = Packet::read(kept.bytes());
                     let Some((packet, Body::Request(request))) =
                         packet.map(|packet| (packet, packet.body))
                     else {
@@ -887,7 +872,7 @@ impl<P: Port> Wire<P> {
                     let taken =
                         receiver.receive(&mut responder, tables, qp, mtu, &packet, &request);
                     filled = taken == Verdict::Taken;
-                    self.rooms.put_back(kept.bytes);
+                    self.rooms.release(kept);
                     if !filled {
                         break;
                     }

@@ -16,8 +16,8 @@ use super::packet::{
     Body, GapList, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth,
     Service, Syndrome, HALF,
 };
+use super::rooms::{Kept, Rooms};
 use super::verdict::{Reason, Verdict};
-use super::Rooms;
 use crate::engine::cursor::{DataSource, Sink};
 use crate::engine::message::{Answer, Message};
 use crate::engine::operation::flush_access;
@@ -106,13 +106,11 @@ enum What {
     Done,
 }
 
-/// A packet that came too early: its bytes.
+/// A packet that came too early.
 #[derive(Debug)]
-pub(super) struct Kept {
+struct Early {
     psn: Psn,
-    pub bytes: Vec<u8>,
-    /// In the account of its VM.
-    _share: Share,
+    kept: Kept,
 }
 
 /// How a packet of a request fared.
@@ -143,7 +141,7 @@ pub(super) struct Receiver {
     /// The last requests that brought something, as many as the requester may have under way.
     brought: VecDeque<Brought>,
     /// Packets that came too early, in their order.
-    kept: VecDeque<Kept>,
+    early: VecDeque<Early>,
 }
 
 impl Receiver {
@@ -167,7 +165,7 @@ impl Receiver {
             fatal: None,
             replies: VecDeque::new(),
             brought: VecDeque::new(),
-            kept: VecDeque::new(),
+            early: VecDeque::new(),
         })
     }
 
@@ -181,36 +179,33 @@ impl Receiver {
         rooms: &mut Rooms,
     ) -> bool {
         let ahead = psn.since(self.expected);
-        let before = |kept: &Kept| kept.psn.since(self.expected) < ahead;
-        let at = self.kept.partition_point(before);
-        if self.kept.get(at).is_some_and(|kept| kept.psn == psn) {
+        let before = |early: &Early| early.psn.since(self.expected) < ahead;
+        let at = self.early.partition_point(before);
+        if self.early.get(at).is_some_and(|early| early.psn == psn) {
             return true;
         }
-        if self.kept.len() >= MOST_KEPT {
+        if self.early.len() >= MOST_KEPT {
             return false;
         }
-        let bytes = rooms.with(bytes);
-        let mut share = share.another();
-        // The room may be larger than what is in it.
-        let footprint = 2 * size_of::<Kept>() + bytes.capacity();
-        if share.grow(footprint as u64).is_err() {
-            rooms.put_back(bytes);
+        // The list grows to twice what it needs.
+        let entry = 2 * size_of::<Early>() as u64;
+        let Some(kept) = rooms.keep(bytes, entry, share) else {
             return false;
-        }
-        let _share = share;
-        self.kept.insert(at, Kept { psn, bytes, _share });
+        };
+        self.early.insert(at, Early { psn, kept });
         true
     }
 
     /// The packet to take next, if it was kept.
     pub(super) fn next_kept(&mut self) -> Option<Kept> {
         // What came again meanwhile is done with.
-        let behind = |kept: &Kept| kept.psn.since(self.expected) >= HALF;
-        while self.kept.front().is_some_and(behind) {
-            self.kept.pop_front();
+        let behind = |early: &Early| early.psn.since(self.expected) >= HALF;
+        while self.early.front().is_some_and(behind) {
+            self.early.pop_front();
         }
-        let next = self.kept.front()?.psn == self.expected;
-        next.then(|| self.kept.pop_front()).flatten()
+        let next = self.early.front()?.psn == self.expected;
+        let early = next.then(|| self.early.pop_front()).flatten()?;
+        Some(early.kept)
     }
 
     /// The packet to take next.
@@ -223,8 +218,8 @@ impl Receiver {
     pub(super) fn gaps(&self, end: Psn) -> GapList {
         let mut gaps = GapList::default();
         let mut next = self.expected;
-        let kept = self.kept.iter().map(|kept| kept.psn);
-        for psn in kept.chain([end]) {
+        let early = self.early.iter().map(|early| early.psn);
+        for psn in early.chain([end]) {
             let gap = psn.since(next);
             // Not what came again meanwhile.
             if gap < HALF {
@@ -240,7 +235,7 @@ impl Receiver {
     /// Packets that were kept are taken: their requester learns how far that went, and what is
     /// missing next.
     pub(super) fn filled(&mut self) {
-        if self.kept.is_empty() {
+        if self.early.is_empty() {
             let last = self.expected.before();
             let brings = |brought: &Brought| last.since(brought.psn) < brought.packets;
             // What the last one brings is its answer.
@@ -386,7 +381,7 @@ impl Receiver {
     fn end(&mut self, psn: Psn, error: WcError) -> Verdict {
         let nak = Nak::of(error);
         self.fatal = Some((psn, nak));
-        self.kept = VecDeque::new();
+        self.early = VecDeque::new();
         self.refuse(psn, Syndrome::Nak(nak), error.vendor)
     }
 

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
+use super::rooms::Room;
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
 
@@ -28,11 +30,15 @@ pub(crate) enum Direction {
     Out,
 }
 
+/// A burst has so many bytes at least if packets stay in it that came too early, of which there may be
+/// few: what it takes is not much more than what is kept.
+const LEAST_KEPT: usize = LONGEST / 2;
+
 /// Frames that came at once.
 #[derive(Debug, Default)]
 pub(crate) struct Burst {
-    /// Room for them; as long as what may come.
-    bytes: Vec<u8>,
+    /// Where they are.
+    room: Arc<Room>,
     frames: Vec<Arrived>,
 }
 
@@ -61,14 +67,16 @@ impl Arrived {
 impl Burst {
     /// The frames, each with where it came from, and its fate if that is to be lost.
     pub(super) fn frames(&self) -> impl Iterator<Item = (Segment, &[u8], Option<Fate>)> {
-        let bytes = |one: &Arrived| self.bytes.get(one.place.clone());
+        let bytes = |one: &Arrived| self.room.bytes.get(one.place.clone());
         let frames = self.frames.iter();
         frames.filter_map(move |one| Some((one.segment, bytes(one)?, one.lost)))
     }
 
     /// Asks what happens to each frame: those that are delayed are not in it any longer.
     pub(super) fn judge(&mut self, mut fate: impl FnMut(Segment, &mut [u8]) -> Option<Fate>) {
-        let bytes = &mut self.bytes;
+        let Some(Room { bytes, .. }) = Arc::get_mut(&mut self.room) else {
+            return;
+        };
         self.frames.retain_mut(|one| {
             let frame = bytes.get_mut(one.place.clone()).unwrap_or_default();
             match fate(one.segment, frame) {
@@ -80,23 +88,49 @@ impl Burst {
         });
     }
 
+    /// Whether packets are kept in it.
+    pub(super) fn is_kept(&self) -> bool {
+        Arc::strong_count(&self.room) > 1
+    }
+
+    /// What comes next is in this room, or a new one.
+    pub(super) fn renew(&mut self, room: Option<Arc<Room>>) {
+        self.room = room.unwrap_or_default();
+    }
+
+    /// Where its frames are, if packets may be kept there.
+    pub(super) fn room(&self) -> Option<Arc<Room>> {
+        let end = self.frames.last().map_or(0, |last| last.place.end);
+        (end >= LEAST_KEPT).then(|| self.room.clone())
+    }
+
+    /// The bytes and the frames, for what comes next.
+    fn parts(&mut self) -> (&mut Vec<u8>, &mut Vec<Arrived>) {
+        (&mut Arc::make_mut(&mut self.room).bytes, &mut self.frames)
+    }
+
+    fn bytes(&mut self) -> &mut Vec<u8> {
+        self.parts().0
+    }
+
     /// There is nothing in it.
     fn clear(&mut self) {
         self.frames.clear();
-        self.bytes.clear();
+        self.bytes().clear();
     }
 
     /// A copy of a frame comes behind the others.
     fn push(&mut self, segment: Segment, frame: &[u8]) {
-        let start = self.bytes.len();
-        self.bytes.extend_from_slice(frame);
-        let place = start..self.bytes.len();
+        let bytes = self.bytes();
+        let start = bytes.len();
+        bytes.extend_from_slice(frame);
+        let place = start..bytes.len();
         self.frames.push(Arrived::new(segment, place));
     }
 
     /// Whether there is enough in it.
     fn is_full(&self) -> bool {
-        self.bytes.len() >= LONGEST
+        self.room.bytes.len() >= LONGEST
     }
 
     /// Takes as many of these frames as there is room for, instead of what came before.
@@ -113,8 +147,9 @@ impl Burst {
     /// Room for what comes next, instead of what came before.
     fn space(&mut self) -> &mut [u8] {
         self.frames.clear();
-        self.bytes.resize(LONGEST, 0);
-        &mut self.bytes
+        let bytes = self.bytes();
+        bytes.resize(LONGEST, 0);
+        bytes
     }
 }
 

@@ -88,9 +88,9 @@ impl Port for SimPort {
         let link = links.0.get_mut(&self.mac).unwrap();
         match link.front() {
             Some((at, _)) if *at <= now => {
-                burst.bytes = link.pop_front().unwrap().1;
+                *burst.bytes() = link.pop_front().unwrap().1;
                 burst.frames.clear();
-                let all = 0..burst.bytes.len();
+                let all = 0..burst.room.bytes.len();
                 burst.frames.push(Arrived::new(Segment::Vxlan(0), all));
                 true
             }

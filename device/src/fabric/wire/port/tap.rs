@@ -547,7 +547,7 @@ impl TapEnd {
             if header[1] & UDP_KIND == UDP_SEGMENTS {
                 let each = usize::from(u16::from_le_bytes([header[4], header[5]]));
                 if let Some(layout) = Layout::of(frame).filter(|_| each != 0) {
-                    let Burst { bytes, frames } = &mut *burst;
+                    let (bytes, frames) = burst.parts();
                     let mut start = bytes.len();
                     for_each_frame(frame, layout, each, bytes, |bytes| {
                         frames.push(Arrived::new(segment, start..bytes.len()));

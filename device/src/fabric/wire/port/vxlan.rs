@@ -199,11 +199,12 @@ impl VxlanPort {
                 continue;
             };
             let mut at = 0;
-            let bytes = burst.bytes.get(..came.bytes).unwrap_or_default();
+            let Burst { room, frames } = &mut *burst;
+            let bytes = room.bytes.get(..came.bytes).unwrap_or_default();
             for datagram in bytes.chunks(came.each.max(1)) {
                 let frame = at + HEADER..at + datagram.len();
                 if let Some(vni) = self.tunnel.network_of(datagram, host) {
-                    burst.frames.push(Arrived::new(Segment::Vxlan(vni), frame));
+                    frames.push(Arrived::new(Segment::Vxlan(vni), frame));
                 }
                 at += datagram.len();
             }
