@@ -217,10 +217,11 @@ struct Resume {
     fills: bool,
 }
 
-/// Packets over which the part that is lost is estimated.
-const HISTORY: u32 = 128;
+/// Packets over which the part that is lost is estimated: more than may be under way, whose losses a
+/// report tells at once.
+const HISTORY: u32 = 1024;
 /// Losses of these that are no sign of congestion.
-const STRAY_LOSSES: u32 = 5;
+const STRAY_LOSSES: u32 = 40;
 
 /// How many packets may be under way: more while the network takes them, half as many when answers
 /// take long because too many wait on their way, when a router says so, or when packets are lost.
@@ -1566,5 +1567,13 @@ mod tests {
         let [one, four] = [100, 25].map(after);
         assert!(one > 4 * FIRST_WINDOW, "{one}");
         assert!(four < FIRST_WINDOW, "{four}");
+        // Of one and a half, told of eight at a time.
+        let mut window = Window::new(at(0), Congestion::Window);
+        for n in 0..1000 {
+            window.acknowledged(500);
+            let sent = at(500 * (n + 1));
+            (0..8).for_each(|lost| window.lost_one(at(500 * n + lost), sent));
+        }
+        assert!(window.packets > 4 * FIRST_WINDOW, "{}", window.packets);
     }
 }
