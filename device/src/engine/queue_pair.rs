@@ -270,6 +270,11 @@ impl Qp {
         prefetch_from(&self.hints, OWN_LINES);
     }
 
+    /// Has the processor fetch all of it.
+    pub(crate) fn prefetch_all(&self) {
+        prefetch_from(self, lines::<Self>());
+    }
+
     /// The state: `qp_state`.
     #[must_use]
     pub fn state(&self) -> u8 {

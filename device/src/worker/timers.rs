@@ -99,6 +99,15 @@ impl Parked {
                     _ => break,
                 }
             }
+            // Of many that are due few are in the caches: what the next ones need is fetched while these
+            // are polled, first the queue pair and then what it knows of.
+            let mut next = of_vm.values();
+            if let Some(qp) = next.next() {
+                qp.hints.prefetch();
+            }
+            if let Some(qp) = next.next() {
+                qp.prefetch_all();
+            }
         }
         self.next = self.next().unwrap_or(u64::MAX);
     }
