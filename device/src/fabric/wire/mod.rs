@@ -509,6 +509,7 @@ impl<P: Port> Wire<P> {
                 }
             }
             self.rooms.current = None;
+            burst.taken();
         }
         self.received = burst;
         self.acknowledge(now, vms);

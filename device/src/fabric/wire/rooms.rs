@@ -36,6 +36,11 @@ impl Room {
         (end <= self.bytes.len()).then_some(start..end)
     }
 
+    /// Nothing is kept in it any longer.
+    pub(super) fn leave_account(&mut self) {
+        self.share.take();
+    }
+
     /// Whether it is in an account: that which `of` is of, unless it is in one already.
     fn account(&self, of: &Share) -> bool {
         if self.share.get().is_some() {
@@ -113,7 +118,7 @@ impl Rooms {
             Bytes::Copy(room) => self.put_back(room),
             Bytes::Part(mut room, _) => {
                 if let Some(last) = Arc::get_mut(&mut room) {
-                    last.share = OnceLock::new();
+                    last.leave_account();
                     if self.bursts.len() < MOST_SPARE_BURSTS {
                         self.bursts.push(room);
                     }

@@ -93,6 +93,13 @@ impl Burst {
         Arc::strong_count(&self.room) > 1
     }
 
+    /// Its frames are taken: if none is kept in it, or none any longer, it is in no account.
+    pub(super) fn taken(&mut self) {
+        if let Some(room) = Arc::get_mut(&mut self.room) {
+            room.leave_account();
+        }
+    }
+
     /// What comes next is in this room, or a new one.
     pub(super) fn renew(&mut self, room: Option<Arc<Room>>) {
         self.room = room.unwrap_or_default();
@@ -235,4 +242,58 @@ pub(crate) trait Port {
 
     /// When it is worth a look though nobody sends, nanoseconds.
     fn timer(&self) -> Option<u64>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rooms::Rooms;
+    use super::*;
+    use crate::footprint::Footprint;
+
+    fn burst(len: usize) -> Burst {
+        let mut burst = Burst::default();
+        burst.push(Segment::Own(0), &vec![1; len]);
+        burst
+    }
+
+    #[test]
+    fn what_was_kept_and_taken_while_its_burst_was_is_in_no_account() {
+        let account = Footprint::new(1 << 20);
+        let share = account.empty();
+        let mut rooms = Rooms::default();
+        let mut burst = burst(LONGEST);
+        rooms.current = burst.room();
+        let (_, frame, _) = burst.frames().next().unwrap();
+        let kept = rooms.keep(frame, 1, &share).unwrap();
+        assert!(burst.is_kept() && account.bytes() > LONGEST as u64);
+        rooms.release(kept);
+        rooms.current = None;
+        burst.taken();
+        assert!(!burst.is_kept());
+        assert_eq!(account.bytes(), 0);
+    }
+
+    #[test]
+    fn a_burst_in_which_something_is_kept_is_left_alone() {
+        let account = Footprint::new(1 << 20);
+        let share = account.empty();
+        let mut rooms = Rooms::default();
+        let mut burst = burst(LONGEST);
+        rooms.current = burst.room();
+        let (_, frame, _) = burst.frames().next().unwrap();
+        let kept = rooms.keep(frame, 1, &share).unwrap();
+        rooms.current = None;
+        burst.taken();
+        assert!(burst.is_kept() && account.bytes() != 0);
+        burst.space().fill(2);
+        assert!(kept.bytes().iter().all(|byte| *byte == 1));
+        assert!(!burst.is_kept());
+    }
+
+    #[test]
+    fn few_bytes_are_not_kept_in_their_burst() {
+        assert!(burst(LEAST_KEPT - 1).room().is_none());
+        assert!(burst(LEAST_KEPT).room().is_some());
+        assert!(Burst::default().room().is_none());
+    }
 }
