@@ -152,6 +152,15 @@ impl Share {
         self.bytes
     }
 
+    /// Whether it is of the same account as another one.
+    #[must_use]
+    pub fn is_with(&self, other: &Self) -> bool {
+        match (&self.of, &other.of) {
+            (Some(own), Some(other)) => Arc::ptr_eq(own, other),
+            (own, other) => own.is_none() && other.is_none(),
+        }
+    }
+
     /// A share of nothing, of the same account.
     #[must_use]
     pub fn another(&self) -> Self {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Where frames are that are not done with at once: those that wait for their VM, and packets that came
 //! too early. Packets of a large burst stay where the burst was read, and the next burst is read
-//! elsewhere; all others are copied. Rooms are used again, so that nothing is allocated once there were
+//! elsewhere, if they are of one VM; all others are copied. Rooms are used again, so that nothing is allocated once there were
 //! as many.
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -16,7 +16,8 @@ const MOST_SPARE_BURSTS: usize = 32;
 #[derive(Debug, Default)]
 pub(super) struct Room {
     pub bytes: Vec<u8>,
-    /// Its share of the account of the VM that was the first to keep something in it.
+    /// Its share of the account of the VM that keeps something in it: no other VM does, since nobody is to
+    /// pay for what a neighbour keeps.
     share: OnceLock<Share>,
 }
 
@@ -41,10 +42,10 @@ impl Room {
         self.share.take();
     }
 
-    /// Whether it is in an account: that which `of` is of, unless it is in one already.
+    /// Whether it is in the account that `of` is of, from now on if it was in none.
     fn account(&self, of: &Share) -> bool {
-        if self.share.get().is_some() {
-            return true;
+        if let Some(share) = self.share.get() {
+            return share.is_with(of);
         }
         let mut share = of.another();
         let bytes = listed::<u8>(self.bytes.capacity());
@@ -95,10 +96,10 @@ impl Rooms {
         let part = self
             .current
             .as_ref()
-            .and_then(|room| Some((room, room.place_of(bytes)?)));
+            .and_then(|room| Some((room, room.place_of(bytes)?)))
+            .filter(|(room, _)| room.account(&share));
         let bytes = if let Some((room, place)) = part {
-            room.account(&share)
-                .then(|| Bytes::Part(room.clone(), place))?
+            Bytes::Part(room.clone(), place)
         } else {
             let room = self.with(bytes);
             // It may be larger than what is in it.
@@ -218,17 +219,31 @@ mod tests {
         let burst = room(1000);
         assert!(rooms.keep(&[1; 10], 1000, &share).is_none());
         assert!(rooms.keep(&burst.bytes, ENTRY, &share).is_none());
+        // There is room for a copy of a part, but not for the burst.
+        let mut rooms = Rooms::default();
         rooms.current = Some(burst.clone());
-        assert!(rooms.keep(&burst.bytes[..10], ENTRY, &share).is_none());
-        assert_eq!(account.bytes(), 0);
-        // Another VM has room.
-        let other = Footprint::new(1 << 20);
-        let kept = rooms
-            .keep(&burst.bytes[..10], ENTRY, &other.empty())
-            .unwrap();
-        assert!(rooms.keep(&burst.bytes[10..20], ENTRY, &share).is_some());
+        let kept = rooms.keep(&burst.bytes[..10], ENTRY, &share).unwrap();
+        assert!(matches!(kept.bytes, Bytes::Copy(_)));
         drop(kept);
         assert_eq!(account.bytes(), 0);
+    }
+
+    #[test]
+    fn nobody_pays_for_what_a_neighbour_keeps() {
+        let [first, second] = [0, 1].map(|_| Footprint::new(1 << 20));
+        let mut rooms = Rooms::default();
+        let burst = room(1000);
+        rooms.current = Some(burst.clone());
+        let parts = [&burst.bytes[..10], &burst.bytes[10..20]];
+        let own = rooms.keep(parts[0], ENTRY, &first.empty()).unwrap();
+        let other = rooms.keep(parts[1], ENTRY, &second.empty()).unwrap();
+        assert!(matches!(own.bytes, Bytes::Part(..)));
+        assert!(matches!(other.bytes, Bytes::Copy(_)));
+        rooms.current = None;
+        drop(burst);
+        rooms.release(own);
+        assert_eq!(first.bytes(), 0);
+        assert!(second.bytes() != 0 && other.bytes().len() == 10);
     }
 
     #[test]

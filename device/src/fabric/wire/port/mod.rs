@@ -246,9 +246,19 @@ pub(crate) trait Port {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rooms::Rooms;
+    use super::super::rooms::{Kept, Rooms};
     use super::*;
     use crate::footprint::Footprint;
+
+    /// A burst of one frame, and the frame as it is kept.
+    fn keep(rooms: &mut Rooms, account: &Footprint) -> (Burst, Kept) {
+        let burst = burst(LONGEST);
+        rooms.current = burst.room();
+        let (_, frame, _) = burst.frames().next().unwrap();
+        let kept = rooms.keep(frame, 1, &account.empty()).unwrap();
+        assert!(burst.is_kept() && account.bytes() > LONGEST as u64);
+        (burst, kept)
+    }
 
     fn burst(len: usize) -> Burst {
         let mut burst = Burst::default();
@@ -258,14 +268,8 @@ mod tests {
 
     #[test]
     fn what_was_kept_and_taken_while_its_burst_was_is_in_no_account() {
-        let account = Footprint::new(1 << 20);
-        let share = account.empty();
-        let mut rooms = Rooms::default();
-        let mut burst = burst(LONGEST);
-        rooms.current = burst.room();
-        let (_, frame, _) = burst.frames().next().unwrap();
-        let kept = rooms.keep(frame, 1, &share).unwrap();
-        assert!(burst.is_kept() && account.bytes() > LONGEST as u64);
+        let (account, mut rooms) = (Footprint::default(), Rooms::default());
+        let (mut burst, kept) = keep(&mut rooms, &account);
         rooms.release(kept);
         rooms.current = None;
         burst.taken();
@@ -275,13 +279,8 @@ mod tests {
 
     #[test]
     fn a_burst_in_which_something_is_kept_is_left_alone() {
-        let account = Footprint::new(1 << 20);
-        let share = account.empty();
-        let mut rooms = Rooms::default();
-        let mut burst = burst(LONGEST);
-        rooms.current = burst.room();
-        let (_, frame, _) = burst.frames().next().unwrap();
-        let kept = rooms.keep(frame, 1, &share).unwrap();
+        let (account, mut rooms) = (Footprint::default(), Rooms::default());
+        let (mut burst, kept) = keep(&mut rooms, &account);
         rooms.current = None;
         burst.taken();
         assert!(burst.is_kept() && account.bytes() != 0);
