@@ -73,7 +73,7 @@ const WIRE_CASES: &[Case] = &[
     Case {
         name: SET_UP,
         run: |fixture| {
-            let how = "Over the wire, each VM has a device process of its own, whose packets of 4 KiB go to the other one \
+            let how = "Over the wire, each VM has a device process of its own, whose packets go to the other one \
                        in VXLAN over loopback.";
             set_up(fixture, how)
         },
