@@ -220,8 +220,10 @@ mod tests {
         assert!(rooms.keep(&[1; 10], 1000, &share).is_none());
         assert!(rooms.keep(&burst.bytes, ENTRY, &share).is_none());
         // There is room for a copy of a part, but not for the burst.
-        let mut rooms = Rooms::default();
-        rooms.current = Some(burst.clone());
+        let mut rooms = Rooms {
+            current: Some(burst.clone()),
+            ..Rooms::default()
+        };
         let kept = rooms.keep(&burst.bytes[..10], ENTRY, &share).unwrap();
         assert!(matches!(kept.bytes, Bytes::Copy(_)));
         drop(kept);
