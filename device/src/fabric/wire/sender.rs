@@ -411,7 +411,8 @@ pub(super) struct Sender {
     filled: Option<Psn>,
     keeps: Keeps,
     missing: Missing,
-    /// The ends of requests that are to bring something, and whose answers are waited for.
+    /// The ends of requests that are to bring something, and that the peer may have got, though they
+    /// are to go again: what is asked for again is so within the same bounds. In order.
     asked: VecDeque<Psn>,
     /// The last answer that came though what was to be brought before it had not.
     ahead: Option<Psn>,
@@ -630,7 +631,6 @@ impl Sender {
         self.at = 0;
         self.resume = None;
         self.filled = None;
-        self.asked.clear();
         self.unreadable = None;
         self.round_trip.timed = None;
     }
@@ -847,6 +847,14 @@ impl Sender {
         sq.take_begun();
     }
 
+    /// The request that asked for packet `psn`, if one did: where its end is in `asked`, or would be,
+    /// and its end.
+    fn asked_for(&self, psn: Psn) -> (usize, Option<Psn>) {
+        let ends_before = |end: &Psn| psn.since(*end) < HALF;
+        let at = self.asked.partition_point(ends_before);
+        (at, self.asked.get(at).copied())
+    }
+
     /// Sends packets, as many as window and budget allow. Returns whether there are more that may
     /// be sent at once.
     #[expect(clippy::too_many_arguments, reason = "they are what a poll has")]
@@ -901,17 +909,19 @@ impl Sender {
                     part = part.min(self.window.packets).max(1);
                 }
                 let end = (number / part + 1).saturating_mul(part);
-                // What is asked for again is within what one request has asked for.
-                let whole = (number / READ_PART + 1).saturating_mul(READ_PART);
-                end.min(whole).min(message.packets) - number
+                let end = end.min(message.packets) - number;
+                let (_, bound) = self.asked_for(self.next);
+                bound.map_or(end, |bound| end.min(bound.since(self.next)))
             } else {
                 1
             };
             let left = what.length.saturating_sub(offset);
             let moved = left.min(u64::from(count) * peer.mtu);
             if bring {
-                let asked = self.asked.len() >= usize::from(sq.max_rd_atomic.max(1));
-                if asked && self.resume.is_none() {
+                // The peer may have got all that was asked for, and not more than it takes at a time.
+                let (_, bound) = self.asked_for(self.next);
+                let others = self.asked.len() - usize::from(bound.is_some());
+                if in_flight != 0 && others >= usize::from(sq.max_rd_atomic.max(1)) {
                     return false;
                 }
                 let with_it = in_flight.saturating_add(count);
@@ -986,6 +996,13 @@ impl Sender {
                 self.round_trip.sent(self.next, now);
             }
             budget.bytes = budget.bytes.saturating_sub(len.max(64));
+            if bring {
+                let end = self.next.after(count);
+                let (at, bound) = self.asked_for(self.next);
+                if bound != Some(end) {
+                    self.asked.insert(at, end);
+                }
+            }
             if let Some(Resume { next, at, fills }) = self.resume.take() {
                 if fills {
                     self.filled = Some(self.next.after(count));
@@ -995,9 +1012,6 @@ impl Sender {
             }
             let ends = number + count == message.packets;
             self.next = self.next.after(count);
-            if bring {
-                self.asked.push_back(self.next);
-            }
             if ends {
                 self.at += 1;
             }

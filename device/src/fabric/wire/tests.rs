@@ -1730,6 +1730,19 @@ fn a_requester_asks_for_less_when_what_comes_was_marked() {
     assert!(simulation.net.counted(1, "cnp_handled") <= simulation.net.counted(0, "cnp_sent"));
 }
 
+/// The first end reads.
+fn post_read(simulation: &mut Simulation, [here, there]: [u64; 2], len: u32) {
+    let read = Send {
+        opcode: wr_opcode::RDMA_READ,
+        flags: send_flag::SIGNALED,
+        remote_addr: DATA + there,
+        rkey: simulation.pair.ends[1].guest.key,
+        sges: vec![simulation.pair.ends[0].guest.sge(here, len)],
+        ..Send::default()
+    };
+    simulation.pair.post_send(0, &read);
+}
+
 /// Four RDMA READs of 600,000 bytes by the first end, whose frames and the peer's have these faults.
 fn long_reads(faults_of: [&str; 2], max_rd_atomic: u8) -> Simulation {
     let (readers, mut each) = Readers::new(1);
@@ -1742,17 +1755,8 @@ fn long_reads(faults_of: [&str; 2], max_rd_atomic: u8) -> Simulation {
     let there = simulation.pair.ends[1].allocate(len);
     let bytes = content(3, 0, len as u32);
     simulation.pair.ends[1].guest.write(there, &bytes);
-    for wr_id in 0..4 {
-        let read = Send {
-            opcode: wr_opcode::RDMA_READ,
-            flags: send_flag::SIGNALED,
-            wr_id,
-            remote_addr: DATA + there,
-            rkey: simulation.pair.ends[1].guest.key,
-            sges: vec![simulation.pair.ends[0].guest.sge(here, len as u32)],
-            ..Send::default()
-        };
-        simulation.pair.post_send(0, &read);
+    for _ in 0..4 {
+        post_read(&mut simulation, [here, there], len as u32);
     }
     simulation.run(10 * SECOND);
     let cqes = simulation.pair.completions(0);
@@ -1772,6 +1776,31 @@ fn long_reads_bring_all() {
             long_reads([loss; 2], max_rd_atomic);
         }
     }
+}
+
+/// The first of four RDMA READs is lost and asked for again in parts, after a time-out. Its peer has
+/// kept the others, and takes four at a time.
+#[test]
+fn what_goes_again_in_parts_is_no_more_than_the_peer_takes_at_a_time() {
+    let (readers, mut each) = Readers::new(1);
+    let pair = Pair::for_requests(qp_type::RC, (&readers, ON_HOSTS), mtu::MTU_1024, 4);
+    let mut net = Net::new(each.pop().unwrap(), [faults("lose=0"); 2], &pair);
+    net.set_asking(false);
+    let mut simulation = Simulation { pair, net };
+    let here = simulation.pair.ends[0].allocate(4096);
+    let there = simulation.pair.ends[1].allocate(4096);
+    for len in [2049, 1, 1, 1] {
+        post_read(&mut simulation, [here, there], len);
+    }
+    simulation.run(SECOND / 1000);
+    assert_eq!(simulation.net.counted(1, "kept"), 2);
+    // Of three parts, the second is lost: all behind it waits for it.
+    simulation.net.set_faults(0, faults("lose=1"));
+    simulation.run(10 * SECOND);
+    assert_eq!(simulation.net.suffered(0, "lost"), 1);
+    let cqes = simulation.pair.completions(0);
+    let told: Vec<_> = cqes.iter().map(|cqe| cqe.status).collect();
+    assert_eq!(told, [wc_status::SUCCESS; 4]);
 }
 
 /// One packet of what is brought is lost: what is missing is asked for once, though many packets
