@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Copies by AVX, with what comes next fetched meanwhile; and past the caches, by stores that do
-//! not allocate in them, if `STREAM`.
+//! Copies by AVX, or by the string instruction where that is faster, with what comes next fetched
+//! meanwhile; and past the caches, by stores that do not allocate in them, if `STREAM`.
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
@@ -38,6 +38,9 @@ const FEW: usize = 8;
 /// Lines of a page that are fetched before it is begun with.
 const BEGINNING: usize = 4;
 
+/// The same before a page that is copied by one instruction.
+const BEGINNING_OF_WHOLE: usize = 6;
+
 /// Whether the processor has it.
 #[inline]
 pub fn is_there() -> bool {
@@ -46,7 +49,6 @@ pub fn is_there() -> bool {
 
 /// The order in which the lines of pages are copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub enum Order {
     /// Page by page, all over each of them.
     AllOver,
@@ -54,56 +56,67 @@ pub enum Order {
     Staggered,
     /// Page by page, one after the other, with the next page fetched meanwhile.
     Forward,
-    /// Page by page, as the C library copies them.
+    /// Page by page, each by one instruction (`rep movsb`), with the beginning of the next fetched
+    /// before.
     Whole,
 }
 
 impl Order {
-    const ALL: [Self; 4] = [Self::AllOver, Self::Staggered, Self::Forward, Self::Whole];
+    /// Those among which is chosen. `AllOver` is not: where it is the fastest it is so by little, and
+    /// where much is copied it was the slowest of all (Emerald Rapids, beyond the second cache).
+    const CHOICE: [Self; 3] = [Self::Staggered, Self::Forward, Self::Whole];
 }
 
-/// The one that many pages are copied in: its place in [`Order::ALL`].
-static CHOSEN: AtomicU8 = AtomicU8::new(Order::AllOver as u8);
+/// The one that many pages are copied in: its place in [`Order::CHOICE`].
+static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
 /// Measures on this processor which order is the fastest for many pages, and copies so from now on.
-/// It takes a few milliseconds; another thread that needs the processor meanwhile does no harm.
+/// It takes some ten milliseconds; another thread that needs the processor meanwhile does no harm.
 pub fn choose() -> Option<Order> {
-    /// Pages that are copied at a time: 1 MiB, which is neither in the first cache nor out of the
-    /// last one.
-    const MANY: usize = 256;
-    const ROUNDS: usize = 16;
+    /// Pages that are copied at a time: as much at both ends as the second cache of a core may just
+    /// hold, and more.
+    const COUNTS: [usize; 2] = [256, 512];
+    /// Pages among which they are.
+    const AMONG: usize = 2048;
+    /// In what order, by steps from one to the next. Pages of guests lie in any, so perhaps in the same
+    /// at both ends, where they compete for the same places in the caches.
+    const STEPS: [[usize; 2]; 2] = [[101, 59], [59, 59]];
+    const ROUNDS: usize = 6;
     if !is_there() {
         return None;
     }
-    let memory = || vec![Page([1; PAGE]); MANY];
+    let memory = || vec![Page([1; PAGE]); AMONG];
     let (mut to, mut from) = (memory(), memory());
-    // Pages of guests lie in any order. The step has no factor in common with their number.
-    let listed = |pages: &mut [Page], step: usize| {
+    let listed = |pages: &mut [Page], step: usize| -> Vec<Host> {
         let places = pages.iter_mut().map(|page| Host(page.0.as_mut_ptr()));
         let places: Vec<_> = places.collect();
-        let order = (0..MANY).map(|n| n * step % MANY);
-        order
-            .filter_map(|n| places.get(n).copied())
-            .collect::<Vec<_>>()
+        // The step has no factor in common with their number: each is there once.
+        let order = (0..AMONG).map(|n| n * step % AMONG);
+        order.filter_map(|n| places.get(n).copied()).collect()
     };
-    let (to, from) = (listed(&mut to, 101), listed(&mut from, 59));
-    let ((Some(first), more), (Some(source), sources)) =
-        ((to.first(), to.get(1..)?), (from.first(), from.get(1..)?))
-    else {
-        return None;
-    };
-    let mut best = [Duration::MAX; Order::ALL.len()];
-    for _ in 0..ROUNDS {
-        for (order, best) in Order::ALL.into_iter().zip(&mut best) {
-            let begin = Instant::now();
-            // SAFETY: they are pages of two vectors, each once, and the processor has AVX.
-            unsafe { copy_pages_in(order, (*first, more), (*source, sources)) };
-            *best = begin.elapsed().min(*best);
+    let mut spent = [Duration::ZERO; Order::CHOICE.len()];
+    for steps in STEPS {
+        let (to, from) = (listed(&mut to, steps[0]), listed(&mut from, steps[1]));
+        let (first, source) = (to.first()?, from.first()?);
+        for count in COUNTS {
+            let (more, sources) = (to.get(1..count)?, from.get(1..count)?);
+            let mut best = [Duration::MAX; Order::CHOICE.len()];
+            for _ in 0..ROUNDS {
+                for (order, best) in Order::CHOICE.into_iter().zip(&mut best) {
+                    let begin = Instant::now();
+                    // SAFETY: they are pages of two vectors, each once, and the processor has AVX.
+                    unsafe { copy_pages_in(order, (*first, more), (*source, sources)) };
+                    *best = begin.elapsed().min(*best);
+                }
+            }
+            for (spent, best) in spent.iter_mut().zip(best) {
+                *spent += best;
+            }
         }
     }
-    let all = Order::ALL.into_iter().zip(best);
-    let (order, _) = all.min_by_key(|(_, best)| *best)?;
-    CHOSEN.store(order as u8, Ordering::Relaxed);
+    let all = Order::CHOICE.into_iter().zip(spent);
+    let (at, (order, _)) = (0..).zip(all).min_by_key(|(_, (_, spent))| *spent)?;
+    CHOSEN.store(at, Ordering::Relaxed);
     Some(order)
 }
 
@@ -114,7 +127,10 @@ fn order_for(count: usize) -> Order {
         return Order::AllOver;
     }
     let chosen = usize::from(CHOSEN.load(Ordering::Relaxed));
-    Order::ALL.get(chosen).copied().unwrap_or(Order::AllOver)
+    Order::CHOICE
+        .get(chosen)
+        .copied()
+        .unwrap_or(Order::Staggered)
 }
 
 #[repr(align(4096))]
@@ -126,7 +142,8 @@ struct Page([u8; PAGE]);
 ///
 /// Which order is best depends on the processor ([`choose`]). On Zen 4 it is staggered: there the core
 /// needs a while at the beginning of each page to find out that lines follow each other, and this is
-/// hidden behind the half of another. That takes more than a few pages.
+/// hidden behind the half of another. That takes more than a few pages. On Emerald Rapids it is whole:
+/// one instruction for a page takes its lines without their old content.
 ///
 /// # Safety
 /// All pages are valid for [`PAGE`] bytes and aligned to that, and no two of them overlap unless
@@ -188,7 +205,7 @@ unsafe fn copy_pages_in(order: Order, to: (Host, &[Host]), from: (Host, &[Host])
             match (order, after) {
                 (Order::AllOver, _) => copy_all_over(page, source, next),
                 (Order::Forward, _) => copy_lines::<false>(page, source, LINES, next, LINES / 2),
-                (Order::Whole, _) => std::ptr::copy(source, page, PAGE),
+                (Order::Whole, _) => copy_whole(page, source, next),
                 (Order::Staggered, Some(after)) => {
                     copy_halves((page, source), next, (after.0 .0, after.1 .0));
                 }
@@ -234,6 +251,30 @@ unsafe fn copy_halves(
             copy_line::<false>(page.0.wrapping_add(second), page.1.wrapping_add(second));
             copy_line::<false>(next.0.wrapping_add(first), next.1.wrapping_add(first));
         }
+    }
+}
+
+/// Copies a page by one instruction, and has the processor fetch the beginning of the next before: a
+/// destination and a source.
+///
+/// # Safety
+/// Both pages are valid for [`PAGE`] bytes and do not overlap.
+#[inline(always)]
+unsafe fn copy_whole(page: *mut u8, source: *const u8, next: (*mut u8, *mut u8)) {
+    for line in 0..BEGINNING_OF_WHOLE {
+        prefetch_line(next.1.wrapping_add(line * LINE));
+        prefetch_line_to_write(next.0.wrapping_add(line * LINE));
+    }
+    // SAFETY: it copies the bytes that the caller promises, and changes no flag; the direction flag is
+    // clear, as everywhere.
+    unsafe {
+        std::arch::asm!(
+            "rep movsb",
+            inout("rcx") PAGE => _,
+            inout("rdi") page => _,
+            inout("rsi") source => _,
+            options(nostack, preserves_flags)
+        );
     }
 }
 
@@ -389,7 +430,7 @@ mod tests {
         for count in 1..=PAGES {
             // SAFETY: they are pages of two vectors, and the processor has AVX.
             check(count, |to, from| unsafe { stream_pages(to, from) });
-            for order in Order::ALL {
+            for order in Order::CHOICE.into_iter().chain([Order::AllOver]) {
                 // SAFETY: the same.
                 check(count, |to, from| unsafe { copy_pages_in(order, to, from) });
             }
