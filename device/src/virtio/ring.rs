@@ -9,6 +9,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 
 use log::debug;
+use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -232,7 +233,7 @@ impl Ring {
                     served += 1;
                     looked_again = false;
                     let head = chain.head_index();
-                    let length = serve_chain(chain, buffer, &mut execute);
+                    let length = serve_chain(memory, chain, buffer, &mut execute);
                     if let Err(error) = self.queue.add_used(memory, head, length) {
                         break Err(error);
                     }
@@ -270,7 +271,7 @@ impl Ring {
                     let head = chain.head_index();
                     // A buffer that is too short is the driver's mistake: it gets it back with what
                     // fits.
-                    let length = write_chain(&chain, bytes);
+                    let length = write_chain(memory, chain.writable(), bytes);
                     self.queue
                         .add_used(memory, head, length)
                         .map_err(|error| self.broken(error))?;
@@ -325,53 +326,72 @@ impl Ring {
 #[derive(Debug, Clone, Copy)]
 pub struct TooLong;
 
-/// Executes the command in `chain`, writes the response; returns how much was written.
+/// Executes the command in `chain`, writes the response; returns how much was written. What can be
+/// written comes behind what can be read (Virtio 1.2, 2.7.4.2); nothing that comes behind that is read.
 fn serve_chain<R: AsRef<[u8]>>(
-    chain: Chain<'_>,
+    memory: &GuestMemoryMmap,
+    mut chain: Chain<'_>,
     buffer: &mut [u8; MAX_COMMAND],
     execute: &mut impl FnMut(Result<&[u8], TooLong>) -> R,
 ) -> u32 {
-    let room = chain
+    let (command, first) = read_chain(memory, &mut chain, buffer);
+    let writable = first.into_iter().chain(chain.writable());
+    let room = writable
         .clone()
-        .writable()
         .fold(0u64, |sum, descriptor| sum + u64::from(descriptor.len()));
     if room < virtio_rdma_spec::command::ResponseHeader::SIZE as u64 {
         return 0;
     }
-    let response = execute(read_chain(&chain, buffer));
-    write_chain(&chain, response.as_ref())
+    write_chain(memory, writable, execute(command).as_ref())
 }
 
-/// Copies the readable part of `chain`, once. What lies outside of guest memory ends it.
+/// Copies the readable part of `chain`, once. What lies outside of guest memory ends it. Returns the
+/// first descriptor of what can be written, too.
 fn read_chain<'b>(
-    chain: &Chain<'_>,
+    memory: &GuestMemoryMmap,
+    chain: &mut Chain<'_>,
     buffer: &'b mut [u8; MAX_COMMAND],
-) -> Result<&'b [u8], TooLong> {
-    let mut end = 0usize;
-    for descriptor in chain.clone().readable() {
-        let length = descriptor.len() as usize;
-        let part = end
-            .checked_add(length)
-            .and_then(|new_end| buffer.get_mut(end..new_end))
-            .ok_or(TooLong)?;
-        if chain.memory().read_slice(part, descriptor.addr()).is_err() {
+) -> (Result<&'b [u8], TooLong>, Option<Descriptor>) {
+    let (mut end, mut reading, mut too_long) = (0, true, false);
+    let mut first = None;
+    for descriptor in chain.by_ref() {
+        if descriptor.is_write_only() {
+            first = Some(descriptor);
             break;
         }
-        end += length;
+        if !reading {
+            continue;
+        }
+        let length = descriptor.len() as usize;
+        match buffer
+            .get_mut(end..)
+            .and_then(|rest| rest.get_mut(..length))
+        {
+            Some(part) => {
+                reading = memory.read_slice(part, descriptor.addr()).is_ok();
+                end += if reading { length } else { 0 };
+            }
+            None => (reading, too_long) = (false, true),
+        }
     }
-    Ok(buffer.get(..end).unwrap_or_default())
+    let command = buffer.get(..end).filter(|_| !too_long).ok_or(TooLong);
+    (command, first)
 }
 
-/// Writes `bytes` to the writable part of `chain`, as far as it reaches; returns how much that was.
-fn write_chain(chain: &Chain<'_>, bytes: &[u8]) -> u32 {
+/// Writes `bytes` to descriptors, as far as they reach; returns how much that was.
+fn write_chain(
+    memory: &GuestMemoryMmap,
+    writable: impl Iterator<Item = Descriptor>,
+    bytes: &[u8],
+) -> u32 {
     let mut rest = bytes;
     let mut written = 0u32;
-    for descriptor in chain.clone().writable() {
+    for descriptor in writable {
         let (part, after) = rest.split_at(rest.len().min(descriptor.len() as usize));
         if part.is_empty() && after.is_empty() {
             break;
         }
-        if chain.memory().write_slice(part, descriptor.addr()).is_err() {
+        if memory.write_slice(part, descriptor.addr()).is_err() {
             break;
         }
         // No more than the length of a descriptor, which is 32 bits, and of `bytes`, which is
