@@ -78,6 +78,7 @@ pub fn choose() -> Option<Order> {
     const COUNTS: [usize; 2] = [256, 512];
     /// Pages among which they are.
     const AMONG: usize = 2048;
+    const PIECES: usize = 32;
     /// In what order, by steps from one to the next. Pages of guests lie in any, so perhaps in the same
     /// at both ends, where they compete for the same places in the caches.
     const STEPS: [[usize; 2]; 2] = [[101, 59], [59, 59]];
@@ -85,10 +86,12 @@ pub fn choose() -> Option<Order> {
     if !is_there() {
         return None;
     }
-    let memory = || vec![Page([1; PAGE]); AMONG];
+    // In pieces: after a long one was freed, the C library would keep such, instead of giving them back.
+    let memory = || vec![vec![Page([1; PAGE]); AMONG / PIECES]; PIECES];
     let (mut to, mut from) = (memory(), memory());
-    let listed = |pages: &mut [Page], step: usize| -> Vec<Host> {
-        let places = pages.iter_mut().map(|page| Host(page.0.as_mut_ptr()));
+    let listed = |pages: &mut [Vec<Page>], step: usize| -> Vec<Host> {
+        let pages = pages.iter_mut().flatten();
+        let places = pages.map(|page| Host(page.0.as_mut_ptr()));
         let places: Vec<_> = places.collect();
         // The step has no factor in common with their number: each is there once.
         let order = (0..AMONG).map(|n| n * step % AMONG);
