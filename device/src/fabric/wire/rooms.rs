@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Where frames are that are not done with at once: those that wait for their VM, and packets that came
-//! too early. Packets of a large burst stay where the burst was read, and the next burst is read
-//! elsewhere, if they are of one VM; all others are copied. Rooms are used again, so that nothing is allocated once there were
-//! as many.
+//! too early. Packets of a large burst stay where the burst was read, if they are of one VM, and the
+//! next burst is read elsewhere; all others are copied. Rooms are used again, so that nothing is
+//! allocated once there were as many.
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 

@@ -901,6 +901,11 @@ impl Sender {
             let offset = u64::from(number) * peer.mtu;
             let reads = what.kind == Kind::Read;
             let bring = brings(what.kind);
+            let (asked_at, bound) = if bring {
+                self.asked_for(self.next)
+            } else {
+                (0, None)
+            };
             // Sequence numbers that this packet takes, and the bytes that it moves or asks for.
             let count = if reads {
                 let mut part = READ_PART;
@@ -910,7 +915,6 @@ impl Sender {
                 }
                 let end = (number / part + 1).saturating_mul(part);
                 let end = end.min(message.packets) - number;
-                let (_, bound) = self.asked_for(self.next);
                 bound.map_or(end, |bound| end.min(bound.since(self.next)))
             } else {
                 1
@@ -919,7 +923,6 @@ impl Sender {
             let moved = left.min(u64::from(count) * peer.mtu);
             if bring {
                 // The peer may have got all that was asked for, and not more than it takes at a time.
-                let (_, bound) = self.asked_for(self.next);
                 let others = self.asked.len() - usize::from(bound.is_some());
                 if in_flight != 0 && others >= usize::from(sq.max_rd_atomic.max(1)) {
                     return false;
@@ -998,9 +1001,8 @@ impl Sender {
             budget.bytes = budget.bytes.saturating_sub(len.max(64));
             if bring {
                 let end = self.next.after(count);
-                let (at, bound) = self.asked_for(self.next);
                 if bound != Some(end) {
-                    self.asked.insert(at, end);
+                    self.asked.insert(asked_at, end);
                 }
             }
             if let Some(Resume { next, at, fills }) = self.resume.take() {
