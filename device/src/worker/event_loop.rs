@@ -204,11 +204,19 @@ impl Loop {
         let mut idle_since = None;
         // The time of the last poll iteration, if it found nothing.
         let mut polled = None;
+        // There was work since the last sleep.
+        let mut worked = false;
         while !self.worker.stopping.load(Ordering::Relaxed) {
             // Work that comes at once is found sooner without pauses. Later, pauses leave the core
             // to its other hardware thread.
             let polling = match polled {
-                _ if self.idle_policy.budget(self.time) == 0 => Polling::Last,
+                _ if self.idle_policy.budget(self.time) == 0 => {
+                    if self.idle_policy.expects_more() {
+                        Polling::Last
+                    } else {
+                        Polling::No
+                    }
+                }
                 None => Polling::Eagerly,
                 Some(_) => Polling::Relaxed,
             };
@@ -227,6 +235,10 @@ impl Loop {
                 if before.is_some() || waited || busy_polled {
                     self.idle_policy.found();
                 }
+                if worked || busy_polled {
+                    self.idle_policy.more_came();
+                }
+                worked = true;
                 self.run_queued(MOST_COST);
                 idle_since = None;
                 continue;
@@ -235,6 +247,7 @@ impl Loop {
             if idle < self.idle_policy.budget(now) {
                 polled = Some(now);
             } else {
+                worked = false;
                 match self.idle_policy.idle(now) {
                     Idle::Sleep => self.sleep(now),
                     Idle::BackOff(back_off) => self.back_off(now, back_off),
@@ -602,6 +615,8 @@ impl Loop {
         if told && !self.anything() {
             self.wait(now, None);
             self.idle_policy.slept(now, self.time);
+        } else {
+            self.idle_policy.more_came();
         }
         self.worker.asleep.store(false, Ordering::SeqCst);
         self.announce(worker_status::POLLING);

@@ -51,6 +51,11 @@ const STREAM: u64 = 4;
 const FIRST_TRY: u32 = 16;
 const LAST_TRY: u32 = 1024;
 
+/// After so many sleeps with no work that came at once, busy polling of the last queue pair is left
+/// out: it would take as long as some messages. It is tried again after so many more.
+const LATE: u32 = 4;
+const LATE_TRY: u32 = 64;
+
 /// What a worker does that has polled for work for as long as it should.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Idle {
@@ -76,6 +81,8 @@ pub struct IdlePolicy {
     enough: u32,
     /// The last back-off was worth it.
     streams: bool,
+    /// Sleeps since work came at once, or since busy polling for it was tried again.
+    late: u32,
 }
 
 impl IdlePolicy {
@@ -90,7 +97,19 @@ impl IdlePolicy {
             sleeps: 0,
             enough: FIRST_TRY,
             streams: false,
+            late: 0,
         }
+    }
+
+    /// Whether it is worth it to busy poll the last queue pair for what may come at once, for a
+    /// worker that does not poll otherwise.
+    pub fn expects_more(&self) -> bool {
+        self.late < LATE
+    }
+
+    /// More work came at once after the last.
+    pub fn more_came(&mut self) {
+        self.late = 0;
     }
 
     /// How long to poll from the end of the work to sleep.
@@ -136,6 +155,11 @@ impl IdlePolicy {
 
     /// The worker slept after polling in vain, from `since` to `now`.
     pub fn slept(&mut self, since: u64, now: u64) {
+        self.late = if self.late < LATE_TRY {
+            self.late + 1
+        } else {
+            LATE - 1
+        };
         let least = LEAST.min(self.most);
         if now.saturating_sub(since) >= self.most.saturating_mul(SOON) {
             self.budget = (self.budget / 2).max(least);
@@ -245,6 +269,19 @@ mod tests {
             assert_eq!(policy.budget(n), 0);
             assert_eq!(policy.idle(n), Idle::Sleep);
         }
+    }
+
+    #[test]
+    fn what_never_comes_at_once_is_seldom_polled_for() {
+        let mut policy = IdlePolicy::new(Duration::ZERO);
+        let expected = (0..10_000u64).filter(|n| {
+            policy.slept(20_000 * n, 20_000 * n + 15_000);
+            policy.expects_more()
+        });
+        let expected = expected.count();
+        assert!((100..250).contains(&expected), "{expected}");
+        policy.more_came();
+        assert!(policy.expects_more());
     }
 
     /// Sleeps and backs off for a second with a message every `pause`, or, if `waits`, `pause`
