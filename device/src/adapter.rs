@@ -25,7 +25,7 @@ use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
 use crate::sandbox::{Kind, Sandbox};
 use crate::worker::{
-    end_process, Loop, OnFailure, Patience, Shared, ThreadOptions, Watchdog, Worker,
+    end_process, Loop, OnFailure, Shared, ThreadOptions, Watchdog, WatchdogLimits, Worker,
 };
 
 /// Why an adapter could not be made.
@@ -135,8 +135,8 @@ impl Adapter {
             Worker::start(index, reader, shared, budget, options, failed.clone())
         })?;
         let readers = adapter.readers.clone();
-        let (workers, patience) = (&adapter.workers, Patience::default());
-        let watchdog = Watchdog::start(workers, readers, patience, sandbox, failed.clone());
+        let (workers, limits) = (&adapter.workers, WatchdogLimits::default());
+        let watchdog = Watchdog::start(workers, readers, limits, sandbox, failed.clone());
         let watchdog = watchdog.map_err(Error::Watchdog)?;
         *adapter.watchdog() = Some(watchdog);
         Ok(adapter)

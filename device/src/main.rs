@@ -147,7 +147,7 @@ impl Sockets {
         let devices = devices
             .map(|(path, _)| bind(path))
             .collect::<Result<_, _>>()?;
-        // The last one: whoever waits for it finds the others.
+        // The last one: a process that waits for it finds the others.
         let status = config.status_socket.as_deref().map(bind).transpose()?;
         Ok(Self { devices, status })
     }

@@ -154,7 +154,7 @@ fn list_srq((srqn, srq): (u32, &Arc<Srq>)) -> Value {
     })
 }
 
-/// Without its key and address: with them, whoever sees the status could reach the memory.
+/// Without its key and address: with them, those who see the status could reach the memory.
 fn list_mr(mr: &Mr) -> Value {
     json!({
         "index": mr.key >> 8,

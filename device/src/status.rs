@@ -205,7 +205,7 @@ pub fn capture(
             let error = answer["error"].as_str().map(str::to_owned);
             return Err(error.map_or(Error::NoAnswer(path.to_owned()), Error::Refused));
         }
-        // Whoever looked at it has seen enough.
+        // The reader of the output has seen enough.
         if out.write_all(read).and_then(|()| out.flush()).is_err() {
             return Ok(());
         }

@@ -152,7 +152,7 @@ impl<'a> Finder<'a> {
 
     /// The host address of `len` bytes at a guest-physical address, if they are one piece of the
     /// host, in one region or several.
-    pub(super) fn piece(&self, guest: u64, len: u64) -> Option<Host> {
+    pub(super) fn contiguous(&self, guest: u64, len: u64) -> Option<Host> {
         let Host(start) = self.memory.host(guest, 0)?;
         let mut done = 0;
         while done < len {

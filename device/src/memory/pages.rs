@@ -284,7 +284,7 @@ impl Pages {
     fn find(&mut self, memory: &GuestMemory) {
         let mut finder = Finder::new(memory);
         if self.unit == ONE_PIECE {
-            match finder.piece(self.first.guest(), self.len) {
+            match finder.contiguous(self.first.guest(), self.len) {
                 Some(host) => self.first = host,
                 None => return self.find_scattered(memory),
             }
@@ -305,7 +305,7 @@ impl Pages {
         self.mapped = self.len;
     }
 
-    /// What was one piece of the host is several now: finds its pages, if the account has room for
+    /// What was contiguous in the host no longer is: finds its pages, if the account has room for
     /// a list of them.
     #[cold]
     fn find_scattered(&mut self, memory: &GuestMemory) {

@@ -591,7 +591,7 @@ impl Loop {
         let mut space = [NO_EVENT; 16];
         let events = self.worker.epoll.wait(timeout, &mut space);
         self.worker.waits.store(false, Ordering::SeqCst);
-        self.worker.nap.end();
+        self.worker.watchdog_sleep.end();
         if let Some(wire) = &mut self.wire {
             wire.look_soon();
         }

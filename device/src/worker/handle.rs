@@ -15,7 +15,7 @@ use vmm_sys_util::timerfd::TimerFd;
 use super::event_loop::Loop;
 use super::supervision::{supervise, OnFailure};
 use super::timers::Held;
-use super::watchdog::{Account, Nap};
+use super::watchdog::{Account, WatchdogSleep};
 use crate::engine::queue_pair::Qp;
 use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
@@ -84,7 +84,7 @@ pub struct Worker {
     /// The thread waits in the kernel, as it should.
     pub(super) waits: AtomicBool,
     /// The watchdog's, which is woken when this worker wakes up.
-    pub(super) nap: Arc<Nap>,
+    pub(super) watchdog_sleep: Arc<WatchdogSleep>,
     /// What the kernel tells of the thread.
     pub(super) account: OnceLock<Account>,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
@@ -198,7 +198,7 @@ impl Worker {
             generation: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
             waits: AtomicBool::new(false),
-            nap: Arc::default(),
+            watchdog_sleep: Arc::default(),
             account: OnceLock::new(),
             thread: Mutex::default(),
             stats: Stats::default(),

@@ -29,7 +29,7 @@
 //! # A worker that fails is seen
 //! One that panics (`supervision`) or makes no progress (`watchdog`) would leave its queue pairs
 //! waiting in a process that looks healthy. So it ends the process: front ends see that their
-//! connections end, guests see a lost device, and whoever started the process starts it again.
+//! connections end, guests see a lost device, and what started the process starts it again.
 mod busy_poll;
 mod doorbell;
 mod event_loop;
@@ -46,4 +46,4 @@ mod wire;
 pub use event_loop::Loop;
 pub use handle::{Shared, ThreadOptions, Worker};
 pub use supervision::{end_process, Failure, OnFailure, FAILURE_STATUS};
-pub use watchdog::{Patience, Watchdog};
+pub use watchdog::{Watchdog, WatchdogLimits};

@@ -3,7 +3,7 @@
 //! that has had least of the worker's time is next, so that one with a thousand busy queue pairs
 //! gets no more than one with a single one.
 //!
-//! A VM whose turn it is goes on until it has had some more than the others ([`TURN`]): what its
+//! The VM that is served goes on until it has had some more than the others ([`QUANTUM`]): what its
 //! queue pairs need is in the caches then, and fetched ahead.
 //!
 //! What an owner uses while nobody else has entries is not charged, and so need not be measured:
@@ -12,11 +12,11 @@ use std::collections::VecDeque;
 
 /// How much more than another an owner that is polled may have used: a few microseconds of the
 /// worker's time, in bytes that it could have copied.
-const TURN: u64 = 32 << 10;
+const QUANTUM: u64 = 32 << 10;
 
 /// The entries of an owner.
 #[derive(Debug)]
-struct Share<T> {
+struct OwnerQueue<T> {
     /// A number of its own.
     owner: usize,
     /// What it has had of the worker's time. What it left unused while it had no entry is lost:
@@ -25,7 +25,7 @@ struct Share<T> {
     queue: VecDeque<T>,
 }
 
-impl<T> Default for Share<T> {
+impl<T> Default for OwnerQueue<T> {
     fn default() -> Self {
         Self {
             owner: 0,
@@ -35,16 +35,16 @@ impl<T> Default for Share<T> {
     }
 }
 
-/// Entries of several owners: the next one is the first of the owner whose turn it is, until that
-/// has used [`TURN`] more than the one that has used least.
+/// Entries of several owners: the next one is the first of the owner that is served, until that
+/// has used [`QUANTUM`] more than the one that has used least.
 ///
 /// It allocates only when it holds more than ever before.
 #[derive(Debug)]
 pub(super) struct RunQueue<T> {
     /// The owner of the next entry, or of the last one; without entries only if nobody has any.
-    first: Share<T>,
+    first: OwnerQueue<T>,
     /// The other owners with entries, in any order.
-    others: Vec<Share<T>>,
+    others: Vec<OwnerQueue<T>>,
     /// What the owner of the last entry for which others waited had used: who comes anew begins
     /// there.
     floor: u64,
@@ -55,7 +55,7 @@ pub(super) struct RunQueue<T> {
 impl<T> Default for RunQueue<T> {
     fn default() -> Self {
         Self {
-            first: Share::default(),
+            first: OwnerQueue::default(),
             others: Vec::new(),
             floor: 0,
             spare: Vec::new(),
@@ -91,14 +91,14 @@ impl<T> RunQueue<T> {
 
     #[inline(never)]
     fn push_other(&mut self, owner: usize, entry: T, begin: impl FnOnce(&T, u64) -> u64) {
-        if let Some(share) = self.others.iter_mut().find(|share| share.owner == owner) {
-            share.queue.push_back(entry);
+        if let Some(other) = self.others.iter_mut().find(|other| other.owner == owner) {
+            other.queue.push_back(entry);
             return;
         }
         let used = begin(&entry, self.least());
         let mut queue = self.spare.pop().unwrap_or_default();
         queue.push_back(entry);
-        self.others.push(Share { owner, used, queue });
+        self.others.push(OwnerQueue { owner, used, queue });
     }
 
     /// Takes the next entry.
@@ -110,25 +110,25 @@ impl<T> RunQueue<T> {
         self.pop_of_several()
     }
 
-    /// What an owner that comes anew has used at least: it is its turn at once.
+    /// What an owner that comes anew has used at least: it is served at once.
     fn least(&self) -> u64 {
-        self.floor.saturating_sub(TURN)
+        self.floor.saturating_sub(QUANTUM)
     }
 
     /// The same where several owners have entries.
     #[inline(never)]
     fn pop_of_several(&mut self) -> Option<T> {
-        let least = self.others.iter_mut().min_by_key(|share| share.used);
-        let turn = self.first.used.checked_sub(TURN);
-        if let Some(other) = least.filter(|other| Some(other.used) <= turn) {
+        let least = self.others.iter_mut().min_by_key(|other| other.used);
+        let most = self.first.used.checked_sub(QUANTUM);
+        if let Some(other) = least.filter(|other| Some(other.used) <= most) {
             std::mem::swap(&mut self.first, other);
         }
         self.floor = self.floor.max(self.first.used);
         let entry = self.first.queue.pop_front();
         if self.first.queue.is_empty() {
             if let Some(other) = self.others.pop() {
-                let share = std::mem::replace(&mut self.first, other);
-                self.spare.push(share.queue);
+                let emptied = std::mem::replace(&mut self.first, other);
+                self.spare.push(emptied.queue);
             }
         }
         entry
@@ -151,8 +151,8 @@ impl<T> RunQueue<T> {
     pub(super) fn charge(&mut self, owner: usize, cost: u64) {
         if self.first.owner == owner {
             self.first.used = self.first.used.saturating_add(cost);
-        } else if let Some(share) = self.others.iter_mut().find(|share| share.owner == owner) {
-            share.used = share.used.saturating_add(cost);
+        } else if let Some(other) = self.others.iter_mut().find(|other| other.owner == owner) {
+            other.used = other.used.saturating_add(cost);
         }
     }
 
@@ -206,12 +206,12 @@ mod tests {
         world.push(2);
         for _ in 0..1000 {
             // Each has more work every time, and a poll of the first costs ten times as much.
-            let owner = world.poll(|owner| if owner == 1 { 10 * TURN } else { TURN });
+            let owner = world.poll(|owner| if owner == 1 { 10 * QUANTUM } else { QUANTUM });
             world.push(owner);
         }
         let charged = &world.charged;
         assert!(
-            charged[&1].abs_diff(charged[&2]) <= 20 * TURN,
+            charged[&1].abs_diff(charged[&2]) <= 20 * QUANTUM,
             "{charged:?}"
         );
     }
@@ -221,19 +221,19 @@ mod tests {
         let mut world = World::default();
         for _ in 0..100 {
             world.push(1);
-            world.poll(|_| 10 * TURN);
+            world.poll(|_| 10 * QUANTUM);
         }
         // The second comes late. It has used nothing yet.
         world.charged.clear();
         (0..10).for_each(|_| world.push(1));
         for _ in 0..20 {
             world.push(2);
-            let owner = world.poll(|_| 10 * TURN);
+            let owner = world.poll(|_| 10 * QUANTUM);
             world.push(owner);
         }
         let charged = &world.charged;
         assert!(
-            charged[&1].abs_diff(charged[&2]) <= 20 * TURN,
+            charged[&1].abs_diff(charged[&2]) <= 20 * QUANTUM,
             "{charged:?}"
         );
     }
@@ -245,23 +245,23 @@ mod tests {
         let mut changes = 0;
         let mut before = 0;
         for _ in 0..64 {
-            let owner = world.poll(|_| TURN / 8);
+            let owner = world.poll(|_| QUANTUM / 8);
             changes += usize::from(owner != before);
             before = owner;
             world.push(owner);
         }
         assert!((2..=64 / 8 + 1).contains(&changes), "{changes}");
         world.push(3);
-        assert_eq!(world.poll(|_| TURN), 3);
+        assert_eq!(world.poll(|_| QUANTUM), 3);
     }
 
     proptest! {
         /// Nothing is lost, entries of an owner stay in order, and while all have entries nobody
-        /// gets ahead of another by more than a turn and the cost of one poll.
+        /// gets ahead of another by more than a quantum and the cost of one poll.
         #[test]
         fn owners_share(
             owners in prop::collection::vec(0..4usize, 0..200),
-            costs in prop::collection::vec(1..2 * TURN, 4),
+            costs in prop::collection::vec(1..2 * QUANTUM, 4),
         ) {
             let mut queue = RunQueue::default();
             let mut left = [0; 4];
@@ -275,7 +275,7 @@ mod tests {
                 prop_assert_eq!(number, all[owner] - left[owner]);
                 let present = (0..4).filter(|other| left[*other] != 0);
                 let least = present.map(|other| used[other]).min().unwrap_or_default();
-                prop_assert!(used[owner] < least + TURN);
+                prop_assert!(used[owner] < least + QUANTUM);
                 left[owner] -= 1;
                 used[owner] += costs[owner];
                 queue.charge(owner, costs[owner]);

@@ -84,7 +84,7 @@ mod tests {
     use crate::sandbox::{self, Kind, Sandbox};
     use crate::socket::{Access, BoundSocket};
     use crate::vhost_user::Server;
-    use crate::worker::{Loop, Patience, ThreadOptions, Watchdog};
+    use crate::worker::{Loop, ThreadOptions, Watchdog, WatchdogLimits};
 
     /// Long enough for a busy machine.
     const TIMEOUT: Duration = Duration::from_secs(60);
@@ -171,13 +171,13 @@ mod tests {
             ..ThreadOptions::default()
         };
         worker.run(work, options, failed.clone(), body).unwrap();
-        let patience = Patience {
+        let limits = WatchdogLimits {
             interval: Duration::from_millis(100),
             spinning: Duration::from_millis(300),
             blocked: 5,
         };
         let readers = adapter.readers().clone();
-        let _watchdog = Watchdog::start(&[worker], readers, patience, &sandbox, failed).unwrap();
+        let _watchdog = Watchdog::start(&[worker], readers, limits, &sandbox, failed).unwrap();
         let settings = RnicSettings::default();
         let _server = Server::start(socket, adapter.clone(), settings, &sandbox).unwrap();
         sandbox.confine(Kind::Control).unwrap();

@@ -30,9 +30,9 @@ use super::handle::Worker;
 use super::supervision::{Failure, OnFailure};
 use crate::sandbox::{Kind, Sandbox};
 
-/// When the watchdog loses patience.
+/// When the watchdog takes a worker for failed.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
+pub struct WatchdogLimits {
     /// How often it looks.
     pub interval: Duration,
     /// Time of a CPU without progress.
@@ -41,7 +41,7 @@ pub struct Patience {
     pub blocked: u32,
 }
 
-impl Default for Patience {
+impl Default for WatchdogLimits {
     /// The longest poll iteration takes a small part of a second of CPU time. Memory that is swapped
     /// out may take long to come back, but not a single page.
     fn default() -> Self {
@@ -148,7 +148,7 @@ impl Suspicion {
     }
 
     /// Takes in what is found of the worker. If the watchdog is `late`, that says less.
-    fn find(&mut self, sample: Sample, late: bool, patience: &Patience) -> Option<Failure> {
+    fn find(&mut self, sample: Sample, late: bool, limits: &WatchdogLimits) -> Option<Failure> {
         let last = self.last.replace(sample);
         let same = last.filter(|last| last.round == sample.round);
         let (Some(last), false) = (same, sample.waits) else {
@@ -170,22 +170,22 @@ impl Suspicion {
         } else if !late {
             self.blocked += 1;
         }
-        if self.spun >= patience.spinning {
+        if self.spun >= limits.spinning {
             return Some(Failure::Spin(self.spun));
         }
-        let enough = self.blocked >= patience.blocked;
-        enough.then(|| Failure::Block(patience.interval * self.blocked))
+        let enough = self.blocked >= limits.blocked;
+        enough.then(|| Failure::Block(limits.interval * self.blocked))
     }
 }
 
 /// The sleep of a watchdog whose workers all wait. A worker that wakes up ends it.
 #[derive(Debug, Default)]
-pub(super) struct Nap {
+pub(super) struct WatchdogSleep {
     asleep: AtomicBool,
     watchdog: OnceLock<Thread>,
 }
 
-impl Nap {
+impl WatchdogSleep {
     /// Wakes the watchdog. To be called after a worker has stored that it does not wait.
     #[inline]
     pub(super) fn end(&self) {
@@ -201,7 +201,7 @@ impl Nap {
 /// A thread that watches workers.
 #[derive(Debug)]
 pub struct Watchdog {
-    naps: Vec<Arc<Nap>>,
+    sleeps: Vec<Arc<WatchdogSleep>>,
     /// Dropped to end it.
     running: Sender<()>,
     thread: JoinHandle<()>,
@@ -216,24 +216,27 @@ impl Watchdog {
     pub fn start(
         workers: &[Arc<Worker>],
         readers: Readers,
-        patience: Patience,
+        limits: WatchdogLimits,
         sandbox: &Sandbox,
         failed: OnFailure,
     ) -> io::Result<Self> {
-        let naps = workers.iter().map(|worker| worker.nap.clone()).collect();
+        let sleeps = workers
+            .iter()
+            .map(|worker| worker.watchdog_sleep.clone())
+            .collect();
         let workers = workers.iter();
         let workers = workers.map(|worker| (worker.clone(), Suspicion::default()));
         let (running, stopped) = channel();
         let watch = Watch {
             workers: workers.collect(),
             readers,
-            patience,
+            limits,
             failed,
             stopped,
         };
         let thread = sandbox.spawn(Kind::Control, "watchdog".into(), move || watch.run())?;
         Ok(Self {
-            naps,
+            sleeps,
             running,
             thread,
         })
@@ -242,7 +245,7 @@ impl Watchdog {
     /// Ends it.
     pub fn stop(self) {
         drop(self.running);
-        self.naps.iter().for_each(|nap| nap.end());
+        self.sleeps.iter().for_each(|sleep| sleep.end());
         self.thread.thread().unpark();
         if self.thread.join().is_err() {
             log::error!("the watchdog panicked");
@@ -254,7 +257,7 @@ impl Watchdog {
 struct Watch {
     workers: Vec<(Arc<Worker>, Suspicion)>,
     readers: Readers,
-    patience: Patience,
+    limits: WatchdogLimits,
     failed: OnFailure,
     stopped: Receiver<()>,
 }
@@ -263,15 +266,15 @@ impl Watch {
     fn run(mut self) {
         for (worker, _) in &self.workers {
             // It is the only watchdog.
-            let _ = worker.nap.watchdog.set(std::thread::current());
+            let _ = worker.watchdog_sleep.watchdog.set(std::thread::current());
         }
         let mut before = Instant::now();
-        while self.is_running(self.patience.interval) {
+        while self.is_running(self.limits.interval) {
             let now = Instant::now();
-            let late = now.duration_since(before) > self.patience.interval * 3 / 2;
+            let late = now.duration_since(before) > self.limits.interval * 3 / 2;
             before = now;
             if self.look(late) {
-                self.nap();
+                self.sleep();
                 before = Instant::now();
             }
         }
@@ -304,7 +307,7 @@ impl Watch {
                     None
                 },
             };
-            if let Some(failure) = suspicion.find(sample, late, &self.patience) {
+            if let Some(failure) = suspicion.find(sample, late, &self.limits) {
                 (self.failed)(worker.index, failure);
                 *suspicion = Suspicion::default();
             }
@@ -313,20 +316,24 @@ impl Watch {
     }
 
     /// Sleeps until a worker wakes up, or it is to end.
-    fn nap(&self) {
-        let naps = || self.workers.iter().map(|(worker, _)| &worker.nap);
-        naps().for_each(|nap| nap.asleep.store(true, Ordering::SeqCst));
+    fn sleep(&self) {
+        let sleeps = || {
+            self.workers
+                .iter()
+                .map(|(worker, _)| &worker.watchdog_sleep)
+        };
+        sleeps().for_each(|sleep| sleep.asleep.store(true, Ordering::SeqCst));
         // Either it sees that a worker has woken up, or that worker sees that it sleeps.
         fence(Ordering::SeqCst);
         let mut workers = self.workers.iter();
         let all_wait = workers.all(|(worker, _)| worker.waits.load(Ordering::SeqCst));
         if all_wait {
-            let asleep = || naps().all(|nap| nap.asleep.load(Ordering::SeqCst));
+            let asleep = || sleeps().all(|sleep| sleep.asleep.load(Ordering::SeqCst));
             while asleep() && self.is_running(Duration::ZERO) {
                 std::thread::park();
             }
         }
-        naps().for_each(|nap| nap.asleep.store(false, Ordering::SeqCst));
+        sleeps().for_each(|sleep| sleep.asleep.store(false, Ordering::SeqCst));
     }
 }
 
@@ -339,7 +346,7 @@ mod tests {
     /// Long enough for a busy machine.
     const TIMEOUT: Duration = Duration::from_secs(60);
 
-    const PATIENCE: Patience = Patience {
+    const LIMITS: WatchdogLimits = WatchdogLimits {
         interval: Duration::from_secs(1),
         spinning: Duration::from_secs(10),
         blocked: 3,
@@ -358,7 +365,7 @@ mod tests {
     fn judge(samples: impl IntoIterator<Item = Sample>) -> Option<Failure> {
         let mut suspicion = Suspicion::default();
         let mut samples = samples.into_iter();
-        samples.find_map(|sample| suspicion.find(sample, false, &PATIENCE))
+        samples.find_map(|sample| suspicion.find(sample, false, &LIMITS))
     }
 
     #[test]
@@ -402,13 +409,13 @@ mod tests {
         assert_eq!(judge(faults), None);
         // The watchdog is late each time: the machine has other things to do.
         let mut suspicion = Suspicion::default();
-        let mut late = blocked().map(|sample| suspicion.find(sample, true, &PATIENCE));
+        let mut late = blocked().map(|sample| suspicion.find(sample, true, &LIMITS));
         assert!(late.all(|failure| failure.is_none()));
         // Late once, as after the process was stopped: the others count.
         let mut suspicion = Suspicion::default();
         let looks = blocked().enumerate();
         let failed = looks
-            .map(|(look, sample)| suspicion.find(sample, look == 2, &PATIENCE))
+            .map(|(look, sample)| suspicion.find(sample, look == 2, &LIMITS))
             .position(|failure| failure.is_some());
         assert_eq!(failed, Some(4));
     }
@@ -434,7 +441,7 @@ mod tests {
         }
     }
 
-    /// A worker that runs `body`, and a watchdog of little patience.
+    /// A worker that runs `body`, and a watchdog that waits for little time.
     fn watched(
         body: impl FnOnce(&mut Loop) + Send + 'static,
     ) -> (Arc<Worker>, Watchdog, Receiver<Failure>) {
@@ -448,14 +455,14 @@ mod tests {
         });
         let options = ThreadOptions::default();
         worker.run(work, options, failed.clone(), body).unwrap();
-        let patience = Patience {
+        let limits = WatchdogLimits {
             interval: Duration::from_millis(10),
             spinning: Duration::from_millis(100),
             blocked: 5,
         };
         let (readers, sandbox) = (adapter.readers().clone(), Sandbox::default());
         let workers = [worker.clone()];
-        let watchdog = Watchdog::start(&workers, readers, patience, &sandbox, failed).unwrap();
+        let watchdog = Watchdog::start(&workers, readers, limits, &sandbox, failed).unwrap();
         (worker, watchdog, heard)
     }
 
@@ -487,7 +494,7 @@ mod tests {
     #[test]
     fn a_worker_at_rest_lets_the_watchdog_sleep() {
         let (worker, watchdog, heard) = watched(Loop::run);
-        let asleep = || worker.nap.asleep.load(Ordering::SeqCst);
+        let asleep = || worker.watchdog_sleep.asleep.load(Ordering::SeqCst);
         for _ in 0..20 {
             let deadline = Instant::now() + TIMEOUT;
             while !asleep() {

@@ -20,8 +20,8 @@ pub(super) struct Watched {
     recent: arrayvec::ArrayVec<u32, RECENT>,
     /// The place in `recent` of the next one that rings.
     hand: usize,
-    /// How far the turn has come.
-    turn: usize,
+    /// The place of the next context to look at.
+    next: usize,
 }
 
 impl Watched {
@@ -34,8 +34,8 @@ impl Watched {
                 f(context);
             }
         }
-        let contexts = tables.contexts.iter_from(self.turn, IN_TURN);
-        self.turn = (self.turn + IN_TURN) % tables.contexts.places().max(1);
+        let contexts = tables.contexts.iter_from(self.next, IN_TURN);
+        self.next = (self.next + IN_TURN) % tables.contexts.places().max(1);
         for (handle, context) in contexts {
             if !self.recent.contains(&handle) && f(context) {
                 self.keep(handle);

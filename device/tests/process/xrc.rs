@@ -317,7 +317,7 @@ fn posting_wakes_who_waits() {
             times.push(start.elapsed());
         }
         assert_soon(times);
-        // Without patience.
+        // With one retry.
         let target = Qp::xrc_target(&domain).unwrap();
         let a = initiator(&two.a);
         connect(&a.qp, &target, |c| {

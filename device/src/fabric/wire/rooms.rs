@@ -88,7 +88,7 @@ pub(super) struct Rooms {
 }
 
 impl Rooms {
-    /// Keeps bytes, and whoever asks keeps as many as `entry` of it; `None` if there is no room for
+    /// Keeps bytes, and the caller keeps as many as `entry` of it; `None` if there is no room for
     /// both in the account that `share` is of.
     pub(super) fn keep(&mut self, bytes: &[u8], entry: u64, share: &Share) -> Option<Kept> {
         let mut share = share.another();
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
     use crate::footprint::Footprint;
 
-    /// What whoever keeps bytes keeps of each, bytes.
+    /// What the keeper of bytes keeps of each, bytes.
     const ENTRY: u64 = 20;
 
     fn room(len: usize) -> Arc<Room> {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What was made of a frame that came: for counters, and for whoever looks at a capture.
+//! What was made of a frame that came: for counters, and for those who look at a capture.
 use std::fmt;
 
 use virtio_rdma_spec::verbs::{vendor_err, wc_status};
