@@ -78,6 +78,7 @@ pub fn choose() -> Option<Order> {
     const COUNTS: [usize; 2] = [256, 512];
     /// Pages among which they are.
     const AMONG: usize = 2048;
+    /// Allocations of each end.
     const PIECES: usize = 32;
     /// In what order, by steps from one to the next. Pages of guests lie in any, so perhaps in the same
     /// at both ends, where they compete for the same places in the caches.

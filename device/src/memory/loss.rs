@@ -2,8 +2,8 @@
 //! Guest memory that is lost while it is in use: the front end truncated the file behind it, the
 //! system has no memory left for it, or the hardware reports that it is damaged.
 //!
-//! The next thread that accesses such memory gets a SIGBUS, which by default ends the process, and with it
-//! the devices of all VMs. Here, the handler puts fresh memory in place of the region, so that the
+//! The next thread that accesses such memory gets a SIGBUS, which by default ends the process, and
+//! with it the devices of all VMs. Here, the handler puts fresh memory in place of the region, so that the
 //! access goes on, and tells the VM's session, which ends. What is read from the region until then
 //! is zeros, and what is written is forgotten: that VM's loss, and no other's.
 use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};

@@ -27,8 +27,8 @@ pub struct Posted {
 
 /// Where a queue has what is outstanding.
 ///
-/// Work requests are kept and taken back by the thread that posts, one at a time. They are kept before they
-/// are posted, and with [`Private`] their entry is free before the next one is kept there.
+/// Work requests are kept and taken back by the thread that posts, one at a time. They are kept
+/// before they are posted, and with [`Private`] their entry is free before the next one is kept there.
 pub trait Record {
     /// Keeps a work request that goes to the entry at `index`. Returns the id that is to be in the
     /// entry; `None` if there is no room.
