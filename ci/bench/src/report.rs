@@ -35,7 +35,12 @@ pub fn make(directory: &Path, notes: Vec<String>) -> Result<PathBuf> {
         let path = directory.join(name);
         if path.exists() {
             let part = Measurements::read(&path)?;
-            report.notes.extend(part.notes);
+            for note in part.notes {
+                // The parts between VMs have some in common.
+                if !report.notes.contains(&note) {
+                    report.notes.push(note);
+                }
+            }
             report.figures.extend(part.figures);
         }
     }
@@ -154,15 +159,17 @@ fn markdown(report: &Report, plots: &[(String, String)]) -> String {
     }
     text.push_str("Repeat it with `cargo xtask bench`. A ratio is the value divided by that of the peer, measured in the same run.\n");
 
-    text.push_str("\n## Targets\n\n| what | value | peer | ratio | target | |\n|---|---:|---|---:|---:|---|\n");
+    text.push_str("\n## Targets\n\n| section | what | value | peer | ratio | target | |\n|---|---|---:|---|---:|---:|---|\n");
     for figure in report
         .figures
         .iter()
         .filter(|figure| figure.target.is_some())
     {
+        let _ = write!(text, "| {}: {} ", title(figure.part), figure.section);
         row(&mut text, figure, true);
     }
-    for (part, title) in [(Part::Native, "Native"), (Part::Vm, "Between VMs")] {
+    for part in [Part::Native, Part::Vm] {
+        let title = title(part);
         let figures: Vec<&Figure> = report
             .figures
             .iter()
@@ -189,6 +196,14 @@ fn markdown(report: &Report, plots: &[(String, String)]) -> String {
         }
     }
     text
+}
+
+/// A part, as headings have it.
+fn title(part: Part) -> &'static str {
+    match part {
+        Part::Native => "Native",
+        Part::Vm => "Between VMs",
+    }
 }
 
 /// A row of a table.
@@ -223,6 +238,7 @@ fn row(text: &mut String, figure: &Figure, short: bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::figure::Better;
 
     #[test]
     fn numbers_have_the_digits_that_count() {
@@ -244,5 +260,31 @@ mod tests {
         assert_eq!(place(64.0), "64");
         assert_eq!(place(f64::from(64 << 20)), "64 MiB");
         assert_eq!(place(10_000.0), "10,000");
+    }
+
+    #[test]
+    fn figures_of_a_name_and_notes_of_several_parts_are_told_apart() {
+        let directory = std::env::temp_dir().join(format!("bench-report-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        for (name, section) in [
+            (Measurements::VM, "latency"),
+            (Measurements::WIRE, "latency over the wire"),
+        ] {
+            let figure = Figure::new(Part::Vm, section, "WRITE 8 B", "µs", Better::Lower, &[8.0]);
+            let measured = Measurements {
+                notes: vec!["Two guests.".to_owned(), format!("Of {section}.")],
+                figures: vec![figure.target(Target::Max(10.0))],
+            };
+            measured.write(&directory.join(name)).unwrap();
+        }
+        let path = make(&directory, Vec::new()).unwrap();
+        let text = std::fs::read_to_string(path).unwrap();
+        std::fs::remove_dir_all(&directory).unwrap();
+        assert_eq!(text.matches("Two guests.").count(), 1);
+        for section in ["latency", "latency over the wire"] {
+            let row = format!("| Between VMs: {section} | WRITE 8 B | 8.00 µs |");
+            assert_eq!(text.matches(&row).count(), 1, "{text}");
+            assert_eq!(text.matches(&format!("Of {section}.")).count(), 1);
+        }
     }
 }

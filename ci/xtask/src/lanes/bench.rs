@@ -285,10 +285,12 @@ fn set_up(fixture: &mut Fixture, ours: &str) -> Result<()> {
          {cores} CPUs of the host. Our device, rxe and TCP take turns in the same two guests. Latency is what perftest calls \
          typical, the median of its run; each figure is the median of {ROUNDS} runs, each point of a curve one run."
     ));
-    fixture.note(format!(
+    fixture.note(
         "Rxe and TCP go over virtio-net with an MTU of 9000, connected by QEMU's own stream socket between the two processes: \
-         this needs no privilege, and has no segmentation offload. {ours}"
-    ));
+         this needs no privilege, and has no segmentation offload."
+            .to_owned(),
+    );
+    fixture.note(ours.to_owned());
     Ok(())
 }
 
