@@ -398,6 +398,9 @@ pub(crate) struct Wire<P> {
     rooms: Rooms,
     /// Peers are asked what is missing. (Not in tests of what is done without an answer.)
     asks: bool,
+    /// Packets that come too early are kept for a peer that has asked nothing, too. (Only in tests, as a
+    /// peer that does so.)
+    keeps_unasked: bool,
 }
 
 impl<P: Port> Wire<P> {
@@ -417,6 +420,7 @@ impl<P: Port> Wire<P> {
             waiting: VecDeque::new(),
             rooms: Rooms::default(),
             asks: true,
+            keeps_unasked: false,
         }
     }
 
@@ -765,7 +769,7 @@ impl<P: Port> Wire<P> {
             addresses,
             peer,
             ..
-        } = self.connections.get(&qp.serial())?
+        } = self.connections.get_mut(&qp.serial())?
         else {
             // Nothing came yet.
             return None;
@@ -859,6 +863,7 @@ impl<P: Port> Wire<P> {
             return Some(Verdict::Dropped(Reason::NoRoom));
         }
         let mtu = peer.mtu;
+        let keeps = receiver.is_asked() || self.keeps_unasked;
         let mut verdict = receiver.receive(&mut responder, tables, qp, mtu, packet, request);
         match verdict {
             Verdict::Taken => {
@@ -883,12 +888,12 @@ impl<P: Port> Wire<P> {
                 }
             }
             Verdict::Dropped(Reason::Ahead)
-                if receiver.keep(packet.psn, frame.bytes, share, &mut self.rooms) =>
+                if keeps && receiver.keep(packet.psn, frame.bytes, share, &mut self.rooms) =>
             {
                 verdict = Verdict::Kept;
             }
             // The first one of those.
-            Verdict::Refused(_, Syndrome::Nak(Nak::Sequence), _) => {
+            Verdict::Refused(_, Syndrome::Nak(Nak::Sequence), _) if keeps => {
                 receiver.keep(packet.psn, frame.bytes, share, &mut self.rooms);
             }
             _ => {}

@@ -2,9 +2,10 @@
 //! The responder of a fabric with packets: it takes them in the order of their sequence numbers,
 //! hands their parts of messages to the engine's responder, and answers.
 //!
-//! Each packet is carried out once. One that comes again is acknowledged again; one that comes too
-//! early is kept until those before it are there, if there is room, and its requester told once what
-//! is missing. What was brought is brought again: an RDMA READ reads anew, what an atomic operation
+//! Each packet is carried out once. One that comes again is acknowledged again. Of one that comes too
+//! early, the requester is told once that packets before it are missing; it is kept until those are
+//! there, if there is room, for a requester that has asked what is missing. Others send it again, and
+//! Soft-RoCE takes no acknowledgement of it before. What was brought is brought again: an RDMA READ reads anew, what an atomic operation
 //! found is kept.
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -132,6 +133,8 @@ pub(super) struct Receiver {
     under_way: Option<UnderWay>,
     /// The requester knows that it has to go back to `expected`.
     told: bool,
+    /// The requester has asked what is missing, so it sends again nothing but that.
+    asked: bool,
     /// What was answered to the packet that ended it all: its requester may ask again.
     fatal: Option<(Psn, Nak)>,
     /// Requests that bring something that its requester may have under way, as far as it has room.
@@ -162,6 +165,7 @@ impl Receiver {
             messages: 0,
             under_way: None,
             told: false,
+            asked: false,
             fatal: None,
             replies: VecDeque::new(),
             brought: VecDeque::new(),
@@ -213,9 +217,15 @@ impl Receiver {
         self.expected
     }
 
-    /// What is missing of all before packet `end`, which its requester has sent, as far as there is
-    /// room for it.
-    pub(super) fn gaps(&self, end: Psn) -> GapList {
+    /// Whether its requester has asked what is missing.
+    pub(super) fn is_asked(&self) -> bool {
+        self.asked
+    }
+
+    /// Its requester asks what is missing of all before packet `end`, which it has sent: as much of
+    /// that as there is room for.
+    pub(super) fn gaps(&mut self, end: Psn) -> GapList {
+        self.asked = true;
         let mut gaps = GapList::default();
         let mut next = self.expected;
         let early = self.early.iter().map(|early| early.psn);
