@@ -97,7 +97,7 @@ pub(crate) trait Carrier<'a> {
 
     /// Flushes what this fabric has taken out of the send queue of a queue pair that is in error.
     /// Nothing of it reaches the peer from now on.
-    fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>);
+    fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>, now: u64);
 }
 
 /// What takes datagrams whose destination nobody in this process has.
@@ -154,18 +154,18 @@ pub(crate) fn poll<'a>(
             }
             let mut send_queue = qp.send_queue();
             if send_queue.is_stale() {
-                return flush_stale(carrier, &mut send_queue, tables, qp);
+                return flush_stale(carrier, &mut send_queue, tables, qp, now);
             }
             carrier.send(&mut send_queue, tables, qp, now, budget)
         }
         qp_state::SQE => {
             let mut send_queue = qp.send_queue();
-            carrier.flush(&mut send_queue, tables, qp);
+            carrier.flush(&mut send_queue, tables, qp, now);
             again(send_queue.flush(tables, qp, FLUSH))
         }
         qp_state::ERR => {
             let mut send_queue = qp.send_queue();
-            carrier.flush(&mut send_queue, tables, qp);
+            carrier.flush(&mut send_queue, tables, qp, now);
             let sends = send_queue.flush(tables, qp, FLUSH);
             drop(send_queue);
             let receives = qp.responder().flush(tables, qp, FLUSH);
@@ -188,8 +188,9 @@ fn flush_stale<'a>(
     send_queue: &mut SendQueue,
     tables: &'a Tables,
     qp: &'a Arc<Qp>,
+    now: u64,
 ) -> Polled {
-    carrier.flush(send_queue, tables, qp);
+    carrier.flush(send_queue, tables, qp, now);
     send_queue.flush_stale(tables, qp, FLUSH);
     Polled::Again
 }

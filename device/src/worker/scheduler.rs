@@ -243,7 +243,7 @@ impl<'a> Scheduler<'a> {
             Polled::Idle if qp.dead.load(Ordering::SeqCst) => {
                 self.parked.cancel(qp);
                 if let Some(wire) = self.wire.as_deref_mut().filter(|_| qp.leaves()) {
-                    wire.fabric().forget(qp);
+                    wire.fabric().forget(qp, self.time);
                 }
             }
             Polled::Idle => {}

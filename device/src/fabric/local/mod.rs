@@ -79,7 +79,7 @@ impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {
         requester::poll(self, sq, tables, qp, now, budget)
     }
 
-    fn flush(&mut self, _: &mut SendQueue, _: &'a Tables, _: &'a Arc<Qp>) {
+    fn flush(&mut self, _: &mut SendQueue, _: &'a Tables, _: &'a Arc<Qp>, _: u64) {
         // Nothing is ever under way: a message is either in the send queue or has its answer.
     }
 }

@@ -332,6 +332,31 @@ impl<P: Port> Egress<P> {
     }
 }
 
+/// Sends the acknowledgement that a queue pair owes, if that is all that it has to answer. Returns
+/// whether nothing is left to answer.
+fn acknowledge<P: Port>(
+    out: &mut Egress<P>,
+    connection: &mut Connection,
+    qp: &Qp,
+    now: u64,
+) -> bool {
+    let Some(receiver) = &mut connection.receiver else {
+        return true;
+    };
+    if let Some((psn, body)) = receiver.take_acknowledgement() {
+        let packet = Packet {
+            service: connection.peer.service,
+            dest_qp: connection.peer.dest_qp,
+            psn,
+            ack_request: false,
+            solicited: false,
+            body,
+        };
+        out.send_empty(now, &qp.vm, connection.addresses.as_ref(), &packet);
+    }
+    !receiver.answers()
+}
+
 /// A packet from the peer of a queue pair says that a router was congested. The peer is to know.
 fn notify<P: Port>(out: &mut Egress<P>, connection: &mut Connection, qp: &Qp, now: u64) {
     let again = |before: u64| now.saturating_sub(before) >= NOTIFY_AGAIN;
@@ -391,8 +416,8 @@ pub(crate) struct Wire<P> {
     tidy_at: usize,
     /// The frames that are read.
     received: Burst,
-    /// The queue pair whose request came last, and where that was sent to, if it is to be acknowledged.
-    unacknowledged: Option<(Arc<Qp>, Destination)>,
+    /// The queue pair whose request came last, if it is to be acknowledged.
+    unacknowledged: Option<Arc<Qp>>,
     /// Frames that wait for their VMs, the oldest first.
     waiting: VecDeque<Waiting>,
     rooms: Rooms,
@@ -469,9 +494,20 @@ impl<P: Port> Wire<P> {
         Some(())
     }
 
-    /// Forgets a queue pair that was destroyed.
-    pub(crate) fn forget(&mut self, qp: &Qp) {
+    /// Forgets a queue pair that was destroyed. What it has completed is acknowledged before: its
+    /// requester is done with that, too.
+    pub(crate) fn forget(&mut self, qp: &Arc<Qp>, now: u64) {
+        self.acknowledge_taken(qp, now);
         self.connections.remove(&qp.serial());
+    }
+
+    /// Sends the acknowledgement that a queue pair owes, if that is all that it has to answer. (It needs
+    /// nothing of its VM, which may be busy, nor that the queue pair is there still.) Returns whether
+    /// nothing is left to answer.
+    fn acknowledge_taken(&mut self, qp: &Arc<Qp>, now: u64) -> bool {
+        let connection = self.connections.get_mut(&qp.serial());
+        let connection = connection.filter(|known| known.is_of(qp));
+        connection.is_none_or(|known| acknowledge(&mut self.out, known, qp, now))
     }
 
     /// Forgets all queue pairs that were destroyed.
@@ -516,38 +552,29 @@ impl<P: Port> Wire<P> {
             burst.taken();
         }
         self.received = burst;
-        self.acknowledge(now, vms);
+        self.acknowledge(now);
         taken
     }
 
-    /// A queue pair acknowledges the request that came for it at `to` when those that came with that
-    /// are taken: one acknowledgement is for all of them.
-    fn acknowledge_later(&mut self, qp: &Arc<Qp>, to: Destination) {
-        if let Some((before, _)) = &self.unacknowledged {
+    /// A queue pair acknowledges the request that came for it when those that came with that are taken:
+    /// one acknowledgement is for all of them.
+    fn acknowledge_later(&mut self, qp: &Arc<Qp>) {
+        if let Some(before) = &self.unacknowledged {
             if Arc::ptr_eq(before, qp) {
                 return;
             }
             // When the worker polls it.
             before.schedule();
         }
-        self.unacknowledged = Some((qp.clone(), to));
+        self.unacknowledged = Some(qp.clone());
     }
 
     /// All that came is taken: sends the acknowledgement that has waited for that.
-    fn acknowledge(&mut self, now: u64, vms: &mut impl Recipients) {
-        let Some((qp, to)) = self.unacknowledged.take() else {
+    fn acknowledge(&mut self, now: u64) {
+        let Some(qp) = self.unacknowledged.take() else {
             return;
         };
-        let nothing = Arriving {
-            bytes: 0,
-            source: Gid::default(),
-            can_wait: true,
-        };
-        let mut more = true;
-        vms.visit(to, nothing, &mut |tables| {
-            more = self.send_answers(tables, &qp, now);
-        });
-        if more {
+        if !self.acknowledge_taken(&qp, now) {
             qp.schedule();
         }
     }
@@ -628,7 +655,7 @@ impl<P: Port> Wire<P> {
         {
             Err(reason) => verdict = Verdict::Dropped(*reason),
             Ok(frame) => {
-                if let Some(delivered) = self.deliver(tables, now, to, frame) {
+                if let Some(delivered) = self.deliver(tables, now, frame) {
                     verdict = delivered;
                 }
             }
@@ -664,13 +691,7 @@ impl<P: Port> Wire<P> {
     }
 
     /// Hands a packet to its queue pair; `None` if it is for none of ours, or not from its peer.
-    fn deliver(
-        &mut self,
-        tables: &Tables,
-        now: u64,
-        to: Destination,
-        frame: &Frame<'_>,
-    ) -> Option<Verdict> {
+    fn deliver(&mut self, tables: &Tables, now: u64, frame: &Frame<'_>) -> Option<Verdict> {
         let packet = &frame.packet;
         if let (Service::Ud, Body::Request(request)) = (packet.service, &packet.body) {
             if !tables.running {
@@ -717,7 +738,7 @@ impl<P: Port> Wire<P> {
             return Some(self.not_now(qp, packet, now));
         }
         if let Body::Request(request) = &packet.body {
-            return self.request(tables, qp, to, frame, request, now);
+            return self.request(tables, qp, frame, request, now);
         }
         if let Body::Query { number } = packet.body {
             return self.report(qp, packet.psn, number, now);
@@ -828,13 +849,11 @@ impl<P: Port> Wire<P> {
         Verdict::Refused(packet.psn, syndrome, 0)
     }
 
-    /// Carries out a request that was sent to `to`, and those that came before it and waited for it, and
-    /// answers them.
+    /// Carries out a request, and those that came before it and waited for it, and answers them.
     fn request(
         &mut self,
         tables: &Tables,
         qp: &Arc<Qp>,
-        to: Destination,
         frame: &Frame<'_>,
         request: &RequestPacket<'_>,
         now: u64,
@@ -900,7 +919,7 @@ impl<P: Port> Wire<P> {
         }
         drop(responder);
         if receiver.only_acknowledges() {
-            self.acknowledge_later(qp, to);
+            self.acknowledge_later(qp);
         } else if self.send_answers(tables, qp, now) {
             qp.schedule();
         }
@@ -1063,7 +1082,8 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
         self.send_answers(tables, qp, now)
     }
 
-    fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>) {
+    fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>, now: u64) {
+        self.acknowledge_taken(qp, now);
         let connection = self.connections.get_mut(&qp.serial());
         let connection = connection.filter(|known| known.is_of(qp));
         let requester = connection.and_then(|known| known.requester.as_mut());

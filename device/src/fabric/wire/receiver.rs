@@ -696,6 +696,22 @@ impl Receiver {
         matches!(first, Some(Reply::Acknowledge(_, Syndrome::Ack, _))) && replies.next().is_none()
     }
 
+    /// Whether there is anything to answer.
+    pub(super) fn answers(&self) -> bool {
+        !self.replies.is_empty()
+    }
+
+    /// The acknowledgement that is to be sent, if that is all.
+    pub(super) fn take_acknowledgement(&mut self) -> Option<(Psn, Body<'static>)> {
+        if !self.only_acknowledges() {
+            return None;
+        }
+        let Some(Reply::Acknowledge(psn, syndrome, msn)) = self.replies.pop_front() else {
+            return None;
+        };
+        Some((psn, Body::Acknowledge { syndrome, msn }))
+    }
+
     /// Gives answers to `send`, each with its packet's number, until `budget` bytes are spent.
     /// Returns whether there are more.
     pub(super) fn answer(

@@ -2,6 +2,7 @@
 //! Two VMs with a network between them, in virtual time: what requester, responder and fabric make
 //! of a network that loses, repeats, delays and damages frames.
 use std::process;
+use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -1579,6 +1580,81 @@ fn what_comes_too_early_is_kept_for_those_who_ask() {
     write_all(&mut simulation, 40, 64 << 10);
     assert_eq!(simulation.net.counted(0, "sent_again"), first + 1);
     assert!(simulation.net.counted(1, "kept") > 0);
+}
+
+/// A VM whose tables can be read for so many frames. Then a command changes them.
+struct ForFrames<'a>(&'a Tables, usize);
+
+impl Recipients for ForFrames<'_> {
+    fn visit(&mut self, _: To, _: Arriving, visit: &mut dyn FnMut(&Tables)) -> bool {
+        let there = self.1 != 0;
+        if there {
+            self.1 -= 1;
+            visit(self.0);
+        }
+        there
+    }
+}
+
+// D-WIRE-012.
+/// The message that a program ends with: it destroys its queue pair as soon as that has come. Its peer
+/// is told that it came, also where another queue pair's frames come with it, so that its turn to
+/// acknowledge is later.
+#[test]
+fn who_is_destroyed_has_acknowledged_what_it_completed() {
+    for others in [0, 1] {
+        let mut simulation = with_faults("seed=1", "seed=1", Congestion::Window);
+        let Simulation { pair, net } = &mut simulation;
+        let mut other = [0, 1].map(|end: usize| pair.ends[end].guest.queue_pair(qp_type::RC));
+        let at = pair.ends[1].allocate(8);
+        let send = Send {
+            opcode: wr_opcode::RDMA_WRITE,
+            flags: send_flag::SIGNALED,
+            remote_addr: DATA + at,
+            rkey: pair.ends[1].guest.key,
+            sges: vec![pair.ends[0].guest.sge(0, 8)],
+            ..Send::default()
+        };
+        for (own, peer) in [(0, 1), (1, 0)] {
+            let [own_end, peer_end] = [own, peer].map(|end: usize| &pair.ends[end]);
+            let to = (&peer_end.guest, other[peer].qp.number);
+            own_end.guest.connect(&other[own], to, |attr| {
+                attr.av.dmac = peer_end.mac();
+            });
+        }
+        let poll = |net: &mut Net, pair: &Pair, qp: &Arc<Qp>| {
+            let section = net.reader.enter();
+            let tables = pair.ends[0].guest.vm.read_in(&section).unwrap();
+            let now = net.clock.now;
+            fabric::poll(&mut net.wires[0], tables, qp, now, BUDGET);
+        };
+        pair.post_send(0, &send);
+        let first = pair.ends[0].qp.qp.clone();
+        poll(net, pair, &first);
+        for _ in 0..others {
+            pair.ends[0].guest.post_send(&mut other[0], &send);
+            poll(net, pair, &other[0].qp);
+        }
+        net.clock.now += 2 * LATENCY;
+        let section = net.reader.enter();
+        let tables = pair.ends[1].guest.vm.read_in(&section).unwrap();
+        let (wire, now) = (&mut net.wires[1], net.clock.now);
+        let mut vm = ForFrames(tables, 1 + others);
+        assert_eq!(wire.receive(now, 16, &mut vm), 1 + others);
+        let qp = &pair.ends[1].qp.qp;
+        qp.dead.store(true, Ordering::SeqCst);
+        wire.forget(qp, now);
+        drop(section);
+        simulation.run(SECOND);
+        let told: Vec<_> = simulation
+            .pair
+            .completions(0)
+            .iter()
+            .map(|cqe| cqe.status)
+            .collect();
+        assert_eq!(told, vec![wc_status::SUCCESS; 1 + others]);
+        assert_eq!(simulation.pair.ends[0].guest.vm.totals().retries, 0);
+    }
 }
 
 /// Several are missing: each goes again, and little else.
