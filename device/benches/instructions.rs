@@ -16,18 +16,23 @@ fn main() {
         .skip(1)
         .find(|argument| !argument.starts_with("--"))
         .unwrap_or_default();
-    let mut bed = Bed::new();
+    let (mut local, mut wired) = (Bed::new(), Bed::wired());
     for workload in WORKLOADS {
         if !workload.name.contains(&wanted) {
             continue;
         }
-        let flow = Flow::new(&bed, workload);
+        let bed = if workload.wire {
+            &mut wired
+        } else {
+            &mut local
+        };
+        let flow = Flow::new(bed, workload);
         let steps = MESSAGES.div_ceil(flow.messages());
         // The rings go round once and everything has the size that it needs.
         for _ in 0..steps {
             flow.step(|| bed.round());
         }
-        measured(&flow, &mut bed, steps);
+        measured(&flow, bed, steps);
         println!("{}\t{}", workload.name, steps * flow.messages());
     }
 }

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Two VMs and the device in one process, with a worker that runs when it is told to: what the
+//! Two VMs and the device in one process, with workers that run when they are told to: what the
 //! device does for a message, by itself.
+use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
+use vhost_device_rdma::config::{Config, ServeArgs};
 use vhost_device_rdma::engine::LONE_BUDGET;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::Sandbox;
@@ -45,9 +47,10 @@ pub struct Bed {
     b: Arc<Vm>,
     /// The socket of a neighbour, which takes no part.
     neighbour: PathBuf,
-    /// For [`Bed::round`]; `None`: the worker runs by itself.
-    work: Option<Loop>,
-    adapter: Arc<Adapter>,
+    /// For [`Bed::round`]; none: the worker runs by itself.
+    work: Vec<Loop>,
+    /// One, or one for each VM.
+    adapters: Vec<Arc<Adapter>>,
     servers: Vec<Server>,
     directory: PathBuf,
 }
@@ -55,9 +58,59 @@ pub struct Bed {
 impl Bed {
     /// Two VMs on one network, and a worker that runs when it is told to.
     pub fn new() -> Self {
-        let (adapter, mut loops) =
+        let (adapter, loops) =
             Adapter::without_threads(&AdapterSettings::default()).expect("an adapter");
-        Self::with(adapter, loops.pop())
+        Self::with(adapter, loops)
+    }
+
+    /// Two VMs whose adapters send each other packets over loopback, and their workers.
+    #[allow(dead_code)] // this file is part of three programs, and not all of them use it
+    pub fn wired() -> Self {
+        let directory = directory();
+        let free = || {
+            let socket = UdpSocket::bind("127.0.0.1:0").expect("a port");
+            socket.local_addr().expect("an address")
+        };
+        let ports = [free(), free()];
+        let (mut adapters, mut work) = (Vec::new(), Vec::new());
+        let mut servers = Vec::new();
+        let sockets =
+            [(1, ports[0], ports[1]), (2, ports[1], ports[0])].map(|(i, local, remote)| {
+                let path = directory.join(format!("vm{i}"));
+                let config = directory.join(format!("config{i}"));
+                let text = format!(
+                    "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:00:0{i}'\n\
+                 dgram = {{ local = '{local}', remote = '{remote}', mtu = 9000 }}\n",
+                    path.display()
+                );
+                std::fs::write(&config, text).expect("a file");
+                let args = ServeArgs {
+                    config: Some(config),
+                    workers: Some(1),
+                    ..ServeArgs::default()
+                };
+                let config = Config::new(args).expect("a configuration");
+                let settings = AdapterSettings {
+                    uplinks: config.uplinks.open().expect("a socket"),
+                    ..config.adapter
+                };
+                let (adapter, loops) = Adapter::without_threads(&settings).expect("an adapter");
+                for (path, device) in config.devices {
+                    servers.push(serve(&path, &adapter, device));
+                }
+                adapters.push(adapter);
+                work.extend(loops);
+                path
+            });
+        Self {
+            a: connect(&sockets[0], Some(address(1))),
+            b: connect(&sockets[1], Some(address(2))),
+            neighbour: PathBuf::new(),
+            work,
+            adapters,
+            servers,
+            directory,
+        }
     }
 
     /// The same with a worker that runs by itself, and sleeps whenever there is nothing to do.
@@ -67,14 +120,11 @@ impl Bed {
             poll_budget: Duration::ZERO,
             ..AdapterSettings::default()
         };
-        Self::with(Adapter::new(&settings).expect("an adapter"), None)
+        Self::with(Adapter::new(&settings).expect("an adapter"), Vec::new())
     }
 
-    fn with(adapter: Arc<Adapter>, work: Option<Loop>) -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let directory = std::env::temp_dir().join(format!("bed-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("a directory");
+    fn with(adapter: Arc<Adapter>, work: Vec<Loop>) -> Self {
+        let directory = directory();
         let mut servers = Vec::new();
         let sockets = [1, 2, 3].map(|i| {
             let path = directory.join(format!("vm{i}"));
@@ -83,29 +133,25 @@ impl Bed {
                 mac: [0x52, 0x54, 0, 0, 0, i],
                 ..RnicSettings::default()
             };
-            let socket = BoundSocket::bind(&path, &Access::default()).expect("a socket");
-            servers.push(
-                Server::start(socket, adapter.clone(), settings, &Sandbox::default())
-                    .expect("a server"),
-            );
+            servers.push(serve(&path, &adapter, settings));
             path
         });
-        let [a, b] = [0, 1].map(|i| connect(&sockets[i]));
+        let [a, b] = [0, 1].map(|i| connect(&sockets[i], None));
         let [_, _, neighbour] = sockets;
         Self {
             a,
             b,
             neighbour,
             work,
-            adapter,
+            adapters: vec![adapter],
             servers,
             directory,
         }
     }
 
-    /// Lets the worker do a round, if it does not run by itself.
+    /// Lets each worker do a round, if they do not run by themselves.
     pub fn round(&mut self) {
-        if let Some(work) = &mut self.work {
+        for work in &mut self.work {
             work.round();
         }
     }
@@ -114,12 +160,34 @@ impl Bed {
     /// the last queue pair.
     #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn busy_round(&mut self) -> bool {
-        self.work.as_mut().is_some_and(Loop::busy_round)
+        self.work.first_mut().is_some_and(Loop::busy_round)
     }
 }
 
-fn connect(socket: &Path) -> Arc<Vm> {
+/// The GID of an IPv4 address.
+fn address(last: u8) -> [u8; 16] {
+    let mut gid = [0; 16];
+    gid[10..].copy_from_slice(&[0xff, 0xff, 10, 0, 0, last]);
+    gid
+}
+
+/// A directory of its own for a bed.
+fn directory() -> PathBuf {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let directory = std::env::temp_dir().join(format!("bed-{}-{number}", std::process::id()));
+    std::fs::create_dir_all(&directory).expect("a directory");
+    directory
+}
+
+fn serve(path: &Path, adapter: &Arc<Adapter>, settings: RnicSettings) -> Server {
+    let socket = BoundSocket::bind(path, &Access::default()).expect("a socket");
+    Server::start(socket, adapter.clone(), settings, &Sandbox::default()).expect("a server")
+}
+
+fn connect(socket: &Path, gid: Option<[u8; 16]>) -> Arc<Vm> {
     let options = VmOptions {
+        gid,
         features: 1 << feature::UD | 1 << feature::SRQ | 1 << feature::ATOMIC,
         memory: 128 << 20,
         ..VmOptions::default()
@@ -130,7 +198,9 @@ fn connect(socket: &Path) -> Arc<Vm> {
 impl Drop for Bed {
     fn drop(&mut self) {
         self.servers.drain(..).for_each(Server::stop);
-        self.adapter.shutdown();
+        for adapter in &self.adapters {
+            adapter.shutdown();
+        }
         let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
@@ -169,6 +239,9 @@ pub struct Workload {
     qps: u32,
     /// Contexts of a neighbour, in which nothing happens.
     idle_contexts: u32,
+    /// Between two adapters, for [`Bed::wired`].
+    #[allow(dead_code)] // this file is part of three programs, and not all of them use it
+    pub wire: bool,
 }
 
 const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Workload {
@@ -178,11 +251,19 @@ const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Worklo
         list,
         qps,
         idle_contexts: 0,
+        wire: false,
+    }
+}
+
+const fn wire(name: &'static str, verb: Verb, list: u32) -> Workload {
+    Workload {
+        wire: true,
+        ..workload(name, verb, list, 1)
     }
 }
 
 /// All of them.
-pub const WORKLOADS: [Workload; 17] = [
+pub const WORKLOADS: [Workload; 22] = [
     workload("a poll iteration that finds nothing", Verb::Nothing, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
     Workload {
@@ -213,6 +294,11 @@ pub const WORKLOADS: [Workload; 17] = [
     workload("datagram, one by one", Verb::Datagram, 1, 1),
     workload("datagram, lists of 32", Verb::Datagram, LIST, 1),
     workload("datagram, to two VMs in turn", Verb::DatagramInTurn, 2, 1),
+    wire("over the wire: WRITE, one by one", Verb::Write, 1),
+    wire("over the wire: WRITE, lists of 32", Verb::Write, LIST),
+    wire("over the wire: SEND, lists of 32", Verb::Send, LIST),
+    wire("over the wire: READ, lists of 32", Verb::Read, LIST),
+    wire("over the wire: datagram, lists of 32", Verb::Datagram, LIST),
 ];
 
 /// What a guest process has for a workload.
@@ -326,7 +412,7 @@ impl Flow {
         }
         let mut idle = Vec::new();
         if workload.idle_contexts != 0 {
-            let vm = connect(&bed.neighbour);
+            let vm = connect(&bed.neighbour, None);
             let context = |_| Context::new(&vm).expect("a context");
             idle.extend((0..workload.idle_contexts).map(context));
         }

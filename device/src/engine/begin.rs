@@ -97,14 +97,10 @@ impl SendQueue {
         let datagram = qp.facts.datagram;
         let mut bytes = [0; UdWqe::SIZE];
         let head_size = if datagram { UdWqe::SIZE } else { SendWqe::SIZE };
-        for (i, chunk) in bytes.chunks_exact_mut(8).take(head_size / 8).enumerate() {
-            let word = if i == 0 {
-                head
-            } else {
-                self.queue.word(buffer, 8 * i)
-            };
-            chunk.copy_from_slice(&word);
-        }
+        let (first, rest) = bytes.split_at_mut(head.len());
+        first.copy_from_slice(&head);
+        let rest = rest.get_mut(..head_size - head.len()).unwrap_or_default();
+        self.queue.read_words(buffer, head.len(), rest);
         let wqe = SendWqe::get(&bytes);
         let flags = wqe.flags & !PHASE;
         let inline = flags & send_flag::INLINE != 0;

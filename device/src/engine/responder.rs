@@ -24,7 +24,7 @@ use super::queue_pair::Qp;
 use super::tables::{Gid, Tables};
 use super::{complete_from, LARGE};
 use crate::memory::atomic::AtomicOperation;
-use crate::memory::Pages;
+use crate::memory::{copy, copy_last, Pages};
 use crate::verbs::cq::{Cq, L2Source};
 use crate::verbs::keys::{Accessor, CachedRange, Keys};
 use crate::verbs::srq::{Srq, Waiter};
@@ -275,6 +275,34 @@ impl Responder {
         }
     }
 
+    /// Places bytes of an RDMA WRITE without immediate data at this key and address, if they go to one
+    /// contiguous range that the peer may write, in few steps. Otherwise it does nothing and returns
+    /// false: [`Self::receive`] finds out. `last`: they end the message.
+    pub(crate) fn write_at_once(
+        &self,
+        tables: &Tables,
+        qp: &Qp,
+        (key, addr): (u32, u64),
+        bytes: &[u8],
+        last: bool,
+    ) -> bool {
+        let wanted = access::REMOTE_WRITE;
+        let own_pd = qp.qp_type != qp_type::XRC_TGT;
+        if !own_pd || !self.grants(wanted) || !self.established(qp) || bytes.is_empty() {
+            return false;
+        }
+        let (keys, len) = (&tables.keys, bytes.len() as u64);
+        let Some(range) = keys.contiguous_once(key, qp.pd, wanted, addr, len) else {
+            return false;
+        };
+        if last {
+            copy_last(range, bytes.into());
+        } else {
+            copy(range, bytes.into());
+        }
+        true
+    }
+
     /// Takes a slice of a message.
     pub(crate) fn receive(
         &mut self,
@@ -380,14 +408,18 @@ impl Responder {
             }
             (Kind::Write, Payload::From(mut source)) => {
                 let remote = [remote_sge(message)];
-                if let Err(answer) = self.check_remote(&at, access::REMOTE_WRITE, &remote) {
-                    return answer;
-                }
+                let wanted = access::REMOTE_WRITE;
                 let with_imm = message.imm_is == Imm::Data;
-                if with_imm {
-                    if let Err(answer) = self.take_receive(&at, claims, message, 0) {
-                        return answer;
-                    }
+                // The key is checked where the data goes, but a receive is taken only for what is
+                // granted.
+                let granted = if with_imm {
+                    let granted = self.check_remote(&at, wanted, &remote);
+                    granted.and_then(|()| self.take_receive(&at, claims, message, 0))
+                } else {
+                    self.check_flags(&at, wanted)
+                };
+                if let Err(answer) = granted {
+                    return answer;
                 }
                 let mut to =
                     Cursor::new(tables, &remote, at.remote(), access::REMOTE_WRITE, offset);
@@ -555,10 +587,16 @@ impl Responder {
         wanted: u32,
         remote: &[Sge],
     ) -> Result<(), Answer> {
+        self.check_flags(at, wanted)?;
+        check(at.tables, remote, at.remote(), wanted).map_err(|key| self.violation(at, key.0))
+    }
+
+    /// The peer may access memory as `wanted` says by the queue pair's flags.
+    fn check_flags(&self, at: &MessageContext<'_>, wanted: u32) -> Result<(), Answer> {
         if self.access & wanted != wanted {
             return Err(self.invalid_request(at.tables, at.qp, vendor_err::QP_ACCESS));
         }
-        check(at.tables, remote, at.remote(), wanted).map_err(|key| self.violation(at, key.0))
+        Ok(())
     }
 
     /// Makes sure that a receive work request is in use for this message, which needs `header`
@@ -933,13 +971,13 @@ pub enum Payload<'a> {
     Flush(u32, Option<u64>),
 }
 
-/// The remote range of a message as a scatter/gather entry.
 /// The shared receive queue that a message of XRC names, if its queue pair's domain has it.
 fn named_srq<'a>(tables: &'a Tables, qp: &Qp, message: &Message) -> Option<&'a Arc<Srq>> {
     let srq = tables.srqs.get(message.srqn);
     srq.filter(|srq| srq.xrc.as_ref().is_some_and(|xrc| xrc.domain == qp.xrcd))
 }
 
+/// The remote range of a message as a scatter/gather entry.
 fn remote_sge(message: &Message) -> Sge {
     Sge {
         addr: message.remote_addr,

@@ -492,6 +492,21 @@ impl Keys {
         mr.whole(key, pd, access, addr, len)
     }
 
+    /// The same for one access, of which nothing is remembered.
+    #[inline(never)]
+    #[must_use]
+    pub fn contiguous_once(
+        &self,
+        key: u32,
+        pd: u32,
+        access: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<ContiguousRange<'_>> {
+        let mr = self.candidate(key)?;
+        mr.whole(key, pd, access, addr, len)
+    }
+
     /// The same as a scatter range.
     #[inline]
     #[must_use]

@@ -246,6 +246,21 @@ impl WorkQueue {
             .map_or([0; 8], |word| word.load(Ordering::Relaxed).to_ne_bytes())
     }
 
+    /// Reads whole words of the current entry, from `within` on; what is not guest memory is zero.
+    #[inline]
+    pub fn read_words(&self, buffer: &Pages, within: usize, into: &mut [u8]) {
+        let run = buffer.run(self.at(within), into.len() as u64);
+        let run = run.unwrap_or_default();
+        for (i, chunk) in into.chunks_exact_mut(8).enumerate() {
+            let word = match run.get(i) {
+                Some(word) => word.load(Ordering::Relaxed).to_ne_bytes(),
+                // The entry goes over the end of a page.
+                None => self.word(buffer, within + 8 * i),
+            };
+            chunk.copy_from_slice(&word);
+        }
+    }
+
     /// Reads the current entry's scatter/gather list of `count` entries, which starts at `within`,
     /// into `sges`.
     #[inline]
@@ -254,9 +269,7 @@ impl WorkQueue {
         for i in 0..count {
             let at = within + i * Sge::SIZE;
             let mut bytes = [0; Sge::SIZE];
-            let (low, high) = bytes.split_at_mut(8);
-            low.copy_from_slice(&self.word(buffer, at));
-            high.copy_from_slice(&self.word(buffer, at + 8));
+            self.read_words(buffer, at, &mut bytes);
             sges.push(Sge::from_bytes(&bytes));
         }
     }
@@ -370,6 +383,27 @@ mod tests {
         post(&buffer, &queue, 0, PHASE, 7);
         assert_eq!(queue.read::<16>(&buffer), None);
         assert_eq!(queue.ready(&buffer), None);
+    }
+
+    /// Pages that do not follow each other, and an end.
+    #[test]
+    fn an_entry_is_read_over_the_end_of_a_page_as_far_as_there_is_memory() {
+        let buffer = buffer();
+        for (at, there) in [(4096 - 24, 6), (8192 - 24, 3)] {
+            for word in 0..there {
+                let place = buffer.word(at + 8 * word).unwrap();
+                place.store(word + 1, Ordering::Relaxed);
+            }
+            let mut read = [0xff; 48];
+            queue(at - 16, 2).read_words(&buffer, 16, &mut read);
+            let words = read.chunks_exact(8);
+            let words: Vec<_> = words
+                .map(|word| u64::from_ne_bytes(word.try_into().unwrap()))
+                .collect();
+            let expected = (1..=6).map(|word| if word <= there { word } else { 0 });
+            let expected: Vec<_> = expected.collect();
+            assert_eq!(words, expected);
+        }
     }
 
     #[test]

@@ -52,13 +52,15 @@ struct Owners {
 }
 
 impl Owners {
-    fn get(&mut self, to: Destination) -> Option<Arc<Vm>> {
-        if let Some((_, vm)) = self.last.as_ref().filter(|(last, _)| *last == to) {
-            return Some(vm.clone());
+    fn get(&mut self, to: Destination) -> Option<&Arc<Vm>> {
+        if self.last.as_ref().is_none_or(|(last, _)| *last != to) {
+            self.last = Some((to, self.all.get(&to)?.clone()));
         }
-        let vm = self.all.get(&to)?.clone();
-        self.last = Some((to, vm.clone()));
-        Some(vm)
+        self.last.as_ref().map(|(_, vm)| vm)
+    }
+
+    fn insert(&mut self, to: Destination, vm: Arc<Vm>) {
+        self.all.insert(to, vm);
     }
 
     fn clear(&mut self) {
@@ -88,16 +90,23 @@ impl Here<'_> {
         let mut networks = self.networks.iter();
         networks.find_map(|(known, network)| (*known == segment).then_some(network))
     }
+}
 
-    /// Visits a VM, for which a frame of so many bytes has come. Returns false if it is busy.
-    fn visit_one(&mut self, vm: &Vm, bytes: usize, visit: &mut dyn FnMut(&Tables)) -> bool {
-        let Some(tables) = vm.read_in(self.section) else {
-            return false;
-        };
-        visit(tables);
-        self.queue.charge_frame(vm, self.worker, bytes as u64);
-        true
-    }
+/// Visits a VM, for which a frame of so many bytes has come. Returns false if it is busy.
+fn visit_one(
+    section: &ReadSection<'_>,
+    queue: &mut QpQueue,
+    worker: u16,
+    vm: &Vm,
+    bytes: usize,
+    visit: &mut dyn FnMut(&Tables),
+) -> bool {
+    let Some(tables) = vm.read_in(section) else {
+        return false;
+    };
+    visit(tables);
+    queue.charge_frame(vm, worker, bytes as u64);
+    true
 }
 
 impl Recipients for Here<'_> {
@@ -124,23 +133,27 @@ impl Recipients for Here<'_> {
             // When it can wait no longer, it is lost for those that are busy still.
             let mut all = true;
             for vm in vms() {
-                all &= self.visit_one(vm, bytes, visit);
+                all &= visit_one(self.section, self.queue, self.worker, vm, bytes, visit);
             }
             return all;
         }
-        let vm = match self.owners.get(to) {
-            Some(vm) => vm,
-            None => {
-                let network = self.network(to.segment);
-                let owner = network.and_then(|network| self.registry.owner(network, to.gid));
-                let Some(vm) = owner.filter(|vm| is_on(vm, to.segment)) else {
-                    return true;
-                };
-                self.owners.all.insert(to, vm.clone());
-                vm
-            }
-        };
-        self.visit_one(&vm, bytes, visit)
+        if self.owners.get(to).is_none() {
+            let network = self.network(to.segment);
+            let owner = network.and_then(|network| self.registry.owner(network, to.gid));
+            let Some(vm) = owner.filter(|vm| is_on(vm, to.segment)) else {
+                return true;
+            };
+            self.owners.insert(to, vm);
+        }
+        let Self {
+            owners,
+            section,
+            queue,
+            worker,
+            ..
+        } = self;
+        let vm = owners.get(to);
+        vm.is_none_or(|vm| visit_one(section, queue, *worker, vm, bytes, visit))
     }
 }
 

@@ -37,8 +37,10 @@ const SLEEP: Duration = Duration::from_micros(100);
 const LONG_SLEEP: Duration = Duration::from_micros(500);
 /// Memory that is read and written.
 const MEMORY: usize = 4 << 20;
-/// Work requests of a list of small messages, and their size.
+/// Work requests of a list of small messages, how many are outstanding (more than are sent while the
+/// thread that drives sleeps, which is on the sender's core), and their size.
 const LIST: u64 = 32;
+const SMALL_DEPTH: u64 = 2048;
 const SMALL: u32 = 64;
 /// Size of messages that go one after the other, and how long one may take.
 const SHORTEST: u32 = 8;
@@ -114,7 +116,7 @@ fn message_rate(settings: &Settings) -> Result<Figure> {
     let (mut ours, mut raw) = (Vec::new(), Vec::new());
     for _ in 0..settings.repetitions() {
         raw.push(singles(settings)?);
-        ours.push(hosts.rate(SMALL, LIST, bed::DEPTH, settings)?);
+        ours.push(hosts.rate(SMALL, LIST, SMALL_DEPTH, settings)?);
     }
     let name = format!("WRITE {SMALL} B in lists of {LIST}, between two processes");
     let own = figure(SECTION, &name, "million/s", Better::Higher, &ours);
@@ -220,7 +222,7 @@ impl Hosts {
         };
         let from = Side::new(&vm(1, &started[0].1)?, MEMORY)?;
         let to = Side::new(&vm(2, &started[1].1)?, MEMORY)?;
-        let queue = bed::DEPTH as u32;
+        let queue = SMALL_DEPTH as u32;
         let qps = [from.qp(queue, queue)?, to.qp(queue, queue)?];
         connect(&qps)?;
         Ok(Self {

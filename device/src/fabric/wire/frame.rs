@@ -114,13 +114,28 @@ impl Addresses {
     }
 }
 
-/// A frame that came.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// A frame that came, with headers that are right as far as UDP.
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Frame<'a> {
     pub addresses: Addresses,
-    pub packet: Packet<'a>,
-    /// The bytes that the packet was read from.
+    /// What its packet is read from.
     pub bytes: &'a [u8],
+    /// What its ICRC is of.
+    covered: &'a [u8],
+    icrc: [u8; ICRC],
+}
+
+impl<'a> Frame<'a> {
+    /// Its packet.
+    ///
+    /// # Errors
+    /// Why it is to be dropped.
+    pub(super) fn packet(&self) -> Result<Packet<'a>, Reason> {
+        if icrc(self.covered) != Some(self.icrc) {
+            return Err(Reason::Icrc);
+        }
+        Packet::read(self.bytes).ok_or(Reason::Malformed)
+    }
 }
 
 fn mapped(address: &[u8]) -> Option<[u8; 16]> {
@@ -133,12 +148,19 @@ fn mapped(address: &[u8]) -> Option<[u8; 16]> {
 
 /// The sum of 16-bit words as the Internet's checksums have it, on top of `sum`.
 pub(super) fn folded(sum: u32, bytes: &[u8]) -> u16 {
-    let words = bytes.chunks(2).map(|pair| match pair {
-        [high, low] => u32::from(*high) << 8 | u32::from(*low),
-        [high] => u32::from(*high) << 8,
-        _ => 0,
-    });
-    let mut sum = words.fold(sum, u32::wrapping_add);
+    // Two words at a time: what the lower one carries is added in the end.
+    let pairs = bytes.chunks_exact(4);
+    let mut last = [0; 4];
+    for (to, from) in last.iter_mut().zip(pairs.remainder()) {
+        *to = *from;
+    }
+    let two = |four: &[u8]| {
+        four.first_chunk()
+            .map_or(0, |four| u32::from_be_bytes(*four))
+    };
+    let sums = pairs.map(two).map(u64::from);
+    let mut sum = sums.fold(u64::from(sum), u64::wrapping_add);
+    sum = sum.wrapping_add(u64::from(two(&last)));
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }
@@ -150,39 +172,54 @@ pub(super) fn checksum(header: &[u8]) -> u16 {
     !folded(0, header)
 }
 
-/// The headers of a frame, before a payload of so many bytes. Those of IPv4 have an identification.
-pub(super) fn headers(
+/// A GID as the IPv4 address that it is of, if it is.
+fn ipv4_of(gid: &[u8; 16]) -> Option<[u8; 4]> {
+    let rest = gid.strip_prefix(&MAPPED)?;
+    rest.first_chunk().copied()
+}
+
+/// The addresses as those of IPv4, if both are.
+fn both_ipv4(addresses: &Addresses) -> Option<[[u8; 4]; 2]> {
+    let source = ipv4_of(&addresses.source)?;
+    Some([source, ipv4_of(&addresses.destination)?])
+}
+
+/// The length of the frame of a packet with a payload of so many bytes.
+pub(super) fn len(addresses: &Addresses, packet: &Packet<'_>, payload: usize) -> usize {
+    let tag = addresses.vlan.map_or(0, |_| TAG);
+    let ip = both_ipv4(addresses).map_or(IPV6, |_| IPV4);
+    let headers = ETHERNET + tag + ip + UDP + packet.headers_len();
+    headers + payload + padding(payload) + ICRC
+}
+
+/// Writes a frame to `space`, which is as long as it is. Those of IPv4 have an identification.
+/// Returns false if its payload cannot be read.
+pub(super) fn write(
+    space: &mut [u8],
     addresses: &Addresses,
     identification: u16,
     packet: &Packet<'_>,
-    payload: usize,
-) -> Headers {
-    let ipv4 = [addresses.source, addresses.destination].map(|gid| {
-        gid.strip_prefix(&MAPPED)
-            .and_then(|rest| rest.first_chunk::<4>().copied())
-    });
-    let mut transport = Headers::default();
-    packet.write_headers(payload, &mut transport);
-    let udp_len = UDP + transport.bytes().len() + payload + padding(payload) + ICRC;
-    let udp_len = u16::try_from(udp_len).unwrap_or(u16::MAX);
-    let hop_limit = match addresses.hop_limit {
-        0 => 64,
-        limit => limit,
-    };
-    let mut out = Headers::default();
+    payload: &mut Payload<'_>,
+) -> bool {
+    let (hop_limit, frame_len) = (addresses.hop_limit, space.len());
+    let hop_limit = if hop_limit == 0 { 64 } else { hop_limit };
+    let mut out = Headers::new(space);
     out.put(&addresses.destination_mac);
     out.put(&addresses.source_mac);
+    let tagged = addresses.vlan.map_or(0, |_| TAG);
     if let Some(Vlan { id, priority }) = addresses.vlan {
         let tag = u16::from(priority) << 13 | id;
         out.put(&TYPE_VLAN.to_be_bytes());
         out.put(&tag.to_be_bytes());
     }
-    if let [Some(source), Some(destination)] = ipv4 {
+    let ip_len = u16::try_from(frame_len - ETHERNET.min(frame_len) - tagged).unwrap_or(u16::MAX);
+    let udp_len;
+    if let Some([source, destination]) = both_ipv4(addresses) {
+        udp_len = ip_len.saturating_sub(IPV4 as u16);
         let mut fields = [0; IPV4];
         fields[0] = 0x45;
         fields[1] = addresses.traffic_class;
-        let length = udp_len.saturating_add(IPV4 as u16);
-        fields[2..4].copy_from_slice(&length.to_be_bytes());
+        fields[2..4].copy_from_slice(&ip_len.to_be_bytes());
         fields[4..6].copy_from_slice(&identification.to_be_bytes());
         // Do not fragment.
         fields[6] = 0x40;
@@ -195,6 +232,7 @@ pub(super) fn headers(
         out.put(&TYPE_IPV4.to_be_bytes());
         out.put(&fields);
     } else {
+        udp_len = ip_len.saturating_sub(IPV6 as u16);
         let class = u32::from(addresses.traffic_class) << 20;
         let first = 6 << 28 | class | addresses.flow_label & FLOW_LABEL;
         out.put(&TYPE_IPV6.to_be_bytes());
@@ -211,23 +249,10 @@ pub(super) fn headers(
     for field in [source_port, PORT, udp_len, 0] {
         out.put(&field.to_be_bytes());
     }
-    out.put(transport.bytes());
-    out
-}
-
-/// The length of a frame with these headers and a payload of so many bytes.
-pub(super) fn len(headers: &Headers, payload: usize) -> usize {
-    headers.bytes().len() + payload + padding(payload) + ICRC
-}
-
-/// Writes a frame to `space`, which is as long as it is. Returns false if its payload cannot be
-/// read.
-pub(super) fn write(space: &mut [u8], headers: &Headers, payload: &mut Payload<'_>) -> bool {
-    let headers = headers.bytes();
-    let Some((head, rest)) = space.split_at_mut_checked(headers.len()) else {
+    packet.write_headers(payload.len, &mut out);
+    let Some((_, rest)) = out.split() else {
         return false;
     };
-    head.copy_from_slice(headers);
     let Some((body, rest)) = rest.split_at_mut_checked(payload.len) else {
         return false;
     };
@@ -261,8 +286,7 @@ pub(super) fn network(frame: &[u8]) -> Option<(u16, usize)> {
 #[cfg(test)]
 pub(super) fn frame(addresses: &Addresses, packet: &Packet<'_>) -> Vec<u8> {
     let payload = packet.payload();
-    let headers = headers(addresses, 0, packet, payload.len());
-    let mut bytes = vec![0; len(&headers, payload.len())];
+    let mut bytes = vec![0; len(addresses, packet, payload.len())];
     let mut read = |space: &mut [u8]| {
         space.copy_from_slice(payload);
         true
@@ -271,7 +295,7 @@ pub(super) fn frame(addresses: &Addresses, packet: &Packet<'_>) -> Vec<u8> {
         len: payload.len(),
         read: &mut read,
     };
-    assert!(write(&mut bytes, &headers, &mut payload));
+    assert!(write(&mut bytes, addresses, 0, packet, &mut payload));
     bytes
 }
 
@@ -290,15 +314,6 @@ pub(super) fn source(bytes: &[u8]) -> Option<[u8; 16]> {
     match network(bytes)? {
         (TYPE_IPV4, at) => mapped(bytes.get(at + 12..)?),
         (TYPE_IPV6, at) => gid_at(bytes, at + 8),
-        _ => None,
-    }
-}
-
-/// The GID that a frame goes to, if it is one of IP.
-pub(super) fn destination(bytes: &[u8]) -> Option<[u8; 16]> {
-    match network(bytes)? {
-        (TYPE_IPV4, at) => mapped(bytes.get(at + 16..)?),
-        (TYPE_IPV6, at) => gid_at(bytes, at + 24),
         _ => None,
     }
 }
@@ -331,7 +346,7 @@ pub(super) fn mark(frame: &mut [u8]) -> bool {
     }
 }
 
-/// Reads a frame.
+/// Reads the headers of a frame.
 ///
 /// # Errors
 /// Why it is to be dropped.
@@ -341,11 +356,14 @@ pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Reason> {
     let (ethertype, at) = network(bytes).ok_or(Reason::Malformed)?;
     let ip = bytes.get(at..).ok_or(Reason::Malformed)?;
     let tag = (at != ETHERNET).then(|| u16_at(bytes, ETHERNET)).flatten();
-    let (header, length, addresses) = match ethertype {
+    let (header, length, mut addresses) = match ethertype {
         TYPE_IPV4 => ipv4_header(ip)?,
         TYPE_IPV6 => ipv6_header(ip)?,
         _ => return Err(Reason::Other),
     };
+    addresses.source_mac = *source_mac;
+    addresses.destination_mac = *destination_mac;
+    addresses.vlan = tag.and_then(Vlan::read);
     // Ethernet may have padded it.
     let datagram = ip.get(..length).ok_or(Reason::Malformed)?;
     if u16_at(datagram, header + 2) != Some(PORT) {
@@ -355,23 +373,13 @@ pub(super) fn read(bytes: &[u8]) -> Result<Frame<'_>, Reason> {
     if usize::from(udp_len) != length - header {
         return Err(Reason::Malformed);
     }
-    let (covered, crc) = datagram
-        .split_last_chunk::<ICRC>()
-        .ok_or(Reason::Malformed)?;
-    if icrc(covered) != Some(*crc) {
-        return Err(Reason::Icrc);
-    }
+    let (covered, icrc) = datagram.split_last_chunk().ok_or(Reason::Malformed)?;
     let bytes = covered.get(header + UDP..).ok_or(Reason::Malformed)?;
-    let packet = Packet::read(bytes).ok_or(Reason::Malformed)?;
     Ok(Frame {
-        addresses: Addresses {
-            source_mac: *source_mac,
-            destination_mac: *destination_mac,
-            vlan: tag.and_then(Vlan::read),
-            ..addresses
-        },
-        packet,
+        addresses,
         bytes,
+        covered,
+        icrc: *icrc,
     })
 }
 
@@ -484,12 +492,12 @@ mod tests {
             );
             let is_read = |frame: &[u8]| {
                 let read = read(frame).unwrap();
-                assert_eq!((read.addresses, read.packet), (addresses, acknowledge()));
+                assert_eq!(read.packet(), Ok(acknowledge()));
+                assert_eq!(read.addresses, addresses);
                 assert_eq!(read.bytes.len(), 16);
             };
             is_read(&frame);
             assert_eq!(source(&frame), Some(addresses.source));
-            assert_eq!(destination(&frame), Some(addresses.destination));
             // Ethernet pads short frames.
             frame.resize(frame.len() + 18, 0);
             is_read(&frame);
@@ -523,7 +531,9 @@ mod tests {
             let mut bytes = frame(&capable, &acknowledge());
             assert!(mark(&mut bytes));
             // Its checksums are right.
-            let marked = read(&bytes).unwrap().addresses;
+            let marked = read(&bytes).unwrap();
+            assert!(marked.packet().is_ok());
+            let marked = marked.addresses;
             assert_eq!(marked.traffic_class, 0xbb);
             assert!(marked.congested() && !capable.congested());
         }
@@ -544,9 +554,10 @@ mod tests {
         bytes.extend([0; 20]);
         bytes.extend([0x82, 0xfd, 0x00, 0x2a]);
         let frame = read(&bytes).unwrap();
-        assert_eq!(frame.packet, Packet::notification(0x118));
+        let packet = frame.packet().unwrap();
+        assert_eq!(packet, Packet::notification(0x118));
         // Ours is the same, but that adapters have migrated.
-        let ours = super::frame(&frame.addresses, &frame.packet);
+        let ours = super::frame(&frame.addresses, &packet);
         assert_eq!(
             ours[42..54],
             [0x81, 0x40, 0xff, 0xff, 0x40, 0, 1, 0x18, 0, 0, 0, 0]
@@ -563,8 +574,9 @@ mod tests {
             let mut frame = frame(&addresses, &acknowledge());
             let at = bit % (frame.len() * 8);
             frame[at / 8] ^= 1 << (at % 8);
-            if let Ok(read) = read(&frame) {
-                prop_assert_eq!(read.packet, acknowledge());
+            let came = read(&frame).and_then(|read| Ok((read, read.packet()?)));
+            if let Ok((read, packet)) = came {
+                prop_assert_eq!(packet, acknowledge());
                 prop_assert_eq!(read.addresses.source, addresses.source);
                 prop_assert_eq!(read.addresses.destination, addresses.destination);
             }
@@ -572,11 +584,11 @@ mod tests {
 
         #[test]
         fn anything_may_come(bytes in proptest::collection::vec(any::<u8>(), 0..120), ipv6: bool, tagged: bool) {
-            let _ = read(&bytes);
+            let _ = read(&bytes).and_then(|frame| frame.packet());
             // With headers that are right so far.
             let mut frame = frame(&addresses(ipv6, tagged), &acknowledge());
             frame.truncate(bytes.len());
-            let _ = read(&frame);
+            let _ = read(&frame).and_then(|frame| frame.packet());
         }
     }
 }

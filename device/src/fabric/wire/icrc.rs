@@ -5,48 +5,60 @@
 //! of the padding, in which all that may change on the way counts as ones.
 use crc32fast::Hasher;
 
-/// Bytes of a UDP header and of the part of a base transport header that has a variant field.
+/// Bytes of IP headers, without options, and of a UDP header.
+const IPV4: usize = 20;
+const IPV6: usize = 40;
 const UDP: usize = 8;
 /// Offset in the base transport header of the byte with FECN and BECN.
 const CONGESTION: usize = 4;
+/// Bytes of a packet that are masked, and hashed by themselves.
+const HEAD: usize = 128;
 /// What is before each packet, as far as the CRC knows: bytes of ones, and the CRC-32 of these.
 const ONES: u64 = 8;
 const CRC_OF_ONES: u32 = 0x2144_df1c;
 
-/// The ICRC of a packet, as its last four bytes are. `packet` is from the IP header to the end of
-/// the padding; `None` if it is too short to be one.
+/// The ICRC of a packet, as its last four bytes are. `packet` is from the IP header, which has no
+/// options, to the end of the padding; `None` if it is too short to be one.
 pub(super) fn icrc(packet: &[u8]) -> Option<[u8; 4]> {
-    let (version, header_len) = match packet.first()? >> 4 {
-        4 => (4, usize::from(packet.first()? & 15) * 4),
-        6 => (6, 40),
+    // All variant fields are in these first bytes; a short packet is in them as a whole, and hashed in
+    // one go.
+    let mut head = [0; HEAD];
+    let (first, rest) = packet.split_at(packet.len().min(HEAD));
+    head.get_mut(..first.len())?.copy_from_slice(first);
+    let header_len = match head[0] >> 4 {
+        4 => {
+            // Type of service, time to live, header checksum.
+            for at in [1, 8, 10, 11] {
+                head[at] = 0xff;
+            }
+            mask_transport::<IPV4>(&mut head);
+            IPV4
+        }
+        6 => {
+            // Traffic class and flow label, hop limit.
+            head[0] |= 0x0f;
+            for at in [1, 2, 3, 7] {
+                head[at] = 0xff;
+            }
+            mask_transport::<IPV6>(&mut head);
+            IPV6
+        }
         _ => return None,
     };
-    // All variant fields are in these first bytes.
-    let masked_len = header_len + UDP + CONGESTION + 1;
-    let mut masked = [0; 60 + UDP + CONGESTION + 1];
-    let masked = masked.get_mut(..masked_len)?;
-    let (head, rest) = packet.split_at_checked(masked_len)?;
-    masked.copy_from_slice(head);
-    let variant: &[usize] = if version == 4 {
-        // Type of service, time to live, header checksum.
-        &[1, 8, 10, 11]
-    } else {
-        // Traffic class and flow label, hop limit.
-        &[1, 2, 3, 7]
-    };
-    for at in variant {
-        *masked.get_mut(*at)? = 0xff;
+    if first.len() <= header_len + UDP + CONGESTION {
+        return None;
     }
-    if version == 6 {
-        *masked.first_mut()? |= 0x0f;
-    }
-    let checksum = masked.get_mut(header_len + 6..header_len + UDP)?;
-    checksum.fill(0xff);
-    *masked.last_mut()? = 0xff;
     let mut hasher = Hasher::new_with_initial_len(CRC_OF_ONES, ONES);
-    hasher.update(masked);
+    hasher.update(head.get(..first.len())?);
     hasher.update(rest);
     Some(hasher.finalize().to_le_bytes())
+}
+
+/// Masks what is variant behind an IP header of so many bytes: the UDP checksum, FECN and BECN.
+fn mask_transport<const IP: usize>(head: &mut [u8; HEAD]) {
+    head[IP + UDP - 2] = 0xff;
+    head[IP + UDP - 1] = 0xff;
+    head[IP + UDP + CONGESTION] = 0xff;
 }
 
 #[cfg(test)]

@@ -79,9 +79,9 @@ impl<'w> Imagined<'w> {
         mut payload: Payload<'_>,
         comment: &str,
     ) -> bool {
-        let headers = frame::headers(addresses, 0, packet, payload.len);
-        self.frame.resize(frame::len(&headers, payload.len), 0);
-        if !frame::write(&mut self.frame, &headers, &mut payload) {
+        let len = frame::len(addresses, packet, payload.len);
+        self.frame.resize(len, 0);
+        if !frame::write(&mut self.frame, addresses, 0, packet, &mut payload) {
             return false;
         }
         let comment = Some(comment.to_owned());

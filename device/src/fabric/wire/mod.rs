@@ -115,6 +115,90 @@ impl Connection {
     fn is_of(&self, qp: &Arc<Qp>) -> bool {
         std::ptr::eq(self.of.as_ptr(), Arc::as_ptr(qp)) && self.life == qp.life()
     }
+
+    /// Carries out a request that came, and those that came before it and waited for it.
+    /// `keeps_unasked` as in [`Wire`]. `None` if the queue pair takes none.
+    fn request(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        came: &Came<'_>,
+        rooms: &mut Rooms,
+        keeps_unasked: bool,
+    ) -> Option<Verdict> {
+        if qp.qp_type == qp_type::XRC_INI {
+            return None;
+        }
+        let Self {
+            path: (path, _),
+            peer,
+            receiver,
+            share,
+            ..
+        } = self;
+        let Came {
+            packet,
+            request,
+            bytes,
+        } = came;
+        let mut responder = qp.responder();
+        let at_a_time = responder.max_rd_atomic;
+        if receiver.is_none() {
+            // The PSN is known since the queue pair is ready to receive.
+            *receiver = Receiver::new(Psn::new(path.rq_psn), at_a_time, share);
+        }
+        let Some(receiver) = receiver else {
+            return Some(Verdict::Dropped(Reason::NoRoom));
+        };
+        if !receiver.set_at_a_time(at_a_time, share) {
+            return Some(Verdict::Dropped(Reason::NoRoom));
+        }
+        let mtu = peer.mtu;
+        let keeps = receiver.is_asked() || keeps_unasked;
+        let mut verdict = receiver.receive(&mut responder, tables, qp, mtu, packet, request);
+        match verdict {
+            Verdict::Taken => {
+                let mut filled = false;
+                while let Some(kept) = receiver.next_kept() {
+                    let packet = Packet::read(kept.bytes());
+                    let Some((packet, Body::Request(request))) =
+                        packet.map(|packet| (packet, packet.body))
+                    else {
+                        break;
+                    };
+                    let taken =
+                        receiver.receive(&mut responder, tables, qp, mtu, &packet, &request);
+                    filled = taken == Verdict::Taken;
+                    rooms.release(kept);
+                    if !filled {
+                        break;
+                    }
+                }
+                if filled {
+                    receiver.filled();
+                }
+            }
+            Verdict::Dropped(Reason::Ahead)
+                if keeps && receiver.keep(packet.psn, bytes, share, rooms) =>
+            {
+                verdict = Verdict::Kept;
+            }
+            // The first one of those.
+            Verdict::Refused(_, Syndrome::Nak(Nak::Sequence), _) if keeps => {
+                receiver.keep(packet.psn, bytes, share, rooms);
+            }
+            _ => {}
+        }
+        Some(verdict)
+    }
+}
+
+/// A request that came.
+struct Came<'a> {
+    packet: &'a Packet<'a>,
+    request: &'a RequestPacket<'a>,
+    /// What the packet was read from.
+    bytes: &'a [u8],
 }
 
 /// The requester's half of a connected queue pair.
@@ -145,7 +229,8 @@ fn deliver_datagram(
     fabric: &impl Fabric,
     tables: &Tables,
     frame: &Frame<'_>,
-    packet: &RequestPacket<'_>,
+    packet: &Packet<'_>,
+    request: &RequestPacket<'_>,
 ) -> Option<Verdict> {
     let from = &frame.addresses;
     let datagram = Datagram {
@@ -156,24 +241,24 @@ fn deliver_datagram(
         },
         dgid: from.destination,
         dmac: from.destination_mac,
-        qpn: frame.packet.dest_qp,
-        qkey: packet.deth.qkey,
+        qpn: packet.dest_qp,
+        qkey: request.deth.qkey,
         flow_label: from.flow_label,
         traffic_class: from.traffic_class,
         hop_limit: from.hop_limit,
         sl: from.vlan.map_or(0, |vlan| vlan.priority),
     };
     let message = Message {
-        opcode: packet.request.wr_opcode,
-        kind: packet.request.kind,
-        imm_is: packet.request.imm,
-        solicited: frame.packet.solicited,
-        imm: packet.immediate,
+        opcode: request.request.wr_opcode,
+        kind: request.request.kind,
+        imm_is: request.request.imm,
+        solicited: packet.solicited,
+        imm: request.immediate,
         remote_addr: 0,
         rkey: 0,
         srqn: 0,
-        src_qp: packet.deth.src_qp,
-        length: packet.payload.len() as u64,
+        src_qp: request.deth.src_qp,
+        length: request.payload.len() as u64,
     };
     let give = |qp: &Arc<Qp>| {
         if !qp.vm.port_is_up() {
@@ -183,7 +268,7 @@ fn deliver_datagram(
             worker: qp.worker_index,
             waiter: None,
         };
-        let source = DataSource::Bytes(packet.payload);
+        let source = DataSource::Bytes(request.payload);
         let answer = qp.take_datagram(tables, origin, &message, &datagram, source);
         if answer != Answer::Done {
             return Verdict::Dropped(Reason::Unreceivable);
@@ -287,17 +372,19 @@ impl<P: Port> Egress<P> {
             ..
         } = uplink;
         let identification = self.port.identification(segment);
-        let headers = if congestion == Congestion::Window && packet.may_be_marked() {
-            frame::headers(&addresses.capable(), identification, packet, payload.len)
+        let capable;
+        let addresses = if congestion == Congestion::Window && packet.may_be_marked() {
+            capable = addresses.capable();
+            &capable
         } else {
-            frame::headers(addresses, identification, packet, payload.len)
+            addresses
         };
-        let len = frame::len(&headers, payload.len);
+        let len = frame::len(addresses, packet, payload.len);
         let begun = self.port.begin(now, segment, addresses.destination, len);
         let captures = self.view.capture.is_on();
         let fate = match begun {
             Ok(space) => {
-                if !frame::write(space, &headers, &mut payload) {
+                if !frame::write(space, addresses, identification, packet, &mut payload) {
                     return false;
                 }
                 if captures {
@@ -308,7 +395,8 @@ impl<P: Port> Egress<P> {
             }
             Err(fate) => {
                 self.scratch.resize(len, 0);
-                if !frame::write(&mut self.scratch, &headers, &mut payload) {
+                let space = &mut self.scratch;
+                if !frame::write(space, addresses, identification, packet, &mut payload) {
                     return false;
                 }
                 fate
@@ -537,14 +625,18 @@ impl<P: Port> Wire<P> {
                     self.lost(now, segment, bytes, fate);
                     continue;
                 }
-                let Some(gid) = frame::destination(bytes) else {
-                    self.judged(now, segment, bytes, Verdict::Dropped(Reason::Other));
-                    continue;
+                let frame = match frame::read(bytes) {
+                    Ok(frame) => frame,
+                    Err(reason) => {
+                        self.judged(now, segment, bytes, Verdict::Dropped(reason));
+                        continue;
+                    }
                 };
+                let gid = frame.addresses.destination;
                 let to = Destination { segment, gid };
                 // It does not overtake those that wait for the same VM.
                 let ahead = self.waiting.iter().filter(|one| one.to == to).count();
-                if ahead != 0 || !self.take(now, to, bytes, true, vms) {
+                if ahead != 0 || !self.take(now, to, bytes, &frame, true, vms) {
                     self.wait(now, to, bytes, ahead);
                 }
             }
@@ -615,7 +707,13 @@ impl<P: Port> Wire<P> {
             let mut behind = self.waiting.iter().rev().take(kept);
             let behind = behind.any(|other| other.to == one.to);
             let late = now.saturating_sub(one.since) >= MOST_WAIT;
-            if !behind && self.take(now, one.to, &one.bytes, !late, vms) {
+            // It was read before.
+            let taken = match frame::read(&one.bytes) {
+                _ if behind => false,
+                Ok(frame) => self.take(now, one.to, &one.bytes, &frame, !late, vms),
+                Err(_) => true,
+            };
+            if taken {
                 self.rooms.put_back(one.bytes);
             } else if late {
                 let verdict = Verdict::Dropped(Reason::Busy);
@@ -634,28 +732,29 @@ impl<P: Port> Wire<P> {
         !self.waiting.is_empty()
     }
 
-    /// Takes a frame. Returns false if its VM is busy for a moment.
+    /// Takes a frame of these bytes. Returns false if its VM is busy for a moment.
     fn take(
         &mut self,
         now: u64,
         to: Destination,
         bytes: &[u8],
+        frame: &Frame<'_>,
         can_wait: bool,
         vms: &mut impl Recipients,
     ) -> bool {
         let mut verdict = Verdict::Dropped(Reason::Stranger);
-        let mut frame = None;
         let arriving = Arriving {
             bytes: bytes.len(),
-            source: frame::source(bytes).unwrap_or_default(),
+            source: frame.addresses.source,
             can_wait,
         };
-        let there = vms.visit(to, arriving, &mut |tables| match frame
-            .get_or_insert_with(|| frame::read(bytes))
+        let mut packet = None;
+        let there = vms.visit(to, arriving, &mut |tables| match packet
+            .get_or_insert_with(|| frame.packet())
         {
             Err(reason) => verdict = Verdict::Dropped(*reason),
-            Ok(frame) => {
-                if let Some(delivered) = self.deliver(tables, now, frame) {
+            Ok(packet) => {
+                if let Some(delivered) = self.deliver(tables, now, frame, packet) {
                     verdict = delivered;
                 }
             }
@@ -691,13 +790,18 @@ impl<P: Port> Wire<P> {
     }
 
     /// Hands a packet to its queue pair; `None` if it is for none of ours, or not from its peer.
-    fn deliver(&mut self, tables: &Tables, now: u64, frame: &Frame<'_>) -> Option<Verdict> {
-        let packet = &frame.packet;
+    fn deliver(
+        &mut self,
+        tables: &Tables,
+        now: u64,
+        frame: &Frame<'_>,
+        packet: &Packet<'_>,
+    ) -> Option<Verdict> {
         if let (Service::Ud, Body::Request(request)) = (packet.service, &packet.body) {
             if !tables.running {
                 return Some(Verdict::Dropped(Reason::Down));
             }
-            return deliver_datagram(self, tables, frame, request);
+            return deliver_datagram(self, tables, frame, packet, request);
         }
         let qp = tables.qps.get(packet.dest_qp)?;
         // It has an address when it is ready to receive.
@@ -718,17 +822,11 @@ impl<P: Port> Wire<P> {
             self.connect(tables, qp, &qp.send_queue())?;
         }
         let connection = self.connections.get_mut(&qp.serial())?;
-        let path = connection.addresses?;
-        let Addresses {
-            source,
-            source_mac,
-            destination,
-            ..
-        } = path;
+        let path = connection.addresses.as_ref()?;
         let from = &frame.addresses;
-        let addressed = from.destination_mac == source_mac && from.destination == source;
+        let addressed = from.destination_mac == path.source_mac && from.destination == path.source;
         let same_vlan = from.vlan_id() == path.vlan_id();
-        if !addressed || !same_vlan || from.source != destination {
+        if !addressed || !same_vlan || from.source != path.destination {
             return None;
         }
         if from.congested() && packet.may_be_marked() {
@@ -738,7 +836,20 @@ impl<P: Port> Wire<P> {
             return Some(self.not_now(qp, packet, now));
         }
         if let Body::Request(request) = &packet.body {
-            return self.request(tables, qp, frame, request, now);
+            let came = Came {
+                packet,
+                request,
+                bytes: frame.bytes,
+            };
+            let rooms = &mut self.rooms;
+            let verdict = connection.request(tables, qp, &came, rooms, self.keeps_unasked)?;
+            let owes = connection.receiver.as_ref();
+            if owes.is_some_and(Receiver::only_acknowledges) {
+                self.acknowledge_later(qp);
+            } else if owes.is_some_and(Receiver::answers) && self.send_answers(tables, qp, now) {
+                qp.schedule();
+            }
+            return Some(verdict);
         }
         if let Body::Query { number } = packet.body {
             return self.report(qp, packet.psn, number, now);
@@ -847,83 +958,6 @@ impl<P: Port> Wire<P> {
         let addresses = connection.addresses.as_ref();
         self.out.send_empty(now, &qp.vm, addresses, &answer);
         Verdict::Refused(packet.psn, syndrome, 0)
-    }
-
-    /// Carries out a request, and those that came before it and waited for it, and answers them.
-    fn request(
-        &mut self,
-        tables: &Tables,
-        qp: &Arc<Qp>,
-        frame: &Frame<'_>,
-        request: &RequestPacket<'_>,
-        now: u64,
-    ) -> Option<Verdict> {
-        let packet = &frame.packet;
-        if qp.qp_type == qp_type::XRC_INI {
-            return None;
-        }
-        let Connection {
-            path: (path, _),
-            peer,
-            receiver,
-            share,
-            ..
-        } = self.connections.get_mut(&qp.serial())?;
-        let mut responder = qp.responder();
-        let at_a_time = responder.max_rd_atomic;
-        if receiver.is_none() {
-            // The PSN is known since the queue pair is ready to receive.
-            *receiver = Receiver::new(Psn::new(path.rq_psn), at_a_time, share);
-        }
-        let Some(receiver) = receiver else {
-            return Some(Verdict::Dropped(Reason::NoRoom));
-        };
-        if !receiver.set_at_a_time(at_a_time, share) {
-            return Some(Verdict::Dropped(Reason::NoRoom));
-        }
-        let mtu = peer.mtu;
-        let keeps = receiver.is_asked() || self.keeps_unasked;
-        let mut verdict = receiver.receive(&mut responder, tables, qp, mtu, packet, request);
-        match verdict {
-            Verdict::Taken => {
-                let mut filled = false;
-                while let Some(kept) = receiver.next_kept() {
-                    let packet = Packet::read(kept.bytes());
-                    let Some((packet, Body::Request(request))) =
-                        packet.map(|packet| (packet, packet.body))
-                    else {
-                        break;
-                    };
-                    let taken =
-                        receiver.receive(&mut responder, tables, qp, mtu, &packet, &request);
-                    filled = taken == Verdict::Taken;
-                    self.rooms.release(kept);
-                    if !filled {
-                        break;
-                    }
-                }
-                if filled {
-                    receiver.filled();
-                }
-            }
-            Verdict::Dropped(Reason::Ahead)
-                if keeps && receiver.keep(packet.psn, frame.bytes, share, &mut self.rooms) =>
-            {
-                verdict = Verdict::Kept;
-            }
-            // The first one of those.
-            Verdict::Refused(_, Syndrome::Nak(Nak::Sequence), _) if keeps => {
-                receiver.keep(packet.psn, frame.bytes, share, &mut self.rooms);
-            }
-            _ => {}
-        }
-        drop(responder);
-        if receiver.only_acknowledges() {
-            self.acknowledge_later(qp);
-        } else if self.send_answers(tables, qp, now) {
-            qp.schedule();
-        }
-        Some(verdict)
     }
 
     fn send_datagrams(

@@ -441,8 +441,28 @@ impl<'a> RequestPacket<'a> {
         }
     }
 
+    /// Bytes of its extension headers.
+    fn headers_len(&self, service: Service) -> usize {
+        let of_service = match service {
+            Service::Ud => DETH,
+            Service::Xrc => XRCETH,
+            Service::Rc | Service::Uc | Service::Notification | Service::Ours => 0,
+        };
+        let operands = match self.operands {
+            Operands::None => 0,
+            Operands::Flush { .. } => FETH,
+            Operands::Atomic { .. } => OPERANDS,
+        };
+        let request = self.request;
+        let word = size_of::<u32>();
+        let range = usize::from(request.has_range()) * RANGE;
+        let length = usize::from(request.has_length()) * word;
+        let immediate = usize::from(request.has_immediate()) * word;
+        of_service + operands + range + length + immediate
+    }
+
     /// Appends its extension headers.
-    fn write_headers(&self, service: Service, out: &mut Headers) {
+    fn write_headers(&self, service: Service, out: &mut Headers<'_>) {
         let Self { reth, request, .. } = self;
         match service {
             Service::Ud => {
@@ -607,29 +627,45 @@ pub(super) struct Packet<'a> {
 
 /// The only partition.
 const PKEY: u16 = 0xffff;
-/// Bytes of a base transport header.
+/// Bytes of a base transport header, and of extension headers: datagram, XRC, FLUSH, RDMA without its
+/// length, atomic without the range, ACK.
 const BTH: usize = 12;
+const DETH: usize = 8;
+const XRCETH: usize = 4;
+const FETH: usize = 4;
+const RANGE: usize = 12;
+const OPERANDS: usize = 16;
+const AETH: usize = 4;
 /// Migration state: migrated, as adapters send it.
 const MIGRATED: u8 = 0x40;
 /// Backward explicit congestion notification, beside the number of the queue pair.
 const BECN: u32 = 1 << 30;
 
-/// The longest headers of a frame, bytes: Ethernet, IPv6, UDP, and all that a packet may have.
-const LONGEST_HEADERS: usize = 14 + 4 + 40 + 8 + BTH + 4 + 4 + 16 + 16 + 4;
+/// Headers, as they are written to the beginning of a space.
+#[derive(Debug)]
+pub(super) struct Headers<'a> {
+    space: &'a mut [u8],
+    len: usize,
+}
 
-/// Headers, as they are written.
-#[derive(Debug, Default)]
-pub(super) struct Headers(ArrayVec<u8, LONGEST_HEADERS>);
-
-impl Headers {
-    /// Appends bytes.
-    pub(super) fn put(&mut self, bytes: &[u8]) {
-        let fits = self.0.try_extend_from_slice(bytes);
-        debug_assert!(fits.is_ok(), "no headers are so long");
+impl<'a> Headers<'a> {
+    pub(super) fn new(space: &'a mut [u8]) -> Self {
+        Self { space, len: 0 }
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
-        &self.0
+    /// Appends bytes, for which there is room.
+    pub(super) fn put(&mut self, bytes: &[u8]) {
+        let place = self.space.get_mut(self.len..self.len + bytes.len());
+        debug_assert!(place.is_some(), "the space is as long as its headers");
+        if let Some(place) = place {
+            place.copy_from_slice(bytes);
+        }
+        self.len += bytes.len();
+    }
+
+    /// What was written, and the rest.
+    pub(super) fn split(self) -> Option<(&'a mut [u8], &'a mut [u8])> {
+        self.space.split_at_mut_checked(self.len)
     }
 }
 
@@ -661,7 +697,7 @@ fn unpadded(bytes: &[u8], padding: usize) -> Option<&[u8]> {
     bytes.get(..bytes.len().checked_sub(padding)?)
 }
 
-fn write_aeth(out: &mut Headers, syndrome: Syndrome, msn: u32) {
+fn write_aeth(out: &mut Headers<'_>, syndrome: Syndrome, msn: u32) {
     let aeth = u32::from(syndrome.encode()) << 24 | msn & MASK_24;
     out.put(&aeth.to_be_bytes());
 }
@@ -765,9 +801,22 @@ impl<'a> Packet<'a> {
         data && self.service.answers()
     }
 
+    /// Bytes of its headers, from the base transport header on.
+    pub(super) fn headers_len(&self) -> usize {
+        BTH + match &self.body {
+            Body::Request(request) => request.headers_len(self.service),
+            Body::Acknowledge { .. } => AETH,
+            Body::AtomicAcknowledge { .. } => AETH + size_of::<u64>(),
+            Body::ReadResponse { place, .. } if *place == Place::Middle => 0,
+            Body::ReadResponse { .. } => AETH,
+            Body::Notification => RESERVED.len(),
+            Body::Query { .. } | Body::Report { .. } => OURS.len() + size_of::<u32>(),
+        }
+    }
+
     /// Appends its headers, from the base transport header on. A payload of so many bytes and its
     /// padding follow.
-    pub(super) fn write_headers(&self, payload: usize, out: &mut Headers) {
+    pub(super) fn write_headers(&self, payload: usize, out: &mut Headers<'_>) {
         let opcode = match self.body {
             Body::Request(RequestPacket { request, .. }) => request.opcode,
             Body::Acknowledge { .. } => ACKNOWLEDGE,
@@ -814,9 +863,11 @@ impl<'a> Packet<'a> {
     #[cfg(test)]
     fn write(&self, out: &mut Vec<u8>) {
         let payload = self.payload();
-        let mut headers = Headers::default();
+        let begin = out.len();
+        out.resize(begin + self.headers_len(), 0);
+        let mut headers = Headers::new(&mut out[begin..]);
         self.write_headers(payload.len(), &mut headers);
-        out.extend_from_slice(headers.bytes());
+        assert!(headers.split().unwrap().1.is_empty());
         out.extend_from_slice(payload);
         out.resize(out.len() + padding(payload.len()), 0);
     }
@@ -836,11 +887,10 @@ impl<'a> Packet<'a> {
     /// Reads a packet from the base transport header to the end of the padding. `None` if it is
     /// none, or none that we know.
     pub(super) fn read(mut bytes: &'a [u8]) -> Option<Self> {
-        const { assert!(BTH == 1 + 1 + 2 + 4 + 4) };
-        let [opcode, flags] = take(&mut bytes)?;
-        let pkey = take(&mut bytes).map(u16::from_be_bytes)?;
-        let dest_qp = take_u32(&mut bytes)? & MASK_24;
-        let sequence = take_u32(&mut bytes)?;
+        let [opcode, flags, p0, p1, q0, q1, q2, q3, s0, s1, s2, s3] = take::<BTH>(&mut bytes)?;
+        let pkey = u16::from_be_bytes([p0, p1]);
+        let dest_qp = u32::from_be_bytes([q0, q1, q2, q3]) & MASK_24;
+        let sequence = u32::from_be_bytes([s0, s1, s2, s3]);
         let version = flags & 0x0f;
         // The highest bit of a P_Key says whether its holder is a full member.
         if version != 0 || pkey & 0x7fff != PKEY & 0x7fff {

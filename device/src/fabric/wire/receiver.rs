@@ -550,22 +550,40 @@ impl Receiver {
             let refused = responder.invalid_request(tables, qp, vendor_err::MESSAGE_LENGTH);
             return Fared::Not(refused);
         }
-        let with_imm = request.kind == Kind::Write && request.imm == Imm::Data;
-        let message = Message {
-            solicited,
-            imm: packet.immediate,
-            srqn: packet.srqn,
-            ..message(responder, request, under_way.reth, length)
+        // All that a WRITE is to, the first packet of several finds out in more steps.
+        let simple = request.kind == Kind::Write
+            && request.imm == Imm::None
+            && (!request.place.begins() || request.place.ends());
+        let place = (
+            under_way.reth.rkey,
+            under_way.reth.addr.wrapping_add(under_way.offset),
+        );
+        let ends = request.place.ends();
+        let answer = if simple && responder.write_at_once(tables, qp, place, payload, ends) {
+            if ends {
+                Answer::Done
+            } else {
+                Answer::Progress
+            }
+        } else {
+            let message = Message {
+                solicited,
+                imm: packet.immediate,
+                srqn: packet.srqn,
+                ..message(responder, request, under_way.reth, length)
+            };
+            let with_imm = request.kind == Kind::Write && request.imm == Imm::Data;
+            let slice = Slice {
+                message: &message,
+                offset: under_way.offset,
+                len,
+                last: ends,
+                claims: request.place.begins() || with_imm,
+                payload: Moved::From(DataSource::Bytes(payload)),
+            };
+            responder.receive(tables, qp, origin(qp), slice)
         };
-        let slice = Slice {
-            message: &message,
-            offset: under_way.offset,
-            len,
-            last: request.place.ends(),
-            claims: request.place.begins() || with_imm,
-            payload: Moved::From(DataSource::Bytes(payload)),
-        };
-        match responder.receive(tables, qp, origin(qp), slice) {
+        match answer {
             Answer::Progress => {
                 self.under_way = Some(UnderWay {
                     offset: end,

@@ -35,6 +35,7 @@ use crate::engine::vm::{Congestion, PacketEvent};
 use crate::engine::Budget;
 use crate::footprint::Share;
 use crate::memory::atomic::AtomicOperation;
+use crate::memory::{fetch_bytes, ContiguousRange};
 use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
@@ -399,7 +400,7 @@ pub(super) struct Sender {
     /// The packet after the last one of the last message.
     end: Psn,
     /// What is under way, the oldest first.
-    outstanding: VecDeque<Outstanding>,
+    outstanding: VecDeque<Box<Outstanding>>,
     /// So many of them are to bring something.
     bringing: usize,
     /// Where `next` is: index in `outstanding`.
@@ -419,7 +420,11 @@ pub(super) struct Sender {
     /// The work request in progress in the send queue waits for what is to be brought (FENCE).
     fenced: bool,
     /// Of the past, for their capacity.
-    spare: Vec<Outstanding>,
+    #[expect(
+        clippy::vec_box,
+        reason = "they go to `outstanding`, and are too large to be moved"
+    )]
+    spare: Vec<Box<Outstanding>>,
     /// The work request in progress in the send queue fails for this, when all before it is done.
     refused: Option<WcError>,
     /// Memory of the message at `next` could not be read: it fails, when all before it is done.
@@ -569,7 +574,7 @@ impl Sender {
         }
         let last = self.sent.before();
         let has = |message: &Outstanding| last.since(message.first) < message.packets;
-        let at = self.outstanding.iter().position(has);
+        let at = self.outstanding.iter().position(|message| has(message));
         let acknowledged = |at: &usize| self.outstanding.get(*at).is_some_and(|one| !one.brings());
         let (psn, at) = match at.filter(acknowledged) {
             Some(at) => (last, at),
@@ -662,11 +667,20 @@ impl Sender {
             let sent = self.next.since(self.unacknowledged);
             let there = psn.since(self.unacknowledged) < sent;
             let has = |message: &Outstanding| psn.since(message.first) < message.packets;
-            let Some(at) = self.outstanding.iter().position(has).filter(|_| there) else {
+            let Some(at) = self
+                .outstanding
+                .iter()
+                .position(|message| has(message))
+                .filter(|_| there)
+            else {
                 continue;
             };
             // A request that is to bring something is asked for again by what comes behind it.
-            if self.outstanding.get(at).is_none_or(Outstanding::brings) {
+            if self
+                .outstanding
+                .get(at)
+                .is_none_or(|message| message.brings())
+            {
                 continue;
             }
             self.window.lost_one(psn, self.sent);
@@ -812,7 +826,7 @@ impl Sender {
         }
         let lists = sq.max_sge * size_of::<Sge>() + sq.max_inline;
         // The queue and the list of spare ones grow to twice what they need.
-        let each = 3 * size_of::<Outstanding>() + lists;
+        let each = size_of::<Outstanding>() + 4 * size_of::<Box<Outstanding>>() + lists;
         let grown = self.share.grow(each as u64).is_ok();
         self.accounted += usize::from(grown);
         grown || kept == 0 || !self.spare.is_empty()
@@ -820,14 +834,16 @@ impl Sender {
 
     /// The message of the work request in progress is under way from now on.
     fn admit(&mut self, sq: &mut SendQueue, active: Active, peer: Peer) {
-        let mut message = self.spare.pop().unwrap_or_else(|| Outstanding {
-            active,
-            first: self.end,
-            packets: 0,
-            range: None,
-            operands: Operands::None,
-            sges: Vec::new(),
-            inline: Vec::new(),
+        let mut message = self.spare.pop().unwrap_or_else(|| {
+            Box::new(Outstanding {
+                active,
+                first: self.end,
+                packets: 0,
+                range: None,
+                operands: Operands::None,
+                sges: Vec::new(),
+                inline: Vec::new(),
+            })
         });
         let packets = active.message.length.div_ceil(peer.mtu).max(1);
         message.active = active;
@@ -897,7 +913,7 @@ impl Sender {
                 message: what,
                 inline,
                 ..
-            } = message.active;
+            } = &message.active;
             let offset = u64::from(number) * peer.mtu;
             let reads = what.kind == Kind::Read;
             let bring = brings(what.kind);
@@ -948,13 +964,6 @@ impl Sender {
             } else {
                 Place::of(number == 0, number + 1 == message.packets)
             };
-            let mut source = if inline {
-                let from = usize::try_from(offset).unwrap_or(usize::MAX);
-                DataSource::Bytes(message.inline.get(from..).unwrap_or_default())
-            } else {
-                let local = Accessor::local(qp.pd);
-                DataSource::Guest(Cursor::new(tables, &message.sges, local, 0, offset))
-            };
             let Some(request) = Request::at(peer.service, what.opcode, place) else {
                 return false;
             };
@@ -970,7 +979,7 @@ impl Sender {
                     || self.resume.is_some(),
                 solicited: place.ends() && what.solicited,
                 body: Body::Request(request_packet(
-                    &what,
+                    what,
                     peer.service,
                     request,
                     message.operands,
@@ -981,6 +990,16 @@ impl Sender {
             };
             let mut fault = None;
             let mut read = |space: &mut [u8]| {
+                let local = Accessor::local(qp.pd);
+                let mut source = if *inline {
+                    let from = usize::try_from(offset).unwrap_or(usize::MAX);
+                    DataSource::Bytes(message.inline.get(from..).unwrap_or_default())
+                } else if let Some(range) = contiguous(tables, &message.sges, qp.pd, offset, len) {
+                    fetch_bytes(space, range);
+                    return true;
+                } else {
+                    DataSource::Guest(Cursor::new(tables, &message.sges, local, 0, offset))
+                };
                 fault = fetch(&mut source, space).err();
                 fault.is_none()
             };
@@ -1310,7 +1329,7 @@ impl Sender {
         }
     }
 
-    fn take_oldest(&mut self) -> Option<Outstanding> {
+    fn take_oldest(&mut self) -> Option<Box<Outstanding>> {
         let oldest = self.outstanding.pop_front()?;
         self.bringing -= usize::from(oldest.brings());
         Some(oldest)
@@ -1344,6 +1363,23 @@ impl Sender {
         self.unreadable = None;
         self.wait = Wait::Nothing;
     }
+}
+
+/// The `len` bytes of a list of one entry from `offset` on, if they are contiguous, and the queue pair's
+/// to read.
+fn contiguous<'a>(
+    tables: &'a Tables,
+    sges: &[Sge],
+    pd: u32,
+    offset: u64,
+    len: u64,
+) -> Option<ContiguousRange<'a>> {
+    let [sge] = sges else {
+        return None;
+    };
+    let left = u64::from(sge.length).checked_sub(offset)?;
+    let (keys, addr) = (&tables.keys, sge.addr.wrapping_add(offset));
+    (len <= left).then(|| keys.contiguous_once(sge.lkey, pd, 0, addr, len))?
 }
 
 /// The request of message `what` that moves, or asks for, `moved` bytes from `offset` on, without its

@@ -16,7 +16,7 @@ use virtio_rdma_spec::verbs::{
 };
 
 use super::capture::{CaptureFile, Captured};
-use super::frame::{self, Addresses, Frame, Vlan};
+use super::frame::{self, Addresses, Vlan};
 use super::layer::faults::Faults;
 use super::layer::settings::{Chance, FaultSettings};
 use super::packet::{
@@ -798,7 +798,7 @@ fn packets<'a>(captured: impl IntoIterator<Item = &'a Captured>, pair: &Pair) ->
     let mut packets = [Vec::new(), Vec::new()];
     for one in captured {
         let (bytes, _) = one.frame();
-        let Frame { packet, .. } = frame::read(bytes).unwrap();
+        let packet = frame::read(bytes).unwrap().packet().unwrap();
         let mut body = packet.body;
         match &mut body {
             Body::Request(request) => request.reth.rkey = 0,
@@ -898,7 +898,10 @@ fn why_what_stays_did_not_arrive_is_captured() {
         comments[..2],
         ["local: not sent; no receive", "local: not sent"]
     );
-    let answer = frame::read(captured[1].frame().0).unwrap().packet;
+    let answer = frame::read(captured[1].frame().0)
+        .unwrap()
+        .packet()
+        .unwrap();
     assert!(matches!(
         answer.body,
         Body::Acknowledge {
@@ -1253,7 +1256,7 @@ impl Recipients for Busy {
     }
 }
 
-/// A wire to which frames come that are of IP, and nothing else.
+/// A wire to which frames come that are for VMs.
 struct FramesCome {
     port: SimPort,
     wire: Wire<SimPort>,
@@ -1274,10 +1277,18 @@ impl FramesCome {
     }
 
     fn send(&mut self, to: u8, len: usize) {
-        let mut frame = vec![0; len];
-        frame[..6].fill(2);
-        frame[12..14].copy_from_slice(&[8, 0]);
-        frame[33] = to;
+        let mut gid = [0; 16];
+        gid[10..].copy_from_slice(&[0xff, 0xff, 0, 0, 0, to]);
+        let addresses = Addresses {
+            destination_mac: [2; 6],
+            source: gid,
+            destination: gid,
+            ..Addresses::default()
+        };
+        let mut frame = frame::frame(&addresses, &Packet::notification(1));
+        assert!(frame.len() <= len, "{}", frame.len());
+        // Ethernet may pad it.
+        frame.resize(len, 0);
         self.port.send(0, SEGMENT, [0; 16], &frame);
     }
 
@@ -1294,18 +1305,18 @@ impl FramesCome {
 #[test]
 fn frames_for_a_busy_vm_wait_in_order_and_others_do_not() {
     let mut come = FramesCome::new();
-    for (to, len) in [(1, 60), (2, 61), (1, 62), (2, 63)] {
+    for (to, len) in [(1, 90), (2, 91), (1, 92), (2, 93)] {
         come.send(to, len);
     }
     assert_eq!(come.receive(0), 4);
-    assert_eq!(come.vms.taken, [(2, 61), (2, 63)]);
+    assert_eq!(come.vms.taken, [(2, 91), (2, 93)]);
     assert!(come.wire.is_waiting());
     assert_eq!(come.receive(1), 0);
     // What comes now does not overtake those that wait.
-    come.send(1, 64);
+    come.send(1, 94);
     come.vms.busy = None;
     assert_eq!(come.receive(2), 3);
-    assert_eq!(come.vms.taken[2..], [(1, 60), (1, 62), (1, 64)]);
+    assert_eq!(come.vms.taken[2..], [(1, 90), (1, 92), (1, 94)]);
     assert!(!come.wire.is_waiting());
     assert_eq!(come.busy_drops(), 0);
 }
@@ -1315,7 +1326,7 @@ fn frames_for_a_busy_vm_wait_for_a_while_and_not_too_many() {
     let mut come = FramesCome::new();
     let most = MOST_WAITING_FOR_ONE as u64;
     for _ in 0..most + 8 {
-        come.send(1, 60);
+        come.send(1, 90);
     }
     while come.receive(0) != 0 {}
     assert_eq!(come.busy_drops(), 8);
