@@ -78,14 +78,6 @@ impl Vlan {
 }
 
 impl Addresses {
-    /// The same, and routers that are congested may say so.
-    pub(super) fn capable(&self) -> Self {
-        Self {
-            traffic_class: self.traffic_class & !ECN | CAPABLE,
-            ..*self
-        }
-    }
-
     /// The way back.
     pub(super) fn back(&self) -> Self {
         Self {
@@ -172,83 +164,140 @@ pub(super) fn checksum(header: &[u8]) -> u16 {
     !folded(0, header)
 }
 
+/// The way of frames: their addresses, and the headers before their packets' as far as they are the
+/// same for all.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Route {
+    pub addresses: Addresses,
+    headers: [u8; LONGEST_HEADERS],
+    /// Where the IP header is in these, and where they end.
+    ip: usize,
+    end: usize,
+    /// Of IPv4: the sum of the words of its header that are the same for all.
+    sum: Option<u32>,
+}
+
+/// The longest headers before a packet's, bytes.
+const LONGEST_HEADERS: usize = ETHERNET + TAG + IPV6 + UDP;
+
 /// A GID as the IPv4 address that it is of, if it is.
 fn ipv4_of(gid: &[u8; 16]) -> Option<[u8; 4]> {
     let rest = gid.strip_prefix(&MAPPED)?;
     rest.first_chunk().copied()
 }
 
-/// The addresses as those of IPv4, if both are.
-fn both_ipv4(addresses: &Addresses) -> Option<[[u8; 4]; 2]> {
-    let source = ipv4_of(&addresses.source)?;
-    Some([source, ipv4_of(&addresses.destination)?])
+impl Route {
+    pub(super) fn new(addresses: Addresses) -> Self {
+        let mut headers = [0; LONGEST_HEADERS];
+        let mut out = Headers::new(&mut headers);
+        out.put(&addresses.destination_mac);
+        out.put(&addresses.source_mac);
+        if let Some(Vlan { id, priority }) = addresses.vlan {
+            let tag = u16::from(priority) << 13 | id;
+            out.put(&TYPE_VLAN.to_be_bytes());
+            out.put(&tag.to_be_bytes());
+        }
+        let hop_limit = match addresses.hop_limit {
+            0 => 64,
+            limit => limit,
+        };
+        let ipv4 = ipv4_of(&addresses.source).zip(ipv4_of(&addresses.destination));
+        let ethertype = ipv4.map_or(TYPE_IPV6, |_| TYPE_IPV4);
+        out.put(&ethertype.to_be_bytes());
+        let ip = out.len();
+        // What differs from packet to packet is zero.
+        let mut sum = None;
+        if let Some((source, destination)) = ipv4 {
+            let mut fields = [0; IPV4];
+            fields[0] = 0x45;
+            // Do not fragment.
+            fields[6] = 0x40;
+            fields[8] = hop_limit;
+            fields[9] = PROTOCOL_UDP;
+            fields[12..16].copy_from_slice(&source);
+            fields[16..].copy_from_slice(&destination);
+            out.put(&fields);
+            sum = Some(folded(0, &fields).into());
+        } else {
+            let first = 6 << 28 | addresses.flow_label & FLOW_LABEL;
+            out.put(&first.to_be_bytes());
+            out.put(&[0, 0, PROTOCOL_UDP, hop_limit]);
+            out.put(&addresses.source);
+            out.put(&addresses.destination);
+        }
+        // The same port for all packets of a queue pair, so that they stay in order. No checksum: the
+        // ICRC is a better one.
+        let label = addresses.flow_label;
+        let source_port = SOURCE_PORT | (label ^ label >> 14) as u16 & 0x3fff;
+        for field in [source_port, PORT, 0, 0] {
+            out.put(&field.to_be_bytes());
+        }
+        let end = out.len();
+        Self {
+            addresses,
+            headers,
+            ip,
+            end,
+            sum,
+        }
+    }
+
+    /// The length of the frame of a packet with a payload of so many bytes.
+    pub(super) fn len(&self, packet: &Packet<'_>, payload: usize) -> usize {
+        self.end + packet.headers_len() + payload + padding(payload) + ICRC
+    }
+
+    /// Writes the headers to the beginning of a frame, as long as they are: with what differs from
+    /// packet to packet.
+    fn write(&self, headers: &mut [u8], frame_len: usize, class: u8, identification: u16) {
+        headers.copy_from_slice(self.headers.get(..self.end).unwrap_or_default());
+        let len = |from: usize| u16::try_from(frame_len.saturating_sub(from)).unwrap_or(u16::MAX);
+        let (ip_len, udp_len) = (len(self.ip), len(self.end - UDP));
+        let Some((_, ip)) = headers.split_at_mut_checked(self.ip) else {
+            return;
+        };
+        if let Some(sum) = self.sum {
+            if let Some(fields) = ip.first_chunk_mut::<IPV4>() {
+                fields[1] = class;
+                fields[2..4].copy_from_slice(&ip_len.to_be_bytes());
+                fields[4..6].copy_from_slice(&identification.to_be_bytes());
+                let own = [u16::from(class), ip_len, identification].map(u32::from);
+                let sum = !folded(own.iter().fold(sum, |sum, word| sum + word), &[]);
+                fields[10..12].copy_from_slice(&sum.to_be_bytes());
+            }
+        } else if let Some(fields) = ip.first_chunk_mut::<IPV6>() {
+            fields[0] |= class >> 4;
+            fields[1] |= class << 4;
+            fields[4..6].copy_from_slice(&udp_len.to_be_bytes());
+        }
+        if let Some(udp) = ip.last_chunk_mut::<UDP>() {
+            udp[4..6].copy_from_slice(&udp_len.to_be_bytes());
+        }
+    }
 }
 
-/// The length of the frame of a packet with a payload of so many bytes.
-pub(super) fn len(addresses: &Addresses, packet: &Packet<'_>, payload: usize) -> usize {
-    let tag = addresses.vlan.map_or(0, |_| TAG);
-    let ip = both_ipv4(addresses).map_or(IPV6, |_| IPV4);
-    let headers = ETHERNET + tag + ip + UDP + packet.headers_len();
-    headers + payload + padding(payload) + ICRC
-}
-
-/// Writes a frame to `space`, which is as long as it is. Those of IPv4 have an identification.
-/// Returns false if its payload cannot be read.
+/// Writes a frame to `space`, which is as long as it is. `capable`: routers that are congested may say
+/// so in it. Those of IPv4 have an identification. Returns false if its payload cannot be read.
 pub(super) fn write(
     space: &mut [u8],
-    addresses: &Addresses,
+    route: &Route,
+    capable: bool,
     identification: u16,
     packet: &Packet<'_>,
     payload: &mut Payload<'_>,
 ) -> bool {
-    let (hop_limit, frame_len) = (addresses.hop_limit, space.len());
-    let hop_limit = if hop_limit == 0 { 64 } else { hop_limit };
-    let mut out = Headers::new(space);
-    out.put(&addresses.destination_mac);
-    out.put(&addresses.source_mac);
-    let tagged = addresses.vlan.map_or(0, |_| TAG);
-    if let Some(Vlan { id, priority }) = addresses.vlan {
-        let tag = u16::from(priority) << 13 | id;
-        out.put(&TYPE_VLAN.to_be_bytes());
-        out.put(&tag.to_be_bytes());
-    }
-    let ip_len = u16::try_from(frame_len - ETHERNET.min(frame_len) - tagged).unwrap_or(u16::MAX);
-    let udp_len;
-    if let Some([source, destination]) = both_ipv4(addresses) {
-        udp_len = ip_len.saturating_sub(IPV4 as u16);
-        let mut fields = [0; IPV4];
-        fields[0] = 0x45;
-        fields[1] = addresses.traffic_class;
-        fields[2..4].copy_from_slice(&ip_len.to_be_bytes());
-        fields[4..6].copy_from_slice(&identification.to_be_bytes());
-        // Do not fragment.
-        fields[6] = 0x40;
-        fields[8] = hop_limit;
-        fields[9] = PROTOCOL_UDP;
-        fields[12..16].copy_from_slice(&source);
-        fields[16..].copy_from_slice(&destination);
-        let sum = checksum(&fields);
-        fields[10..12].copy_from_slice(&sum.to_be_bytes());
-        out.put(&TYPE_IPV4.to_be_bytes());
-        out.put(&fields);
+    let frame_len = space.len();
+    let class = route.addresses.traffic_class;
+    let class = if capable {
+        class & !ECN | CAPABLE
     } else {
-        udp_len = ip_len.saturating_sub(IPV6 as u16);
-        let class = u32::from(addresses.traffic_class) << 20;
-        let first = 6 << 28 | class | addresses.flow_label & FLOW_LABEL;
-        out.put(&TYPE_IPV6.to_be_bytes());
-        out.put(&first.to_be_bytes());
-        out.put(&udp_len.to_be_bytes());
-        out.put(&[PROTOCOL_UDP, hop_limit]);
-        out.put(&addresses.source);
-        out.put(&addresses.destination);
-    }
-    // The same port for all packets of a queue pair, so that they stay in order. No checksum: the
-    // ICRC is a better one.
-    let label = addresses.flow_label;
-    let source_port = SOURCE_PORT | (label ^ label >> 14) as u16 & 0x3fff;
-    for field in [source_port, PORT, udp_len, 0] {
-        out.put(&field.to_be_bytes());
-    }
+        class
+    };
+    let Some((headers, rest)) = space.split_at_mut_checked(route.end) else {
+        return false;
+    };
+    route.write(headers, frame_len, class, identification);
+    let mut out = Headers::new(rest);
     packet.write_headers(payload.len, &mut out);
     let Some((_, rest)) = out.split() else {
         return false;
@@ -285,8 +334,15 @@ pub(super) fn network(frame: &[u8]) -> Option<(u16, usize)> {
 /// A frame of a packet with its payload.
 #[cfg(test)]
 pub(super) fn frame(addresses: &Addresses, packet: &Packet<'_>) -> Vec<u8> {
+    frame_as(addresses, false, packet)
+}
+
+/// The same. `capable`: routers that are congested may say so in it.
+#[cfg(test)]
+fn frame_as(addresses: &Addresses, capable: bool, packet: &Packet<'_>) -> Vec<u8> {
     let payload = packet.payload();
-    let mut bytes = vec![0; len(addresses, packet, payload.len())];
+    let route = Route::new(*addresses);
+    let mut bytes = vec![0; route.len(packet, payload.len())];
     let mut read = |space: &mut [u8]| {
         space.copy_from_slice(payload);
         true
@@ -295,7 +351,8 @@ pub(super) fn frame(addresses: &Addresses, packet: &Packet<'_>) -> Vec<u8> {
         len: payload.len(),
         read: &mut read,
     };
-    assert!(write(&mut bytes, addresses, 0, packet, &mut payload));
+    let written = write(&mut bytes, &route, capable, 7, packet, &mut payload);
+    assert!(written);
     bytes
 }
 
@@ -527,15 +584,16 @@ mod tests {
             let mut bytes = frame(&never, &acknowledge());
             assert!(!mark(&mut bytes));
             assert!(!read(&bytes).unwrap().addresses.congested());
-            let capable = never.capable();
-            let mut bytes = frame(&capable, &acknowledge());
+            let mut bytes = frame_as(&never, true, &acknowledge());
+            let capable = read(&bytes).unwrap();
+            assert!(capable.packet().is_ok() && !capable.addresses.congested());
             assert!(mark(&mut bytes));
             // Its checksums are right.
             let marked = read(&bytes).unwrap();
             assert!(marked.packet().is_ok());
             let marked = marked.addresses;
             assert_eq!(marked.traffic_class, 0xbb);
-            assert!(marked.congested() && !capable.congested());
+            assert!(marked.congested());
         }
         assert!(!mark(&mut [0; 13]) && !mark(&mut [8; 14]));
     }

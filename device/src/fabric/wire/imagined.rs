@@ -8,7 +8,7 @@ use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::verbs::{vendor_err, wc_status};
 
 use super::capture::Capture;
-use super::frame::{self, Addresses};
+use super::frame::{self, Addresses, Route};
 use super::packet::{Body, Nak, Packet, Payload, Place, Psn, Request, Service, Syndrome};
 use super::port::Direction;
 use super::receiver::{brings, read_response};
@@ -79,9 +79,10 @@ impl<'w> Imagined<'w> {
         mut payload: Payload<'_>,
         comment: &str,
     ) -> bool {
-        let len = frame::len(addresses, packet, payload.len);
+        let route = Route::new(*addresses);
+        let len = route.len(packet, payload.len);
         self.frame.resize(len, 0);
-        if !frame::write(&mut self.frame, addresses, 0, packet, &mut payload) {
+        if !frame::write(&mut self.frame, &route, false, 0, packet, &mut payload) {
             return false;
         }
         let comment = Some(comment.to_owned());

@@ -38,7 +38,7 @@ use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
 use self::capture::Capture;
 use self::counters::Counters;
-use self::frame::{Addresses, Frame, Vlan};
+use self::frame::{Addresses, Frame, Route, Vlan};
 use self::layer::plan::Plan;
 use self::packet::{Body, Nak, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
 use self::port::{Burst, Direction, Fate, Port};
@@ -94,9 +94,9 @@ struct Connection {
     /// The queue pair that it is of, and which of its lives.
     of: Weak<Qp>,
     life: u32,
-    /// The path and its destination, and the addresses that frames have on it.
+    /// The path and its destination, and what frames on it have.
     path: (PathAttributes, Gid),
-    addresses: Option<Addresses>,
+    route: Option<Route>,
     peer: Peer,
     /// When its peer was last told that the network is congested.
     notified: Option<u64>,
@@ -336,18 +336,12 @@ impl View {
 
 impl<P: Port> Egress<P> {
     /// Sends a packet without payload, as [`Self::send`].
-    fn send_empty(
-        &mut self,
-        now: u64,
-        vm: &Vm,
-        addresses: Option<&Addresses>,
-        packet: &Packet<'_>,
-    ) {
+    fn send_empty(&mut self, now: u64, vm: &Vm, route: Option<&Route>, packet: &Packet<'_>) {
         let nothing = Payload {
             len: 0,
             read: &mut |_| true,
         };
-        self.send(now, vm, addresses, packet, nothing, false);
+        self.send(now, vm, route, packet, nothing, false);
     }
 
     /// Sends a packet of a VM at time `now`, if there is a way out. Otherwise it is lost, as packets
@@ -356,13 +350,13 @@ impl<P: Port> Egress<P> {
         &mut self,
         now: u64,
         vm: &Vm,
-        addresses: Option<&Addresses>,
+        route: Option<&Route>,
         packet: &Packet<'_>,
         mut payload: Payload<'_>,
         again: bool,
     ) -> bool {
         let uplink = vm.uplink().filter(|_| vm.port_is_up());
-        let Some((addresses, uplink)) = addresses.zip(uplink) else {
+        let Some((route, uplink)) = route.zip(uplink) else {
             self.scratch.resize(payload.len, 0);
             return (payload.read)(&mut self.scratch);
         };
@@ -372,19 +366,14 @@ impl<P: Port> Egress<P> {
             ..
         } = uplink;
         let identification = self.port.identification(segment);
-        let capable;
-        let addresses = if congestion == Congestion::Window && packet.may_be_marked() {
-            capable = addresses.capable();
-            &capable
-        } else {
-            addresses
-        };
-        let len = frame::len(addresses, packet, payload.len);
-        let begun = self.port.begin(now, segment, addresses.destination, len);
+        let capable = congestion == Congestion::Window && packet.may_be_marked();
+        let len = route.len(packet, payload.len);
+        let destination = route.addresses.destination;
+        let begun = self.port.begin(now, segment, destination, len);
         let captures = self.view.capture.is_on();
         let fate = match begun {
             Ok(space) => {
-                if !frame::write(space, addresses, identification, packet, &mut payload) {
+                if !frame::write(space, route, capable, identification, packet, &mut payload) {
                     return false;
                 }
                 if captures {
@@ -396,7 +385,7 @@ impl<P: Port> Egress<P> {
             Err(fate) => {
                 self.scratch.resize(len, 0);
                 let space = &mut self.scratch;
-                if !frame::write(space, addresses, identification, packet, &mut payload) {
+                if !frame::write(space, route, capable, identification, packet, &mut payload) {
                     return false;
                 }
                 fate
@@ -440,7 +429,7 @@ fn acknowledge<P: Port>(
             solicited: false,
             body,
         };
-        out.send_empty(now, &qp.vm, connection.addresses.as_ref(), &packet);
+        out.send_empty(now, &qp.vm, connection.route.as_ref(), &packet);
     }
     !receiver.answers()
 }
@@ -455,7 +444,7 @@ fn notify<P: Port>(out: &mut Egress<P>, connection: &mut Connection, qp: &Qp, no
         qp.vm.count_packet(qp.worker_index, PacketEvent::Notified);
         connection.notified = Some(now);
         let packet = Packet::notification(connection.peer.dest_qp);
-        out.send_empty(now, &qp.vm, connection.addresses.as_ref(), &packet);
+        out.send_empty(now, &qp.vm, connection.route.as_ref(), &packet);
     }
 }
 
@@ -549,12 +538,13 @@ impl<P: Port> Wire<P> {
         let path = (sq.path_attributes, sq.dest_gid);
         let known = self.connections.get(&qp.serial());
         let known = known.filter(|known| known.is_of(qp));
-        if known.is_some_and(|known| known.path == path && known.addresses.is_some()) {
+        if known.is_some_and(|known| known.path == path && known.route.is_some()) {
             return Some(());
         }
         let known = known.is_some();
         let service = Service::of(qp.qp_type)?;
         let addresses = addresses(tables, &sq.path_attributes, sq.dest_gid);
+        let route = addresses.map(Route::new);
         if !known {
             if self.connections.len() >= self.tidy_at {
                 self.forget_destroyed();
@@ -564,7 +554,7 @@ impl<P: Port> Wire<P> {
                 of: Arc::downgrade(qp),
                 life: qp.life(),
                 path,
-                addresses,
+                route,
                 peer: Peer {
                     service,
                     dest_qp: sq.dest_qp,
@@ -577,7 +567,7 @@ impl<P: Port> Wire<P> {
             self.connections.insert(qp.serial(), made);
         } else if let Some(known) = self.connections.get_mut(&qp.serial()) {
             known.path = path;
-            known.addresses = addresses;
+            known.route = route;
         }
         Some(())
     }
@@ -822,7 +812,7 @@ impl<P: Port> Wire<P> {
             self.connect(tables, qp, &qp.send_queue())?;
         }
         let connection = self.connections.get_mut(&qp.serial())?;
-        let path = connection.addresses.as_ref()?;
+        let path = &connection.route.as_ref()?.addresses;
         let from = &frame.addresses;
         let addressed = from.destination_mac == path.source_mac && from.destination == path.source;
         let same_vlan = from.vlan_id() == path.vlan_id();
@@ -898,7 +888,7 @@ impl<P: Port> Wire<P> {
     fn report(&mut self, qp: &Arc<Qp>, end: Psn, number: u32, now: u64) -> Option<Verdict> {
         let Connection {
             receiver: Some(receiver),
-            addresses,
+            route,
             peer,
             ..
         } = self.connections.get_mut(&qp.serial())?
@@ -920,9 +910,8 @@ impl<P: Port> Wire<P> {
                 true
             },
         };
-        let addresses = addresses.as_ref();
-        self.out
-            .send(now, &qp.vm, addresses, &packet, payload, false);
+        let route = route.as_ref();
+        self.out.send(now, &qp.vm, route, &packet, payload, false);
         Some(Verdict::Asks)
     }
 
@@ -955,8 +944,8 @@ impl<P: Port> Wire<P> {
             solicited: false,
             body: Body::Acknowledge { syndrome, msn },
         };
-        let addresses = connection.addresses.as_ref();
-        self.out.send_empty(now, &qp.vm, addresses, &answer);
+        let route = connection.route.as_ref();
+        self.out.send_empty(now, &qp.vm, route, &answer);
         Verdict::Refused(packet.psn, syndrome, 0)
     }
 
@@ -971,7 +960,8 @@ impl<P: Port> Wire<P> {
         let mtu = payload_of(qp.vm.active_mtu());
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
-            out.send(now, &qp.vm, Some(addresses), packet, payload, false)
+            let route = Route::new(*addresses);
+            out.send(now, &qp.vm, Some(&route), packet, payload, false)
         };
         datagrams(sq, tables, qp, mtu, budget, &mut send)
     }
@@ -986,7 +976,7 @@ impl<P: Port> Wire<P> {
             return false;
         };
         let Connection {
-            addresses,
+            route,
             peer,
             receiver: Some(receiver),
             ..
@@ -1008,7 +998,7 @@ impl<P: Port> Wire<P> {
                 solicited: false,
                 body,
             };
-            out.send(now, &qp.vm, addresses.as_ref(), &packet, payload, false)
+            out.send(now, &qp.vm, route.as_ref(), &packet, payload, false)
         };
         receiver.answer(tables, qp, mtu, BUDGET.bytes, &mut send)
     }
@@ -1044,7 +1034,8 @@ impl<P: Port> Elsewhere for Wire<P> {
         let mtu = payload_of(qp.vm.active_mtu());
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
-            out.send(now, &qp.vm, Some(addresses), packet, payload, false)
+            let route = Route::new(*addresses);
+            out.send(now, &qp.vm, Some(&route), packet, payload, false)
         };
         datagram(sq, tables, qp, active, mtu, &mut send)
     }
@@ -1078,7 +1069,7 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
             return Polled::Idle;
         };
         let Connection {
-            addresses,
+            route,
             peer,
             requester,
             share,
@@ -1096,7 +1087,7 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
             }
         });
         let mut send = |packet: &Packet<'_>, payload: Payload<'_>, again: bool| {
-            out.send(now, &qp.vm, addresses.as_ref(), packet, payload, again)
+            out.send(now, &qp.vm, route.as_ref(), packet, payload, again)
         };
         let polled = match requester {
             Requester::Acknowledged(sender) => {

@@ -663,6 +663,11 @@ impl<'a> Headers<'a> {
         self.len += bytes.len();
     }
 
+    /// Bytes that were written.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
     /// What was written, and the rest.
     pub(super) fn split(self) -> Option<(&'a mut [u8], &'a mut [u8])> {
         self.space.split_at_mut_checked(self.len)
