@@ -243,7 +243,7 @@ impl Route {
     }
 
     /// The length of the frame of a packet with a payload of so many bytes.
-    pub(super) fn len(&self, packet: &Packet<'_>, payload: usize) -> usize {
+    pub(super) fn frame_len(&self, packet: &Packet<'_>, payload: usize) -> usize {
         self.end + packet.headers_len() + payload + padding(payload) + ICRC
     }
 
@@ -342,7 +342,7 @@ pub(super) fn frame(addresses: &Addresses, packet: &Packet<'_>) -> Vec<u8> {
 fn frame_as(addresses: &Addresses, capable: bool, packet: &Packet<'_>) -> Vec<u8> {
     let payload = packet.payload();
     let route = Route::new(*addresses);
-    let mut bytes = vec![0; route.len(packet, payload.len())];
+    let mut bytes = vec![0; route.frame_len(packet, payload.len())];
     let mut read = |space: &mut [u8]| {
         space.copy_from_slice(payload);
         true

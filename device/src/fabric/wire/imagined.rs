@@ -80,7 +80,7 @@ impl<'w> Imagined<'w> {
         comment: &str,
     ) -> bool {
         let route = Route::new(*addresses);
-        let len = route.len(packet, payload.len);
+        let len = route.frame_len(packet, payload.len);
         self.frame.resize(len, 0);
         if !frame::write(&mut self.frame, &route, false, 0, packet, &mut payload) {
             return false;

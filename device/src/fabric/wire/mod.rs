@@ -367,7 +367,7 @@ impl<P: Port> Egress<P> {
         } = uplink;
         let identification = self.port.identification(segment);
         let capable = congestion == Congestion::Window && packet.may_be_marked();
-        let len = route.len(packet, payload.len);
+        let len = route.frame_len(packet, payload.len);
         let destination = route.addresses.destination;
         let begun = self.port.begin(now, segment, destination, len);
         let captures = self.view.capture.is_on();
