@@ -698,11 +698,9 @@ impl<P: Port> Wire<P> {
             let behind = behind.any(|other| other.to == one.to);
             let late = now.saturating_sub(one.since) >= MOST_WAIT;
             // It was read before.
-            let taken = match frame::read(&one.bytes) {
-                _ if behind => false,
-                Ok(frame) => self.take(now, one.to, &one.bytes, &frame, !late, vms),
-                Err(_) => true,
-            };
+            let taken = !behind
+                && frame::read(&one.bytes)
+                    .is_ok_and(|frame| self.take(now, one.to, &one.bytes, &frame, !late, vms));
             if taken {
                 self.rooms.put_back(one.bytes);
             } else if late {
