@@ -5,7 +5,7 @@ use std::sync::Arc;
 use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::facts::{Imm, Kind, Opcode};
 use virtio_rdma_spec::layout::Layout;
-use virtio_rdma_spec::ring::{SendWqe, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
+use virtio_rdma_spec::ring::{SendWqe, Sge, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
 use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, send_flag, vendor_err, wc_status, MASK_24,
 };
@@ -21,6 +21,10 @@ use super::tables::Tables;
 use crate::limits::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
 use crate::verbs::keys::Accessor;
 use crate::verbs::WcError;
+
+/// All entries of send queues are at least so long.
+const ENTRY: usize = UdWqe::SIZE;
+const _: () = assert!(ENTRY == SEND_DATA_OFFSET + Sge::SIZE);
 
 /// A Q_Key with this bit stands for the sender's own.
 const CONTROLLED_QKEY: u32 = 1 << 31;
@@ -85,6 +89,22 @@ impl SendQueue {
         }
     }
 
+    /// Reads the first bytes of the next entry, if it was posted: up to its data, and of a connected
+    /// queue pair its first gather entry.
+    #[inline(always)]
+    fn read_entry(&self) -> Option<[u8; ENTRY]> {
+        let Self { queue, buffer, .. } = self;
+        queue.read(buffer).or_else(|| {
+            // It is not there, or its ring is not aligned.
+            let head = queue.ready(buffer)?;
+            let mut bytes = [0; ENTRY];
+            let (first, rest) = bytes.split_at_mut(head.len());
+            first.copy_from_slice(&head);
+            queue.read_words(buffer, head.len(), rest);
+            Some(bytes)
+        })
+    }
+
     /// Reads and checks the next work request. `None`: nothing is posted. An error leaves it in
     /// `active`, to be completed.
     pub(crate) fn fetch(
@@ -93,14 +113,8 @@ impl SendQueue {
         qp: &Arc<Qp>,
     ) -> Option<Result<Active, WcError>> {
         let buffer = &self.buffer;
-        let head = self.queue.ready(buffer)?;
         let datagram = qp.facts.datagram;
-        let mut bytes = [0; UdWqe::SIZE];
-        let head_size = if datagram { UdWqe::SIZE } else { SendWqe::SIZE };
-        let (first, rest) = bytes.split_at_mut(head.len());
-        first.copy_from_slice(&head);
-        let rest = rest.get_mut(..head_size - head.len()).unwrap_or_default();
-        self.queue.read_words(buffer, head.len(), rest);
+        let bytes = self.read_entry()?;
         let wqe = SendWqe::get(&bytes);
         let flags = wqe.flags & !PHASE;
         let inline = flags & send_flag::INLINE != 0;
@@ -217,8 +231,14 @@ impl SendQueue {
                 vendor_err::TOO_LONG_ENTRY,
             )));
         }
-        self.queue
-            .read_sges(buffer, data_offset, count, &mut self.sges);
+        let (_, first) = bytes.split_at(SEND_DATA_OFFSET);
+        if count == 1 && !datagram {
+            self.sges.clear();
+            self.sges.push(Sge::get(first));
+        } else {
+            self.queue
+                .read_sges(buffer, data_offset, count, &mut self.sges);
+        }
         active.message.length = self.sges.iter().map(|sge| u64::from(sge.length)).sum();
         if active.message.length > longest || (word && active.message.length != 8) {
             return Some(Err(WcError::new(

@@ -96,9 +96,14 @@ pub fn check(
 ) -> Result<(), KeyError> {
     for sge in sges.iter().filter(|sge| sge.length != 0) {
         let length = u64::from(sge.length);
-        let grant = tables
-            .keys
-            .grant(sge.lkey, accessor, access, sge.addr, length)?;
+        let (keys, pd) = (&tables.keys, accessor.pd);
+        if keys
+            .contiguous_once(sge.lkey, pd, access, sge.addr, length)
+            .is_some()
+        {
+            continue;
+        }
+        let grant = keys.grant(sge.lkey, accessor, access, sge.addr, length)?;
         grant.scattered(sge.addr, 1)?;
     }
     Ok(())

@@ -175,15 +175,17 @@ impl Combination {
 
     /// The arguments but for those that name the peer.
     fn arguments(self) -> String {
+        // Nobody tells a UC queue pair that its peer does not keep up, and perftest waits for all: what
+        // 64 of them post at once, 2.5 MiB, is to fit into the buffers on its way.
+        let many = self.variant == Variant::ManyQueuePairs;
+        let few = self.one_size && self.transport == "UC" && many;
         let size = match (self.all_sizes(), self.operation, self.transport) {
             (true, ..) => "-a",
             (false, "atomic", _) => "",
             (false, _, "UD") => "-s 1024",
+            (false, ..) if few => "-s 8192",
             (false, ..) => "-s 65536",
         };
-        // Nobody tells a UC queue pair that its peer does not keep up, and perftest waits for all.
-        let many = self.variant == Variant::ManyQueuePairs;
-        let few = self.one_size && self.transport == "UC" && many;
         let count = if few { "-n 5" } else { "-n 100" };
         // Soft-RoCE in a guest leaves one of so many alone for longer than the usual time-out (67 ms)
         // and seven retries, whatever it is sent: this is 1 s.

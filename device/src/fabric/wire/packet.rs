@@ -654,13 +654,14 @@ impl<'a> Headers<'a> {
     }
 
     /// Appends bytes, for which there is room.
-    pub(super) fn put(&mut self, bytes: &[u8]) {
-        let place = self.space.get_mut(self.len..self.len + bytes.len());
+    pub(super) fn put<const N: usize>(&mut self, bytes: &[u8; N]) {
+        let rest = self.space.get_mut(self.len..);
+        let place = rest.and_then(|rest| rest.first_chunk_mut());
         debug_assert!(place.is_some(), "the space is as long as its headers");
         if let Some(place) = place {
-            place.copy_from_slice(bytes);
+            *place = *bytes;
         }
-        self.len += bytes.len();
+        self.len += N;
     }
 
     /// Bytes that were written.
@@ -838,11 +839,14 @@ impl<'a> Packet<'a> {
         };
         let solicited = if self.solicited { 0x80 } else { 0 };
         let padding = (padding(payload) as u8) << 4;
-        out.put(&[self.service.bits() | opcode, solicited | MIGRATED | padding]);
-        out.put(&PKEY.to_be_bytes());
-        out.put(&(becn | self.dest_qp & MASK_24).to_be_bytes());
+        let [p0, p1] = PKEY.to_be_bytes();
+        let [q0, q1, q2, q3] = (becn | self.dest_qp & MASK_24).to_be_bytes();
         let ack_request = u32::from(self.ack_request) << 31;
-        out.put(&(ack_request | self.psn.value()).to_be_bytes());
+        let [s0, s1, s2, s3] = (ack_request | self.psn.value()).to_be_bytes();
+        let opcode = self.service.bits() | opcode;
+        let flags = solicited | MIGRATED | padding;
+        let header: [u8; BTH] = [opcode, flags, p0, p1, q0, q1, q2, q3, s0, s1, s2, s3];
+        out.put(&header);
         match self.body {
             Body::Request(request) => request.write_headers(self.service, out),
             Body::Acknowledge { syndrome, msn } => write_aeth(out, syndrome, msn),

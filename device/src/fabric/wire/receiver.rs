@@ -5,8 +5,8 @@
 //! Each packet is carried out once. One that comes again is acknowledged again. Of one that comes too
 //! early, the requester is told once that packets before it are missing; it is kept until those are
 //! there, if there is room, for a requester that has asked what is missing. Others send it again, and
-//! Soft-RoCE takes no acknowledgement of it before. What was brought is brought again: an RDMA READ reads anew, what an atomic operation
-//! found is kept.
+//! Soft-RoCE takes no acknowledgement of it before. What was brought is brought again: an RDMA READ
+//! reads anew, what an atomic operation found is kept.
 use std::collections::VecDeque;
 use std::sync::Arc;
 

@@ -841,7 +841,7 @@ impl Sender {
                 packets: 0,
                 range: None,
                 operands: Operands::None,
-                sges: Vec::new(),
+                sges: Vec::with_capacity(sq.max_sge),
                 inline: Vec::new(),
             })
         });
@@ -850,12 +850,13 @@ impl Sender {
         message.first = self.end;
         message.packets = u32::try_from(packets).unwrap_or(u32::MAX);
         (message.operands, message.range) = operands(active.message.kind, sq.operation);
-        message.sges.clear();
-        message.inline.clear();
         if active.inline {
+            message.sges.clear();
+            message.inline.clear();
             message.inline.extend_from_slice(&sq.inline);
         } else {
-            message.sges.extend_from_slice(&sq.sges);
+            // The queue reads the next one's into the other list.
+            std::mem::swap(&mut message.sges, &mut sq.sges);
         }
         self.end = self.end.after(message.packets);
         self.bringing += usize::from(message.brings());
