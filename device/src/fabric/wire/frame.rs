@@ -89,6 +89,12 @@ impl Addresses {
         }
     }
 
+    /// Whether it comes from where `way` goes, and goes to where that comes from.
+    pub(super) fn is_answer_to(&self, way: &Self) -> bool {
+        let here = self.destination_mac == way.source_mac && self.destination == way.source;
+        here && self.vlan_id() == way.vlan_id() && self.source == way.destination
+    }
+
     /// Whether it is in the VLAN of a GID with this source.
     pub(super) fn is_in_vlan_of(&self, source: L2Source) -> bool {
         let id = |vlan: Vlan| vlan.id;

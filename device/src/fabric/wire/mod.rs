@@ -13,6 +13,7 @@
 //! around ports: faults. [`imagined`] makes packets of messages that never were any, for captures.
 pub(crate) mod capture;
 pub(crate) mod counters;
+mod departed;
 mod frame;
 mod icrc;
 pub(crate) mod imagined;
@@ -38,6 +39,7 @@ use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
 use self::capture::Capture;
 use self::counters::Counters;
+use self::departed::{Departed, DepartedList};
 use self::frame::{Addresses, Frame, Route, Vlan};
 use self::layer::plan::Plan;
 use self::packet::{Body, Nak, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
@@ -491,6 +493,8 @@ pub(crate) struct Wire<P> {
     connections: FxHashMap<u64, Connection>,
     /// Those of queue pairs that are gone are forgotten when there are as many as this.
     tidy_at: usize,
+    /// Queue pairs that were destroyed.
+    departed: DepartedList,
     /// The frames that are read.
     received: Burst,
     /// The queue pair whose request came last, if it is to be acknowledged.
@@ -517,6 +521,7 @@ impl<P: Port> Wire<P> {
             },
             connections: FxHashMap::default(),
             tidy_at: 64,
+            departed: DepartedList::default(),
             received: Burst::default(),
             unacknowledged: None,
             waiting: VecDeque::new(),
@@ -572,11 +577,66 @@ impl<P: Port> Wire<P> {
         Some(())
     }
 
-    /// Forgets a queue pair that was destroyed. What it has completed is acknowledged before: its
-    /// requester is done with that, too.
+    /// Forgets a queue pair that was destroyed, but for what it has completed. That is acknowledged
+    /// before: its requester is done with it, too.
     pub(crate) fn forget(&mut self, qp: &Arc<Qp>, now: u64) {
         self.acknowledge_taken(qp, now);
-        self.connections.remove(&qp.serial());
+        let connection = self.connections.remove(&qp.serial());
+        let connection = connection.filter(|known| known.is_of(qp));
+        let Some(Connection {
+            route: Some(route),
+            peer,
+            receiver: Some(receiver),
+            ..
+        }) = connection
+        else {
+            return;
+        };
+        let Some(Uplink { segment, .. }) = qp.vm.uplink() else {
+            return;
+        };
+        let one = Departed {
+            vm: Arc::downgrade(&qp.vm),
+            segment,
+            route,
+            peer,
+            completed: receiver.completed(),
+            since: now,
+        };
+        self.departed.add(qp.number, one);
+    }
+
+    /// Answers a packet that was carried out by a queue pair that was destroyed since; `None` if it was
+    /// not.
+    fn answer_for_departed(
+        &mut self,
+        now: u64,
+        segment: Segment,
+        frame: &Frame<'_>,
+        packet: &Packet<'_>,
+    ) -> Option<Verdict> {
+        let Body::Request(request) = &packet.body else {
+            return None;
+        };
+        let one = self.departed.get(packet.dest_qp, now)?;
+        let Departed { route, peer, .. } = one;
+        let here = one.segment == segment && peer.service == packet.service;
+        if !here || !frame.addresses.is_answer_to(&route.addresses) {
+            return None;
+        }
+        let vm = one.vm.upgrade()?;
+        let (psn, syndrome) = one.completed.answer(packet, request.request.kind)?;
+        let msn = one.completed.messages;
+        let answer = Packet {
+            service: peer.service,
+            dest_qp: peer.dest_qp,
+            psn,
+            ack_request: false,
+            solicited: false,
+            body: Body::Acknowledge { syndrome, msn },
+        };
+        self.out.send_empty(now, &vm, Some(route), &answer);
+        Some(Verdict::Again)
     }
 
     /// Sends the acknowledgement that a queue pair owes, if that is all that it has to answer. (It needs
@@ -742,7 +802,7 @@ impl<P: Port> Wire<P> {
         {
             Err(reason) => verdict = Verdict::Dropped(*reason),
             Ok(packet) => {
-                if let Some(delivered) = self.deliver(tables, now, frame, packet) {
+                if let Some(delivered) = self.deliver(tables, now, to.segment, frame, packet) {
                     verdict = delivered;
                 }
             }
@@ -782,6 +842,7 @@ impl<P: Port> Wire<P> {
         &mut self,
         tables: &Tables,
         now: u64,
+        segment: Segment,
         frame: &Frame<'_>,
         packet: &Packet<'_>,
     ) -> Option<Verdict> {
@@ -791,7 +852,9 @@ impl<P: Port> Wire<P> {
             }
             return deliver_datagram(self, tables, frame, packet, request);
         }
-        let qp = tables.qps.get(packet.dest_qp)?;
+        let Some(qp) = tables.qps.get(packet.dest_qp) else {
+            return self.answer_for_departed(now, segment, frame, packet);
+        };
         // It has an address when it is ready to receive.
         let begun = !matches!(qp.state(), qp_state::RESET | qp_state::INIT);
         let fits = match packet.service {
@@ -810,11 +873,8 @@ impl<P: Port> Wire<P> {
             self.connect(tables, qp, &qp.send_queue())?;
         }
         let connection = self.connections.get_mut(&qp.serial())?;
-        let path = &connection.route.as_ref()?.addresses;
         let from = &frame.addresses;
-        let addressed = from.destination_mac == path.source_mac && from.destination == path.source;
-        let same_vlan = from.vlan_id() == path.vlan_id();
-        if !addressed || !same_vlan || from.source != path.destination {
+        if !from.is_answer_to(&connection.route.as_ref()?.addresses) {
             return None;
         }
         if from.congested() && packet.may_be_marked() {

@@ -114,6 +114,40 @@ struct Early {
     kept: Kept,
 }
 
+/// What a responder has come to: what it tells a requester that sends again what was carried out,
+/// where all that is to be answered is an acknowledgement.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Completed {
+    expected: Psn,
+    pub messages: u32,
+    /// What the last packet asked for is its answer.
+    brings_last: bool,
+    fatal: Option<(Psn, Nak)>,
+}
+
+impl Completed {
+    /// The answer to a packet that came before, of a request of this kind. The requester learns why
+    /// everything ended, though its first answer may be lost, and those to packets before it: the NAK
+    /// acknowledges them. It does not bring what they were to bring, so one of those has no answer.
+    pub(super) fn answer(&self, packet: &Packet<'_>, kind: Kind) -> Option<(Psn, Syndrome)> {
+        let brings = brings(kind);
+        if let Some((fatal, nak)) = self.fatal {
+            let ahead = packet.psn.since(fatal);
+            let answers = ahead == 0 || (ahead >= HALF && !brings);
+            return answers.then_some((fatal, Syndrome::Nak(nak)));
+        }
+        let came_before = packet.psn.since(self.expected) >= HALF;
+        if !came_before || brings || !packet.ack_request || !packet.service.answers() {
+            return None;
+        }
+        // An acknowledgement of the last packet would be taken for the answer to a request that brings
+        // something, if it is one of that.
+        let last = self.expected.before();
+        let psn = if self.brings_last { packet.psn } else { last };
+        Some((psn, Syndrome::Ack))
+    }
+}
+
 /// How a packet of a request fared.
 enum Fared {
     /// It is carried out, and takes so many sequence numbers. Perhaps it is to be answered by what it
@@ -247,9 +281,8 @@ impl Receiver {
     pub(super) fn filled(&mut self) {
         if self.early.is_empty() {
             let last = self.expected.before();
-            let brings = |brought: &Brought| last.since(brought.psn) < brought.packets;
             // What the last one brings is its answer.
-            if !self.brought.iter().any(brings) {
+            if self.brought_by(last).is_none() {
                 self.acknowledge(last, Syndrome::Ack);
             }
         } else if !std::mem::replace(&mut self.told, true) {
@@ -308,7 +341,7 @@ impl Receiver {
             return Verdict::Dropped(Reason::NoRoom);
         }
         if !qp.listens() {
-            return self.refuse_again(packet.psn, request.request.kind);
+            return self.answer_again(packet, request.request.kind, Reason::State);
         }
         if !qp.facts.acknowledged {
             return self.take(responder, tables, qp, mtu, packet, request);
@@ -395,18 +428,30 @@ impl Receiver {
         self.refuse(psn, Syndrome::Nak(nak), error.vendor)
     }
 
-    /// A packet came after everything has ended. Its requester learns the reason, though its first
-    /// answer may be lost, and those to packets before it: the NAK acknowledges them. It does not
-    /// bring what they were to bring, so one of those has no answer.
-    fn refuse_again(&mut self, psn: Psn, kind: Kind) -> Verdict {
-        let Some((fatal, nak)) = self.fatal else {
-            return Verdict::Dropped(Reason::State);
-        };
-        let ahead = psn.since(fatal);
-        if ahead != 0 && (ahead < HALF || brings(kind)) {
-            return Verdict::Dropped(Reason::State);
+    /// What was carried out, and is to be answered still.
+    pub(super) fn completed(&self) -> Completed {
+        let last = self.expected.before();
+        Completed {
+            expected: self.expected,
+            messages: self.messages,
+            brings_last: self.brought_by(last).is_some(),
+            fatal: self.fatal,
         }
-        self.acknowledge(fatal, Syndrome::Nak(nak));
+    }
+
+    /// The request that brings something by packet `psn`.
+    fn brought_by(&self, psn: Psn) -> Option<Brought> {
+        let holds = |brought: &&Brought| psn.since(brought.psn) < brought.packets;
+        self.brought.iter().find(holds).copied()
+    }
+
+    /// A packet came again, or after everything has ended: an acknowledgement or a NAK is the answer, if
+    /// it has one. Otherwise it is dropped for this reason.
+    fn answer_again(&mut self, packet: &Packet<'_>, kind: Kind, reason: Reason) -> Verdict {
+        let Some((psn, syndrome)) = self.completed().answer(packet, kind) else {
+            return Verdict::Dropped(reason);
+        };
+        self.acknowledge(psn, syndrome);
         Verdict::Again
     }
 
@@ -456,22 +501,10 @@ impl Receiver {
     /// A packet came again.
     fn again(&mut self, packet: &Packet<'_>, of_request: &RequestPacket<'_>, mtu: u64) -> Verdict {
         let RequestPacket { request, reth, .. } = *of_request;
-        let of = |psn: Psn| {
-            let holds = |brought: &&Brought| psn.since(brought.psn) < brought.packets;
-            self.brought.iter().find(holds).copied()
-        };
         if !brings(request.kind) {
-            // An acknowledgement of the last packet would be taken for the answer to a request that
-            // brings something, if it is one of that.
-            let last = self.expected.before();
-            let psn = if of(last).is_some() { packet.psn } else { last };
-            if !packet.ack_request {
-                return Verdict::Dropped(Reason::Behind);
-            }
-            self.acknowledge(psn, Syndrome::Ack);
-            return Verdict::Again;
+            return self.answer_again(packet, request.kind, Reason::Behind);
         }
-        let Some(brought) = of(packet.psn) else {
+        let Some(brought) = self.brought_by(packet.psn) else {
             return Verdict::Dropped(Reason::Behind);
         };
         match brought.what {

@@ -1668,6 +1668,56 @@ fn who_is_destroyed_has_acknowledged_what_it_completed() {
     }
 }
 
+// D-WIRE-013.
+/// The acknowledgement of the last message is lost, and its queue pair destroyed or in error when its
+/// requester sends that message again: it is told that it came. What is new is for nobody, and after a
+/// while all is.
+#[test]
+fn who_has_gone_acknowledges_again_what_it_completed() {
+    for (destroyed, later) in [(true, 0), (false, 0), (true, 10 * SECOND)] {
+        let mut simulation = with_faults("seed=1", "lose=0", Congestion::Window);
+        let at = simulation.pair.ends[1].allocate(8);
+        simulation.pair.post_receive(1, RECEIVES, at, 8);
+        let send = simulation.pair.a_send(0, 1, 8);
+        simulation.pair.post_send(0, &send);
+        simulation.run(TIMEOUT_NANOSECONDS / 2);
+        assert_eq!(simulation.pair.completions(1).len(), 1);
+        assert_eq!(simulation.pair.completions(0), []);
+        let qp = simulation.pair.ends[1].qp.qp.clone();
+        if destroyed {
+            let vm = &simulation.pair.ends[1].guest.vm;
+            vm.tables_mut().qps.remove(qp.number);
+            qp.dead.store(true, Ordering::SeqCst);
+            let now = simulation.net.clock.now;
+            simulation.net.wires[1].forget(&qp, now);
+        } else {
+            qp.fail();
+        }
+        simulation.net.clock.now += later;
+        // It may come with one that is new.
+        simulation.pair.post_send(0, &send);
+        simulation.run(later + SECOND);
+        let told: Vec<_> = simulation
+            .pair
+            .completions(0)
+            .iter()
+            .map(|cqe| cqe.status)
+            .collect();
+        let first = if later == 0 {
+            wc_status::SUCCESS
+        } else {
+            wc_status::RETRY_EXC_ERR
+        };
+        let second = if later == 0 {
+            wc_status::RETRY_EXC_ERR
+        } else {
+            wc_status::WR_FLUSH_ERR
+        };
+        assert_eq!(told, [first, second], "destroyed: {destroyed}");
+        assert_eq!(simulation.net.counted(1, "sent_frames") > 1, later == 0);
+    }
+}
+
 /// Several are missing: each goes again, and little else.
 #[test]
 fn gaps_are_filled_one_after_the_other() {

@@ -10,9 +10,9 @@ use crate::engine::vm::Segment;
 
 type Mac = [u8; 6];
 
-/// The frames on their way to each MAC address, with the time at which they come.
+/// The frames on their way to each MAC address, with the time at which they come, and their segment.
 #[derive(Debug, Default)]
-struct Links(BTreeMap<Mac, VecDeque<(u64, Vec<u8>)>>);
+struct Links(BTreeMap<Mac, VecDeque<(u64, Segment, Vec<u8>)>>);
 
 /// A network: a switch that knows where each MAC address is.
 #[derive(Debug, Clone)]
@@ -28,8 +28,9 @@ pub(in super::super) struct SimPort {
     network: Network,
     mac: Mac,
     mtu: usize,
-    /// The frame that is written, and when that began.
+    /// The frame that is written, where it goes, and when that began.
     written: Vec<u8>,
+    segment: Segment,
     now: u64,
 }
 
@@ -50,14 +51,16 @@ impl Network {
             mac,
             mtu,
             written: Vec::new(),
+            segment: Segment::Vxlan(0),
             now: 0,
         }
     }
 }
 
 impl Port for SimPort {
-    fn begin(&mut self, now: u64, _: Segment, _: Gid, len: usize) -> Result<&mut [u8], Fate> {
+    fn begin(&mut self, now: u64, segment: Segment, _: Gid, len: usize) -> Result<&mut [u8], Fate> {
         assert!(len <= self.mtu + 14, "the frame is too long");
+        self.segment = segment;
         self.now = now;
         self.written.resize(len, 0);
         Ok(&mut self.written)
@@ -73,7 +76,8 @@ impl Port for SimPort {
         // If nobody has the address, the frame is lost.
         for (mac, link) in &mut self.network.links.borrow_mut().0 {
             if mac == destination || (group && *mac != self.mac) {
-                link.push_back((self.now + self.network.latency, self.written.clone()));
+                let at = self.now + self.network.latency;
+                link.push_back((at, self.segment, self.written.clone()));
             }
         }
         Fate::Sent
@@ -87,11 +91,12 @@ impl Port for SimPort {
         let mut links = self.network.links.borrow_mut();
         let link = links.0.get_mut(&self.mac).unwrap();
         match link.front() {
-            Some((at, _)) if *at <= now => {
-                *burst.bytes() = link.pop_front().unwrap().1;
+            Some((at, ..)) if *at <= now => {
+                let (_, segment, bytes) = link.pop_front().unwrap();
+                *burst.bytes() = bytes;
                 burst.frames.clear();
                 let all = 0..burst.room.bytes.len();
-                burst.frames.push(Arrived::new(Segment::Vxlan(0), all));
+                burst.frames.push(Arrived::new(segment, all));
                 true
             }
             _ => false,
@@ -100,6 +105,6 @@ impl Port for SimPort {
 
     fn timer(&self) -> Option<u64> {
         let links = self.network.links.borrow();
-        links.0.get(&self.mac)?.front().map(|(at, _)| *at)
+        links.0.get(&self.mac)?.front().map(|(at, ..)| *at)
     }
 }
