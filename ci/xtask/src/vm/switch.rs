@@ -119,6 +119,11 @@ impl Switch {
         self.shared.lost.store(of_ten_thousand, Ordering::Relaxed);
     }
 
+    /// Whether frames are lost now.
+    pub fn loses(&self) -> bool {
+        self.shared.lost.load(Ordering::Relaxed) != 0
+    }
+
     /// RoCEv2 frames so far.
     pub fn frames(&self) -> u64 {
         self.shared.frames.load(Ordering::Relaxed)
