@@ -288,7 +288,7 @@ pub fn measure(
     }
     match combination.kind {
         Kind::Bandwidth => {
-            let size = [65536, 1024, 8]
+            let size = [65536, 8192, 1024, 8]
                 .into_iter()
                 .find(|size| sizes.contains(size));
             let size = size.unwrap_or_default();
