@@ -97,6 +97,7 @@ pub fn check(
     for sge in sges.iter().filter(|sge| sge.length != 0) {
         let length = u64::from(sge.length);
         let (keys, pd) = (&tables.keys, accessor.pd);
+        // What most are, a contiguous range of a region, is found in fewer steps.
         if keys
             .contiguous_once(sge.lkey, pd, access, sge.addr, length)
             .is_some()

@@ -423,14 +423,7 @@ fn acknowledge<P: Port>(
         return true;
     };
     if let Some((psn, body)) = receiver.take_acknowledgement() {
-        let packet = Packet {
-            service: connection.peer.service,
-            dest_qp: connection.peer.dest_qp,
-            psn,
-            ack_request: false,
-            solicited: false,
-            body,
-        };
+        let packet = connection.peer.answer(psn, body);
         out.send_empty(now, &qp.vm, connection.route.as_ref(), &packet);
     }
     !receiver.answers()
@@ -627,14 +620,7 @@ impl<P: Port> Wire<P> {
         let vm = one.vm.upgrade()?;
         let (psn, syndrome) = one.completed.answer(packet, request.request.kind)?;
         let msn = one.completed.messages;
-        let answer = Packet {
-            service: peer.service,
-            dest_qp: peer.dest_qp,
-            psn,
-            ack_request: false,
-            solicited: false,
-            body: Body::Acknowledge { syndrome, msn },
-        };
+        let answer = peer.answer(psn, Body::Acknowledge { syndrome, msn });
         self.out.send_empty(now, &vm, Some(route), &answer);
         Some(Verdict::Again)
     }
@@ -994,14 +980,8 @@ impl<P: Port> Wire<P> {
             return dropped;
         };
         let syndrome = Syndrome::RnrNak(STOPPED_TIMER);
-        let answer = Packet {
-            service: connection.peer.service,
-            dest_qp: connection.peer.dest_qp,
-            psn: packet.psn,
-            ack_request: false,
-            solicited: false,
-            body: Body::Acknowledge { syndrome, msn },
-        };
+        let body = Body::Acknowledge { syndrome, msn };
+        let answer = connection.peer.answer(packet.psn, body);
         let route = connection.route.as_ref();
         self.out.send_empty(now, &qp.vm, route, &answer);
         Verdict::Refused(packet.psn, syndrome, 0)
@@ -1042,23 +1022,12 @@ impl<P: Port> Wire<P> {
         else {
             return false;
         };
-        let Peer {
-            service,
-            dest_qp,
-            mtu,
-        } = *peer;
+        let peer = *peer;
         let mut send = |psn, body: Body<'_>, payload: Payload<'_>| {
-            let packet = Packet {
-                service,
-                dest_qp,
-                psn,
-                ack_request: false,
-                solicited: false,
-                body,
-            };
+            let packet = peer.answer(psn, body);
             out.send(now, &qp.vm, route.as_ref(), &packet, payload, false)
         };
-        receiver.answer(tables, qp, mtu, BUDGET.bytes, &mut send)
+        receiver.answer(tables, qp, peer.mtu, BUDGET.bytes, &mut send)
     }
 }
 

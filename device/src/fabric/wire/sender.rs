@@ -77,6 +77,20 @@ pub(super) struct Peer {
     pub mtu: u64,
 }
 
+impl Peer {
+    /// The packet that answers packet `psn` of it.
+    pub(super) fn answer(self, psn: Psn, body: Body<'_>) -> Packet<'_> {
+        Packet {
+            service: self.service,
+            dest_qp: self.dest_qp,
+            psn,
+            ack_request: false,
+            solicited: false,
+            body,
+        }
+    }
+}
+
 /// Where packets go, with whether they were sent before. It returns false if the payload could not be
 /// read.
 pub(super) type Out<'a> = &'a mut dyn FnMut(&Packet<'_>, Payload<'_>, bool) -> bool;

@@ -186,6 +186,12 @@ impl Simulation {
     fn run(&mut self, until: u64) {
         self.net.run(&mut self.pair, until);
     }
+
+    /// Statuses of the completions of the first end.
+    fn statuses(&mut self) -> Vec<u8> {
+        let cqes = self.pair.completions(0);
+        cqes.iter().map(|cqe| cqe.status).collect()
+    }
 }
 
 fn fault_settings() -> impl Strategy<Value = FaultSettings> {
@@ -1116,12 +1122,7 @@ fn a_receive_that_never_comes_ends_the_retries() {
         simulation.pair.post_send(0, &send);
     }
     simulation.run(SECOND);
-    let statuses: Vec<_> = simulation
-        .pair
-        .completions(0)
-        .iter()
-        .map(|cqe| cqe.status)
-        .collect();
+    let statuses = simulation.statuses();
     let flushed = wc_status::WR_FLUSH_ERR;
     assert_eq!(statuses, [wc_status::RNR_RETRY_EXC_ERR, flushed, flushed]);
     assert_eq!(simulation.pair.ends[0].guest.vm.totals().rnr_naks, 3);
@@ -1657,12 +1658,7 @@ fn who_is_destroyed_has_acknowledged_what_it_completed() {
         wire.forget(qp, now);
         drop(section);
         simulation.run(SECOND);
-        let told: Vec<_> = simulation
-            .pair
-            .completions(0)
-            .iter()
-            .map(|cqe| cqe.status)
-            .collect();
+        let told = simulation.statuses();
         assert_eq!(told, vec![wc_status::SUCCESS; 1 + others]);
         assert_eq!(simulation.pair.ends[0].guest.vm.totals().retries, 0);
     }
@@ -1697,12 +1693,7 @@ fn who_has_gone_acknowledges_again_what_it_completed() {
         // It may come with one that is new.
         simulation.pair.post_send(0, &send);
         simulation.run(later + SECOND);
-        let told: Vec<_> = simulation
-            .pair
-            .completions(0)
-            .iter()
-            .map(|cqe| cqe.status)
-            .collect();
+        let told = simulation.statuses();
         let first = if later == 0 {
             wc_status::SUCCESS
         } else {
