@@ -31,7 +31,7 @@ impl Binding {
     /// A binding to what a VM has now.
     pub(crate) fn to(vm: &Vm) -> Self {
         Self {
-            vm: vm.serial,
+            vm: vm.serial(),
             before: serial(),
         }
     }

@@ -213,7 +213,7 @@ impl Qp {
             leaves: AtomicBool::new(facts.datagram && vm.uplink().is_some()),
             number,
             serial: serial(),
-            vm_serial: vm.serial,
+            vm_serial: vm.serial(),
             vm,
             worker,
             worker_index,

@@ -247,7 +247,7 @@ pub struct VmSettings {
 /// A VM.
 pub struct Vm {
     /// What tells it from all other VMs of this process, earlier ones on its socket included.
-    pub(super) serial: u64,
+    serial: u64,
     /// The network whose VMs reach each other.
     pub(crate) network: Network,
     /// Its account.
@@ -307,6 +307,11 @@ impl Vm {
                 warnings,
             }
         })
+    }
+
+    /// What tells it from all other VMs of this process.
+    pub(crate) fn serial(&self) -> u64 {
+        self.serial
     }
 
     /// Its account: what it makes the process keep.

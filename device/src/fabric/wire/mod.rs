@@ -589,20 +589,20 @@ impl<P: Port> Wire<P> {
             return;
         };
         let one = Departed {
-            vm: Arc::downgrade(&qp.vm),
             segment,
             route,
             peer,
             completed: receiver.completed(),
             since: now,
         };
-        self.departed.add(qp.number, one);
+        self.departed.add(qp.vm.serial(), qp.number, one);
     }
 
     /// Answers a packet that was carried out by a queue pair that was destroyed since; `None` if it was
     /// not.
     fn answer_for_departed(
         &mut self,
+        tables: &Tables,
         now: u64,
         segment: Segment,
         frame: &Frame<'_>,
@@ -611,13 +611,13 @@ impl<P: Port> Wire<P> {
         let Body::Request(request) = &packet.body else {
             return None;
         };
-        let one = self.departed.get(packet.dest_qp, now)?;
+        let vm = tables.vm.upgrade()?;
+        let one = self.departed.get(vm.serial(), packet.dest_qp, now)?;
         let Departed { route, peer, .. } = one;
         let here = one.segment == segment && peer.service == packet.service;
         if !here || !frame.addresses.is_answer_to(&route.addresses) {
             return None;
         }
-        let vm = one.vm.upgrade()?;
         let (psn, syndrome) = one.completed.answer(packet, request.request.kind)?;
         let msn = one.completed.messages;
         let answer = peer.answer(psn, Body::Acknowledge { syndrome, msn });
@@ -839,7 +839,7 @@ impl<P: Port> Wire<P> {
             return deliver_datagram(self, tables, frame, packet, request);
         }
         let Some(qp) = tables.qps.get(packet.dest_qp) else {
-            return self.answer_for_departed(now, segment, frame, packet);
+            return self.answer_for_departed(tables, now, segment, frame, packet);
         };
         // It has an address when it is ready to receive.
         let begun = !matches!(qp.state(), qp_state::RESET | qp_state::INIT);
