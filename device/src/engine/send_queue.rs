@@ -54,6 +54,24 @@ pub(crate) struct Active {
     pub done: u64,
 }
 
+/// Reliable datagrams of a queue pair that may wait aside.
+pub(crate) const MOST_DEFERRED: usize = 256;
+
+/// A reliable datagram that waits, while others go on.
+#[derive(Debug)]
+pub(crate) struct Deferred {
+    pub active: Active,
+    pub to: Datagram,
+    pub sges: Vec<Sge>,
+    pub inline: Vec<u8>,
+    /// Since when its destination has not answered, and when it is tried again, nanoseconds.
+    pub since: u64,
+    pub until: u64,
+    /// How often there was no receive for it, and whether that is what it waits for.
+    pub not_ready: u8,
+    pub for_receive: bool,
+}
+
 /// What a fabric with packets needs of a connection's attributes, beyond its peer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct PathAttributes {
@@ -128,6 +146,8 @@ pub struct SendQueue {
     pub(crate) datagram: Option<Datagram>,
     /// How far the active one is, if it goes to a multicast group.
     pub(crate) fanout: Option<Fanout>,
+    /// SRD: what waits aside.
+    pub(crate) deferred: Vec<Deferred>,
     /// Gather list of the work request in progress; its capacity was reserved at creation.
     pub(crate) sges: Vec<Sge>,
     /// Inline data of the work request in progress; its capacity was reserved at creation.
@@ -165,6 +185,7 @@ impl SendQueue {
             operation: Operation::None,
             registration: None,
             datagram: None,
+            deferred: Vec::new(),
             fanout: None,
             path: Path::default(),
             parked: None,
@@ -229,6 +250,7 @@ impl SendQueue {
         self.stale = 0;
         self.registration = None;
         self.fanout = None;
+        self.deferred = Vec::new();
         self.drain(false);
         self.binding = Binding::default();
         self.configure(&QpAttr::default());
