@@ -27,6 +27,8 @@ pub struct Columns {
     pub all: &'static [Column],
     /// What is done before a case runs in one of them.
     pub set_up: fn(&mut Fixture, &Column) -> Result<()>,
+    /// Why a case is not run in one of them, if it is not.
+    pub skips: fn(&Fixture, &str, &Column) -> Option<&'static str>,
 }
 
 /// Whether a tool gets by when packets are lost.
@@ -66,6 +68,14 @@ impl Columns {
             }
             if column.lost != 0 && loses == Loses::No {
                 fixture.cell(name, &self.title(fixture, column), "–");
+                continue;
+            }
+            if let Some(reason) = (self.skips)(fixture, name, column) {
+                println!("         {name}, {}: skipped: {reason}", column.name);
+                fixture.cell(name, &self.title(fixture, column), "skipped");
+                let (start, reason) = (Instant::now(), reason.to_owned());
+                let cell = format!("{name}, {}", column.name);
+                fixture.cell_done(cell, start, Outcome::Skipped, reason)?;
                 continue;
             }
             self.one(fixture, name, column, |fixture| {
