@@ -44,6 +44,7 @@ fn more(vm: &Arc<Vm>, side: &Side, count: usize) -> Vec<Qp> {
     (0..count).map(one).collect()
 }
 
+// D-SRD-001.
 #[test]
 fn reliable_datagrams_go_to_any_number_of_destinations() {
     let two = Two::of(&[], &everything());
@@ -77,6 +78,7 @@ fn reliable_datagrams_go_to_any_number_of_destinations() {
     }
 }
 
+// D-SRD-001.
 /// A thousand queue pairs send to one, which has fewer receives at a time.
 #[test]
 fn reliable_datagrams_of_a_thousand_queue_pairs_all_arrive_once() {
@@ -103,6 +105,7 @@ fn reliable_datagrams_of_a_thousand_queue_pairs_all_arrive_once() {
     b.assert_quiet();
 }
 
+// D-SRD-002.
 /// One that nobody takes keeps no other.
 #[test]
 fn a_reliable_datagram_without_a_receive_is_overtaken() {

@@ -813,6 +813,7 @@ fn a_reliable_datagram_that_waits_keeps_no_other() {
     assert_eq!([0, 1].map(|end| pair.state(end)), [qp_state::RTS; 2]);
 }
 
+// D-SRD-003.
 /// An error is of its message alone, at both ends.
 #[test]
 fn a_reliable_datagram_that_fails_ends_nothing_else() {
@@ -860,6 +861,7 @@ fn a_reliable_datagram_that_fails_ends_nothing_else() {
     assert_eq!([0, 1].map(|end| pair.state(end)), [qp_state::RTS; 2]);
 }
 
+// D-SRD-005.
 /// What waits is flushed when the queue pair goes to ERR, and forgotten when it is reset.
 #[test]
 fn reliable_datagrams_that_wait_end_with_their_queue_pair() {
