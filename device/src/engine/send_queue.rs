@@ -21,6 +21,7 @@ use super::queue_pair::Qp;
 use super::register::Registration;
 use super::tables::Gid;
 use super::tables::Tables;
+use crate::footprint::Share;
 use crate::memory::Pages;
 use crate::verbs::keys::Accessor;
 use crate::verbs::work_queue::WorkQueue;
@@ -70,6 +71,15 @@ pub(crate) struct Deferred {
     /// How often there was no receive for it, and whether that is what it waits for.
     pub not_ready: u8,
     pub for_receive: bool,
+    /// For itself, in the account of its VM.
+    pub _share: Share,
+}
+
+impl Deferred {
+    /// What one takes, bytes: the list of them grows to twice what it needs.
+    pub(crate) const fn footprint(sges: usize, inline: usize) -> u64 {
+        (2 * size_of::<Self>() + sges * size_of::<Sge>() + inline) as u64
+    }
 }
 
 /// What a fabric with packets needs of a connection's attributes, beyond its peer.

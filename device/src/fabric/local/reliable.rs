@@ -29,6 +29,9 @@ use crate::verbs::WcError;
 const NOBODY_RETRY: u64 = 10_000_000;
 const GIVE_UP: u64 = 4_000_000_000;
 
+/// How long to wait where the account of the VM has no room, nanoseconds.
+const NO_ROOM_RETRY: u64 = 10_000_000;
+
 /// Polls a send queue at time `now`, nanoseconds, within a budget. What was done goes to `done`.
 pub(super) fn poll(
     sq: &mut SendQueue,
@@ -107,15 +110,24 @@ fn begin(
             Answer::Busy => return Err(Polled::Again),
             Answer::Refused(error) | Answer::Local(error) => sq.fail(tables, qp, error),
             Answer::Stopped | Answer::NoAnswer | Answer::NotReady(_) => {
+                let inline = list.inline.unwrap_or_default();
+                let footprint = Deferred::footprint(sq.sges.len(), inline.len());
+                let Ok(share) = tables.footprint.share(footprint) else {
+                    // The account has no room: the others wait behind it.
+                    let until = now.saturating_add(NO_ROOM_RETRY);
+                    sq.parked = Some(until);
+                    return Err(Polled::Park(until));
+                };
                 let mut waits = Deferred {
                     active,
                     to,
                     sges: sq.sges.clone(),
-                    inline: list.inline.map(<[u8]>::to_vec).unwrap_or_default(),
+                    inline: inline.to_vec(),
                     since: now,
                     until: now,
                     not_ready: 0,
                     for_receive: false,
+                    _share: share,
                 };
                 sq.take_begun();
                 match wait(sq, qp, &mut waits, answer, now) {

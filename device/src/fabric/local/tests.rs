@@ -819,7 +819,8 @@ fn a_reliable_datagram_that_waits_keeps_no_other() {
 fn a_reliable_datagram_that_fails_ends_nothing_else() {
     let (mut pair, mut process) = start_srd();
     pair.post_receive(1, RECEIVES, 0, 5);
-    let fail: [(u8, u8, fn(&mut Send)); 7] = [
+    type Change = fn(&mut Send);
+    let fail: [(u8, u8, Change); 7] = [
         (wr_opcode::SEND, wc_status::REM_INV_RD_REQ_ERR, |send| {
             send.to.qkey += 1;
         }),
