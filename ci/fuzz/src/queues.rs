@@ -18,7 +18,6 @@ pub const ENTRIES: u32 = 16;
 pub const SEND_STRIDE: u32 = 128;
 /// Bytes of an entry of a receive queue.
 pub const RECV_STRIDE: u32 = 64;
-/// Scatter/gather entries of a send work request.
 /// Scatter/gather entries of a receive work request.
 pub const RECV_SGE: u16 = 3;
 /// Entries of a completion queue.
