@@ -377,7 +377,7 @@ static int post_ex(struct ibv_qp *qp, const struct op *op, struct ibv_sge *list,
 	default:
 		fail("opcode %d", op->opcode);
 	}
-	if (qp->qp_type == IBV_QPT_UD)
+	if (qp->qp_type == IBV_QPT_UD || op->ah)
 		ibv_wr_set_ud_addr(ex, op->ah, op->qpn, op->qkey);
 	if (qp->qp_type == IBV_QPT_XRC_SEND)
 		ibv_wr_set_xrc_srqn(ex, op->srqn);
@@ -435,7 +435,7 @@ int post(struct ibv_qp *qp, const struct op *op)
 		wr.bind_mw.bind_info = op->bind;
 		break;
 	}
-	if (qp->qp_type == IBV_QPT_UD) {
+	if (qp->qp_type == IBV_QPT_UD || op->ah) {
 		wr.wr.ud.ah = op->ah;
 		wr.wr.ud.remote_qpn = op->qpn;
 		wr.wr.ud.remote_qkey = op->qkey;

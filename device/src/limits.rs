@@ -6,6 +6,8 @@ use serde::Deserialize;
 pub const GID_TABLE_LEN: usize = 32;
 /// Longest message, bytes.
 pub const MAX_MESSAGE: u64 = 1 << 31;
+/// Longest RDMA WRITE and RDMA READ of an SRD queue pair, bytes.
+pub const MAX_SRD_MESSAGE: u64 = 1 << 30;
 /// Longest datagram, bytes: the port's MTU.
 pub const MAX_DATAGRAM: u64 = 4096;
 /// Most RDMA READ and atomic operations outstanding, as requester and as responder.

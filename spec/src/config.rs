@@ -78,5 +78,7 @@ constants! {
         HEADER_TYPE = 16,
         /// QUERY_COUNTERS: what became of packets.
         COUNTERS = 17,
+        /// SRD queue pairs.
+        SRD = 18,
     }
 }

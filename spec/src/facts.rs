@@ -151,15 +151,20 @@ const fn types(types: &[u8]) -> u16 {
 const ACKNOWLEDGED: u16 = types(&[qp_type::RC, qp_type::XRC_INI]);
 /// Those that have a peer.
 const CONNECTED: u16 = ACKNOWLEDGED | types(&[qp_type::UC]);
+const SRD: u16 = types(&[qp_type::SRD]);
 /// All that send.
-const ALL: u16 = CONNECTED | types(&[qp_type::UD, qp_type::GSI]);
+const ALL: u16 = CONNECTED | SRD | types(&[qp_type::UD, qp_type::GSI]);
 
 const INVALIDATION: &[u32] = &[feature::MW, feature::FAST_REG];
 
 /// All opcodes.
 pub const OPCODES: &[Opcode] = &[
-    opcode(wr_opcode::RDMA_WRITE, Kind::Write, wc_opcode::RDMA_WRITE),
     Opcode {
+        qp_types: CONNECTED | SRD,
+        ..opcode(wr_opcode::RDMA_WRITE, Kind::Write, wc_opcode::RDMA_WRITE)
+    },
+    Opcode {
+        qp_types: CONNECTED | SRD,
         imm: Imm::Data,
         ..opcode(
             wr_opcode::RDMA_WRITE_WITH_IMM,
@@ -176,7 +181,10 @@ pub const OPCODES: &[Opcode] = &[
         imm: Imm::Data,
         ..opcode(wr_opcode::SEND_WITH_IMM, Kind::Send, wc_opcode::SEND)
     },
-    opcode(wr_opcode::RDMA_READ, Kind::Read, wc_opcode::RDMA_READ),
+    Opcode {
+        qp_types: ACKNOWLEDGED | SRD,
+        ..opcode(wr_opcode::RDMA_READ, Kind::Read, wc_opcode::RDMA_READ)
+    },
     opcode(
         wr_opcode::ATOMIC_CMP_AND_SWP,
         Kind::Atomic,
@@ -316,6 +324,8 @@ pub enum Failure {
     QueuePair,
     /// In RTS, only its send queue is: nobody is told of messages that are lost anyway.
     SendQueue,
+    /// Nothing: only the work request is in error.
+    WorkRequest,
 }
 
 /// One type of queue pairs.
@@ -374,6 +384,12 @@ pub const QP_TYPES: &[QpType] = &[
         peer: qp_type::XRC_INI,
         feature: feature::XRC,
         ..connected(qp_type::XRC_TGT)
+    },
+    QpType {
+        datagram: true,
+        failure: Failure::WorkRequest,
+        feature: feature::SRD,
+        ..connected(qp_type::SRD)
     },
 ];
 

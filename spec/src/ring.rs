@@ -86,6 +86,17 @@ layouts! {
         58 => reserved1: [u8; 6],
     }
 
+    /// The same for SRD queue pairs, as far as it goes on; scatter/gather entries or inline data follow
+    /// at offset 80.
+    pub struct SrdRange(16) {
+        /// RDMA WRITE and RDMA READ: remote virtual address. Otherwise zero.
+        0 => remote_addr: u64,
+        /// RDMA WRITE and RDMA READ: remote key. Otherwise zero.
+        8 => rkey: u32,
+        /// Reserved, zero.
+        12 => reserved: u32,
+    }
+
     /// An entry of a send queue that binds a memory window, as far as it differs from `SendWqe`:
     /// bytes 16 to 64.
     pub struct BindMw(48) {
@@ -242,6 +253,10 @@ pub const PHASE: u8 = 0x80;
 pub const SEND_DATA_OFFSET: usize = SendWqe::SIZE;
 /// The same, in an entry of the send queue of a UD or GSI queue pair.
 pub const UD_DATA_OFFSET: usize = UdWqe::SIZE;
+/// Offset of `SrdRange` in an entry of the send queue of an SRD queue pair, behind `UdWqe`.
+pub const SRD_RANGE_OFFSET: usize = UdWqe::SIZE;
+/// Offset of the first scatter/gather entry or of the inline data there.
+pub const SRD_DATA_OFFSET: usize = UdWqe::SIZE + SrdRange::SIZE;
 /// Offset of `BindMw` in an entry of a send queue.
 pub const BIND_MW_OFFSET: usize = 16;
 /// Offset of `FastReg` in an entry of a send queue.
@@ -297,13 +312,23 @@ pub const fn send_stride(sge: u32, inline: u32) -> Option<u32> {
 /// The same for the send queue of a UD or GSI queue pair.
 #[must_use]
 pub const fn ud_send_stride(sge: u32, inline: u32) -> Option<u32> {
-    let extra = (UD_DATA_OFFSET - SEND_DATA_OFFSET) as u32;
+    stride_with_data_at(UD_DATA_OFFSET, sge, inline)
+}
+
+/// The same for the send queue of an SRD queue pair.
+#[must_use]
+pub const fn srd_send_stride(sge: u32, inline: u32) -> Option<u32> {
+    stride_with_data_at(SRD_DATA_OFFSET, sge, inline)
+}
+
+const fn stride_with_data_at(offset: usize, sge: u32, inline: u32) -> Option<u32> {
+    let extra = (offset - SEND_DATA_OFFSET) as u32;
     if sge > MAX_SGE || inline > MAX_INLINE - extra {
         return None;
     }
     let by_sge = sge * Sge::SIZE as u32;
     let data = if by_sge > inline { by_sge } else { inline };
-    let stride = (UdWqe::SIZE as u32 + data).next_power_of_two();
+    let stride = (offset as u32 + data).next_power_of_two();
     Some(if stride < MIN_SEND_STRIDE {
         MIN_SEND_STRIDE
     } else {

@@ -135,6 +135,10 @@ constants! {
         RETRY_EXC_ERR = 12,
         /// RNR retries exceeded.
         RNR_RETRY_EXC_ERR = 13,
+        /// SRD: the destination has no such queue pair.
+        REM_INV_RD_REQ_ERR = 15,
+        /// SRD: the peer has forgotten the sender.
+        REM_ABORT_ERR = 16,
         /// Fatal error.
         FATAL_ERR = 19,
         /// Response time-out.
@@ -201,6 +205,8 @@ constants! {
         NO_MEMORY = 24,
         /// The responder refused. Over a fabric with packets it does not say why.
         PEER = 25,
+        /// The destination has no such queue pair, or it takes no such message, or not with this Q_Key.
+        NO_QUEUE_PAIR = 26,
     }
 }
 
@@ -239,6 +245,8 @@ constants! {
         XRC_INI = 9,
         /// XRC target.
         XRC_TGT = 10,
+        /// Scalable reliable datagram.
+        SRD = 11,
     }
 }
 

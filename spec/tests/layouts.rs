@@ -60,6 +60,7 @@ round_trips! {
     send_wqe: ring::SendWqe,
     recv_wqe: ring::RecvWqe,
     ud_wqe: ring::UdWqe,
+    srd_range: ring::SrdRange,
     bind_mw: ring::BindMw,
     fast_reg: ring::FastReg,
     masked_operands: ring::MaskedOperands,

@@ -248,6 +248,8 @@ fn groups_of_crate() -> BTreeMap<String, Group> {
             ring::PHASE,
             ring::SEND_DATA_OFFSET,
             ring::UD_DATA_OFFSET,
+            ring::SRD_RANGE_OFFSET,
+            ring::SRD_DATA_OFFSET,
             ring::BIND_MW_OFFSET,
             ring::FAST_REG_OFFSET,
             ring::MASKED_OPERANDS_OFFSET,

@@ -376,9 +376,10 @@ impl Scene {
     }
 
     fn of_qp(&mut self, opcode: u16, u: &mut Unstructured) -> Result<Vec<u8>> {
-        const TYPES: [u8; 6] = [
+        const TYPES: [u8; 7] = [
             qp_type::RC,
             qp_type::UD,
+            qp_type::SRD,
             qp_type::UC,
             qp_type::GSI,
             qp_type::XRC_INI,

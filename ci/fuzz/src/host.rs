@@ -35,7 +35,7 @@ pub const BASE: u64 = 0x10_0000;
 pub const REGIONS: usize = 4;
 
 /// All features but that of regions of all memory.
-pub const FEATURES: u64 = ((1 << (feature::HEADER_TYPE + 1)) - 1) & !(1 << feature::PHYSICAL_MR);
+pub const FEATURES: u64 = ((1 << (feature::SRD + 1)) - 1) & !(1 << feature::PHYSICAL_MR);
 
 /// Limits that an input can reach.
 pub const LIMITS: Limits = Limits {

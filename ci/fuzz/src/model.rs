@@ -136,7 +136,7 @@ fn changes(qp_type: u8, from: u8, to: u8, alone: bool) -> bool {
         (INIT, INIT) => true,
         (RESET, INIT) => !alone,
         // Only datagrams need no path.
-        (INIT, RTR) => !alone || matches!(qp_type, qp_type::UD | qp_type::GSI),
+        (INIT, RTR) => !alone || matches!(qp_type, qp_type::UD | qp_type::GSI | qp_type::SRD),
         (RTR, RTS) => !alone,
         (RTS | SQD, RTS) => alone,
         _ => false,
@@ -426,12 +426,13 @@ impl Model {
     }
 
     fn create_qp(&mut self, u: &mut Unstructured) -> Result<()> {
-        const TYPES: [u8; 8] = [
+        const TYPES: [u8; 9] = [
             qp_type::RC,
             qp_type::RC,
             qp_type::RC,
             qp_type::UC,
             qp_type::UD,
+            qp_type::SRD,
             qp_type::GSI,
             qp_type::XRC_INI,
             qp_type::XRC_TGT,

@@ -18,8 +18,6 @@ pub const ENTRIES: u32 = 16;
 pub const SEND_STRIDE: u32 = 128;
 /// Bytes of an entry of a receive queue.
 pub const RECV_STRIDE: u32 = 64;
-/// Scatter/gather entries of a send work request.
-pub const SEND_SGE: u16 = 4;
 /// Scatter/gather entries of a receive work request.
 pub const RECV_SGE: u16 = 3;
 /// Entries of a completion queue.
@@ -232,6 +230,8 @@ impl Guest {
     pub fn qp_body(&mut self, qp_type: u8, context: Context, refs: Refs) -> (CreateQp, Ring, Ring) {
         let sends = qp_type != qp_type::XRC_TGT;
         let receives = sends && qp_type != qp_type::XRC_INI && refs.srq == 0;
+        // An entry has the same length for all types: so much of it is for data.
+        let data: u16 = if qp_type == qp_type::SRD { 48 } else { 64 };
         let page = self.take_pages(1);
         let sq_offset = SEND_STRIDE;
         let rq_offset = sq_offset + ENTRIES * SEND_STRIDE;
@@ -252,9 +252,9 @@ impl Guest {
             rq_entries: if receives { ENTRIES } else { 0 },
             rq_stride: RECV_STRIDE,
             rq_offset,
-            max_send_sge: SEND_SGE,
+            max_send_sge: data / 16,
             max_recv_sge: RECV_SGE,
-            max_inline: 64,
+            max_inline: data.into(),
             srq: refs.srq,
             buffer: self.list(page, 1),
             xrcd: refs.xrcd,

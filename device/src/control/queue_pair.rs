@@ -9,8 +9,8 @@ use virtio_rdma_spec::command::{
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::{
-    recv_stride, send_stride, ud_send_stride, QpRecord, Sge, MAX_INLINE, MAX_SGE, MAX_WQE_STRIDE,
-    MAX_WQ_ENTRIES,
+    recv_stride, send_stride, srd_send_stride, ud_send_stride, QpRecord, Sge, MAX_INLINE, MAX_SGE,
+    MAX_WQE_STRIDE, MAX_WQ_ENTRIES,
 };
 use virtio_rdma_spec::verbs::qp_type;
 use virtio_rdma_spec::PAGE_SIZE;
@@ -124,7 +124,8 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
         needs(rnic, feature::SRQ)?;
     }
     let datagram = kind.datagram;
-    zero(datagram || body.flags & create_qp_flag::BLOCK_MULTICAST_LOOPBACK == 0)?;
+    let unreliable = datagram && !kind.acknowledged;
+    zero(unreliable || body.flags & create_qp_flag::BLOCK_MULTICAST_LOOPBACK == 0)?;
     zero((body.xrcd == 0) == (body.qp_type != qp_type::XRC_TGT))?;
     zero((kind.receives && body.qp_type != qp_type::GSI) || body.srq == 0)?;
     zero(kind.sends || body.sq_entries == 0)?;
@@ -132,10 +133,10 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
     let (send_sge, recv_sge) = (u32::from(body.max_send_sge), u32::from(body.max_recv_sge));
     zero(send_sge <= MAX_SGE && recv_sge <= MAX_SGE && body.max_inline <= MAX_INLINE)?;
     let len = u64::from(body.buffer.count).saturating_mul(PAGE_SIZE);
-    let least = if datagram {
-        ud_send_stride(send_sge, body.max_inline)
-    } else {
-        send_stride(send_sge, body.max_inline)
+    let least = match (datagram, kind.acknowledged) {
+        (true, true) => srd_send_stride(send_sge, body.max_inline),
+        (true, false) => ud_send_stride(send_sge, body.max_inline),
+        (false, _) => send_stride(send_sge, body.max_inline),
     };
     let record = QpRecord::SIZE;
     let sq = check_queue(

@@ -5,20 +5,23 @@ use std::sync::Arc;
 use virtio_rdma_spec::event::event_type;
 use virtio_rdma_spec::facts::{Imm, Kind, Opcode};
 use virtio_rdma_spec::layout::Layout;
-use virtio_rdma_spec::ring::{SendWqe, Sge, UdWqe, PHASE, SEND_DATA_OFFSET, UD_DATA_OFFSET};
+use virtio_rdma_spec::ring::{
+    SendWqe, Sge, SrdRange, UdWqe, PHASE, SEND_DATA_OFFSET, SRD_DATA_OFFSET, SRD_RANGE_OFFSET,
+    UD_DATA_OFFSET,
+};
 use virtio_rdma_spec::verbs::{
     access, qp_state, qp_type, send_flag, vendor_err, wc_status, MASK_24,
 };
 
 use super::cursor::check;
 use super::events::raise;
-use super::message::{Datagram, Message};
+use super::message::{is_multicast, Datagram, Message};
 use super::operation::Operation;
 use super::payload_of;
 use super::queue_pair::Qp;
 use super::send_queue::{Active, Polled, SendQueue};
 use super::tables::Tables;
-use crate::limits::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE};
+use crate::limits::{GSI_QPN, MAX_DATAGRAM, MAX_MESSAGE, MAX_SRD_MESSAGE};
 use crate::verbs::keys::Accessor;
 use crate::verbs::WcError;
 
@@ -114,6 +117,7 @@ impl SendQueue {
     ) -> Option<Result<Active, WcError>> {
         let buffer = &self.buffer;
         let datagram = qp.facts.datagram;
+        let srd = self.qp_type == qp_type::SRD;
         let bytes = self.read_entry()?;
         let wqe = SendWqe::get(&bytes);
         let flags = wqe.flags & !PHASE;
@@ -133,7 +137,7 @@ impl SendQueue {
             },
             wr_id: wqe.wr_id,
             index: self.queue.index(),
-            signaled: self.signal_all || flags & send_flag::SIGNALED != 0,
+            signaled: self.signal_all || srd || flags & send_flag::SIGNALED != 0,
             inline,
             fence: flags & send_flag::FENCE != 0,
             invalidates_sink: false,
@@ -167,24 +171,41 @@ impl SendQueue {
             }
             let gsi = self.qp_type == qp_type::GSI;
             active.message.src_qp = if gsi { GSI_QPN } else { qp.number };
-            UD_DATA_OFFSET
+            if srd {
+                let mut range = [0; SrdRange::SIZE];
+                self.queue.read_words(buffer, SRD_RANGE_OFFSET, &mut range);
+                let range = SrdRange::from_bytes(&range);
+                let multicast = self.datagram.is_some_and(|to| is_multicast(&to.dgid));
+                if range.reserved != 0 || multicast {
+                    return Some(Err(WcError::new(
+                        wc_status::LOC_QP_OP_ERR,
+                        vendor_err::FLAGS,
+                    )));
+                }
+                active.message.remote_addr = range.remote_addr;
+                active.message.rkey = range.rkey;
+                SRD_DATA_OFFSET
+            } else {
+                UD_DATA_OFFSET
+            }
         } else {
             SEND_DATA_OFFSET
         };
-        let longest = if datagram {
-            longest_datagram(qp)
-        } else {
-            MAX_MESSAGE
+        let longest = match kind {
+            Kind::Write | Kind::Read if srd => MAX_SRD_MESSAGE,
+            _ if srd => payload_of(qp.vm.active_mtu()),
+            _ if datagram => longest_datagram(qp),
+            _ => MAX_MESSAGE,
         };
-        let known =
-            send_flag::FENCE | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
+        let fence = if srd { 0 } else { send_flag::FENCE };
+        let known = fence | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
         if flags & !known != 0 || (inline && !kind.may_be_inline()) {
             return Some(Err(WcError::new(
                 wc_status::LOC_QP_OP_ERR,
                 vendor_err::FLAGS,
             )));
         }
-        if kind.brings() && self.max_rd_atomic == 0 {
+        if kind.brings() && self.max_rd_atomic == 0 && !srd {
             return Some(Err(WcError::new(
                 wc_status::LOC_QP_OP_ERR,
                 vendor_err::RD_ATOMIC,

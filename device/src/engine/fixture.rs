@@ -16,8 +16,8 @@ use virtio_rdma_spec::command::{AddressVector, QpAttr};
 use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::{
-    recv_stride, send_stride, CqRecord, Cqe, QpRecord, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe,
-    PHASE, RECV_DATA_OFFSET,
+    recv_stride, send_stride, CqRecord, Cqe, QpRecord, RecvWqe, SendWqe, Sge, SrdRange, SrqRecord,
+    UdWqe, PHASE, RECV_DATA_OFFSET,
 };
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, send_flag};
 use virtio_rdma_spec::PAGE_SIZE;
@@ -531,7 +531,16 @@ impl Guest {
                 hop_limit: 64,
                 ..UdWqe::default()
             };
-            wqe.to_bytes().to_vec()
+            let mut entry = wqe.to_bytes().to_vec();
+            if qp.qp.facts.acknowledged {
+                let range = SrdRange {
+                    remote_addr: send.remote_addr,
+                    rkey: send.rkey,
+                    reserved: 0,
+                };
+                entry.extend_from_slice(&range.to_bytes());
+            }
+            entry
         } else {
             let wqe = SendWqe {
                 opcode: send.opcode,

@@ -38,6 +38,21 @@ const PEER_LINES: usize = 3;
 /// Entries that are prefetched before a poll, at most.
 const ENTRIES_AHEAD: usize = 8;
 
+/// The attributes of a queue pair in RESET. One with many peers has no access flags of its own, and
+/// waits for receives as long as it takes, unless it is told otherwise.
+fn initial(facts: &QpType) -> QpAttr {
+    let all = access::REMOTE_WRITE | access::REMOTE_READ;
+    let many = facts.datagram && facts.acknowledged;
+    QpAttr {
+        port_num: 1,
+        access_flags: if many { all } else { 0 },
+        max_dest_rd_atomic: u8::from(many),
+        rnr_retry: if many { 7 } else { 0 },
+        min_rnr_timer: if many { 12 } else { 0 },
+        ..QpAttr::default()
+    }
+}
+
 /// A queue pair.
 // In this order: what every poll needs is on few cache lines, and so is what the peer needs.
 #[repr(C, align(64))]
@@ -210,7 +225,7 @@ impl Qp {
         Self {
             capped: vm.caps().is_some(),
             // Where a datagram goes, each says itself.
-            leaves: AtomicBool::new(facts.datagram && vm.uplink().is_some()),
+            leaves: AtomicBool::new(facts.datagram && !facts.acknowledged && vm.uplink().is_some()),
             number,
             serial: serial(),
             vm_serial: vm.serial(),
@@ -234,10 +249,7 @@ impl Qp {
             dead: AtomicBool::new(false),
             timer: Mutex::new(0),
             hints: PrefetchHints::default(),
-            attr: Mutex::new(QpAttr {
-                port_num: 1,
-                ..QpAttr::default()
-            }),
+            attr: Mutex::new(initial(facts)),
             kept_gid: Mutex::default(),
             life: AtomicU32::new(0),
             send_queue: Mutex::new(send_queue),
@@ -309,9 +321,13 @@ impl Qp {
     /// A send work request failed: the queue pair goes to the error state, or, where nobody is told
     /// of lost messages anyway, only its send queue does.
     pub(crate) fn fail_send(self: &Arc<Self>) {
-        if self.facts.failure == Failure::QueuePair {
-            self.fail();
-            return;
+        match self.facts.failure {
+            Failure::QueuePair => {
+                self.fail();
+                return;
+            }
+            Failure::WorkRequest => return,
+            Failure::SendQueue => {}
         }
         let changed = self.state.compare_exchange(
             qp_state::RTS,
@@ -325,6 +341,12 @@ impl Qp {
                 self.fail();
             }
         }
+    }
+
+    /// A message that came failed: the queue pair goes to the error state, unless one of many peers
+    /// would end it for the others. Returns whether this call made the change.
+    pub(crate) fn fail_receive(self: &Arc<Self>) -> bool {
+        self.facts.failure != Failure::WorkRequest && self.fail()
     }
 
     /// Whether one of its completion queues is in error.
@@ -397,10 +419,7 @@ impl Qp {
             self.life.fetch_add(1, Ordering::SeqCst);
             send_queue.reset();
             responder.reset();
-            *attr = QpAttr {
-                port_num: 1,
-                ..QpAttr::default()
-            };
+            *attr = initial(self.facts);
             drop((send_queue, responder));
             self.forget_peer(peers);
             return Ok(());

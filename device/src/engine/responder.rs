@@ -811,7 +811,7 @@ impl Responder {
         if let Some(inbound) = self.inbound.take() {
             self.complete(at.tables, at.qp, &inbound, status, reason);
         }
-        at.qp.fail();
+        at.qp.fail_receive();
         Answer::Refused(WcError::new(remote, reason))
     }
 
@@ -831,7 +831,7 @@ impl Responder {
     /// The peer's key does not give access.
     pub(super) fn violation(&self, at: &MessageContext<'_>, reason: u8) -> Answer {
         // A UC message is dropped, and that is all.
-        if at.qp.facts.acknowledged && at.qp.fail() {
+        if at.qp.facts.acknowledged && at.qp.fail_receive() {
             raise(at.tables, event_type::QP_ACCESS_ERR, at.qp.number, reason);
         }
         Answer::Refused(WcError::new(wc_status::REM_ACCESS_ERR, reason))
@@ -839,7 +839,7 @@ impl Responder {
 
     /// The peer asks for what this queue pair does not do.
     pub(crate) fn invalid_request(&self, tables: &Tables, qp: &Arc<Qp>, reason: u8) -> Answer {
-        if qp.facts.acknowledged && qp.fail() {
+        if qp.facts.acknowledged && qp.fail_receive() {
             raise(tables, event_type::QP_REQ_ERR, qp.number, reason);
         }
         Answer::Refused(WcError::new(wc_status::REM_INV_REQ_ERR, reason))
@@ -858,10 +858,28 @@ impl Qp {
         source: DataSource<'_>,
     ) -> Answer {
         let mut responder = self.responder();
-        if !self.facts.datagram || !self.listens() {
+        if !self.facts.datagram || self.facts.acknowledged || !self.listens() {
             return Answer::NoAnswer;
         }
         responder.receive_datagram(tables, self, origin, message, datagram, source)
+    }
+
+    /// Takes a slice of a reliable datagram.
+    pub(crate) fn take_reliable_datagram(
+        self: &Arc<Self>,
+        tables: &Tables,
+        origin: Origin<'_>,
+        qkey: u32,
+        slice: Slice<'_>,
+    ) -> Answer {
+        let mut responder = self.responder();
+        if self.qp_type != qp_type::SRD || !self.listens() || responder.qkey != qkey {
+            return Answer::Refused(WcError::new(
+                wc_status::REM_INV_RD_REQ_ERR,
+                vendor_err::NO_QUEUE_PAIR,
+            ));
+        }
+        responder.take_slice(tables, self, origin, slice)
     }
 }
 

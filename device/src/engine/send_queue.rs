@@ -21,6 +21,7 @@ use super::queue_pair::Qp;
 use super::register::Registration;
 use super::tables::Gid;
 use super::tables::Tables;
+use crate::footprint::Share;
 use crate::memory::Pages;
 use crate::verbs::keys::Accessor;
 use crate::verbs::work_queue::WorkQueue;
@@ -52,6 +53,33 @@ pub(crate) struct Active {
     pub invalidates_sink: bool,
     /// Bytes moved.
     pub done: u64,
+}
+
+/// Reliable datagrams of a queue pair that may wait aside.
+pub(crate) const MOST_DEFERRED: usize = 256;
+
+/// A reliable datagram that waits, while others go on.
+#[derive(Debug)]
+pub(crate) struct Deferred {
+    pub active: Active,
+    pub to: Datagram,
+    pub sges: Vec<Sge>,
+    pub inline: Vec<u8>,
+    /// Since when its destination has not answered, and when it is tried again, nanoseconds.
+    pub since: u64,
+    pub until: u64,
+    /// How often there was no receive for it, and whether that is what it waits for.
+    pub not_ready: u8,
+    pub for_receive: bool,
+    /// For itself, in the account of its VM.
+    pub _share: Share,
+}
+
+impl Deferred {
+    /// What one takes, bytes: the list of them grows to twice what it needs.
+    pub(crate) const fn footprint(sges: usize, inline: usize) -> u64 {
+        (2 * size_of::<Self>() + sges * size_of::<Sge>() + inline) as u64
+    }
 }
 
 /// What a fabric with packets needs of a connection's attributes, beyond its peer.
@@ -128,6 +156,8 @@ pub struct SendQueue {
     pub(crate) datagram: Option<Datagram>,
     /// How far the active one is, if it goes to a multicast group.
     pub(crate) fanout: Option<Fanout>,
+    /// SRD: what waits aside.
+    pub(crate) deferred: Vec<Deferred>,
     /// Gather list of the work request in progress; its capacity was reserved at creation.
     pub(crate) sges: Vec<Sge>,
     /// Inline data of the work request in progress; its capacity was reserved at creation.
@@ -165,6 +195,7 @@ impl SendQueue {
             operation: Operation::None,
             registration: None,
             datagram: None,
+            deferred: Vec::new(),
             fanout: None,
             path: Path::default(),
             parked: None,
@@ -229,6 +260,7 @@ impl SendQueue {
         self.stale = 0;
         self.registration = None;
         self.fanout = None;
+        self.deferred = Vec::new();
         self.drain(false);
         self.binding = Binding::default();
         self.configure(&QpAttr::default());

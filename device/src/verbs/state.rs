@@ -44,12 +44,18 @@ pub fn attributes(kind: u8, current: u8, next: u8) -> Option<(u32, u32)> {
     }
     if datagram {
         let port = if kind == qp_type::GSI { 0 } else { PORT };
+        let (timer, retry) = if acknowledged {
+            (MIN_RNR_TIMER, RNR_RETRY)
+        } else {
+            (0, 0)
+        };
         return Some(match (current, next) {
             (RESET, INIT) => (PKEY_INDEX | QKEY | port, PORT & !port),
             (INIT, INIT) => (0, PKEY_INDEX | QKEY | PORT),
-            (INIT, RTR) => (0, PKEY_INDEX | QKEY),
-            (RTR, RTS) => (SQ_PSN, CUR_STATE | QKEY),
-            (RTS, RTS) | (SQD, RTS) | (SQE, RTS) => (0, CUR_STATE | QKEY),
+            (INIT, RTR) => (0, PKEY_INDEX | QKEY | timer),
+            (RTR, RTS) => (SQ_PSN, CUR_STATE | QKEY | timer | retry),
+            (SQE, RTS) if acknowledged => return None,
+            (RTS, RTS) | (SQD, RTS) | (SQE, RTS) => (0, CUR_STATE | QKEY | timer),
             (SQD, SQD) => (0, PKEY_INDEX | QKEY),
             _ => return None,
         });

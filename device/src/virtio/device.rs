@@ -40,6 +40,7 @@ pub const FEATURES: u64 = 1 << feature::RC
     | 1 << feature::PORT_STATE
     | 1 << feature::HEADER_TYPE
     | 1 << feature::COUNTERS
+    | 1 << feature::SRD
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1;

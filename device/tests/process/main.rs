@@ -22,6 +22,7 @@ mod order;
 mod peers;
 mod sandbox;
 mod scale;
+mod srd;
 mod srq;
 mod states;
 mod system_calls;

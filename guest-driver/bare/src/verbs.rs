@@ -11,7 +11,7 @@ use virtio_rdma_driver_core::command::{
     RegMr, ResizeCq,
 };
 use virtio_rdma_driver_core::{
-    ArmMode, CompletionQueue, Doorbell, RecvQueue, SendEntry, SendQueue,
+    ArmMode, CompletionQueue, Doorbell, RecvQueue, SendEntry, SendQueue, SrdWqe,
 };
 use virtio_rdma_spec::command::{
     self as spec, create_qp_flag, AddressVector, Handle, Multicast, PageList, QpAttr,
@@ -19,7 +19,7 @@ use virtio_rdma_spec::command::{
 use virtio_rdma_spec::doorbell::BLOCK_SIZE;
 use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::{
-    BindMw, Cqe, CqeExtension, FastReg, MaskedOperands, SendWqe, Sge, UdWqe,
+    BindMw, Cqe, CqeExtension, FastReg, MaskedOperands, SendWqe, Sge, SrdRange, UdWqe,
 };
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, wr_opcode};
 
@@ -704,6 +704,23 @@ impl Address {
             ..UdWqe::default()
         }
     }
+
+    /// A work request of an SRD queue pair: for an RDMA WRITE or READ with the remote range, which
+    /// begins at `remote_addr`.
+    #[must_use]
+    pub fn reliable(&self, opcode: u8, wr_id: u64, (remote_addr, rkey): (u64, u32)) -> SrdWqe {
+        SrdWqe {
+            to: UdWqe {
+                opcode,
+                ..self.send(wr_id)
+            },
+            range: SrdRange {
+                remote_addr,
+                rkey,
+                reserved: 0,
+            },
+        }
+    }
 }
 
 /// How a queue pair is connected, or, if it has no peer, made ready.
@@ -771,6 +788,15 @@ impl Connection {
             rnr_retry: 0,
             min_rnr_timer: 0,
             max_rd_atomic: 0,
+        }
+    }
+
+    /// None, for reliable datagrams with this Q_Key.
+    #[must_use]
+    pub fn reliable_datagram(qkey: u32) -> Self {
+        Self {
+            qp_type: qp_type::SRD,
+            ..Self::datagram(qkey)
         }
     }
 
@@ -928,13 +954,14 @@ impl Qp {
             caps = QpCaps::default();
         }
         let caps = &caps;
-        let datagram = QpType::of(options.qp_type).is_some_and(|of| of.datagram);
-        let layout = if datagram {
-            QpLayout::datagram(caps)
-        } else {
-            QpLayout::new(caps)
-        }
-        .ok_or(Error::BadLayout)?;
+        let of = QpType::of(options.qp_type);
+        let (datagram, reliable) = of.map_or((false, false), |of| (of.datagram, of.acknowledged));
+        let layout = match (datagram, reliable) {
+            (true, true) => QpLayout::reliable_datagram(caps),
+            (true, false) => QpLayout::datagram(caps),
+            (false, _) => QpLayout::new(caps),
+        };
+        let layout = layout.ok_or(Error::BadLayout)?;
         let buffer = if target {
             None
         } else {
@@ -977,10 +1004,10 @@ impl Qp {
             let buffer = buffer.as_ref().filter(|_| ring.entries > 0);
             buffer.map(|buffer| buffer.view().clone())
         };
-        let new = if datagram {
-            SendQueue::datagram
-        } else {
-            SendQueue::new
+        let new = match (datagram, reliable) {
+            (true, true) => SendQueue::reliable_datagram,
+            (true, false) => SendQueue::datagram,
+            (false, _) => SendQueue::new,
         };
         let send = memory(&layout.sq)
             .map(|memory| new(memory, &layout.sq, caps.max_send_sge, caps.max_inline))

@@ -159,8 +159,10 @@ layouts! {
         32 => rq_stride: u32,
         /// Offset of the receive queue in the buffer.
         36 => rq_offset: u32,
+        /// Of a queue pair of a driver's own type (`IB_QPT_DRIVER`): its `qp_type`, SRD. Otherwise zero.
+        40 => driver_qp_type: u32,
         /// Reserved, zero.
-        40 => reserved: u64,
+        44 => reserved: u32,
     }
 
     /// Driver response of create_qp.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Where things are in the buffer of a queue: record, rings, strides (specification: "Rings").
 use virtio_rdma_spec::ring::{
-    recv_stride, send_stride, ud_send_stride, CqRecord, Cqe, CqeExtension, MaskedOperands,
-    QpRecord, SrqRecord, MASKED_OPERANDS_OFFSET, MAX_CQ_ENTRIES, MAX_WQ_ENTRIES, SEND_DATA_OFFSET,
-    UD_DATA_OFFSET,
+    recv_stride, send_stride, srd_send_stride, ud_send_stride, CqRecord, Cqe, CqeExtension,
+    MaskedOperands, QpRecord, SrqRecord, MASKED_OPERANDS_OFFSET, MAX_CQ_ENTRIES, MAX_WQ_ENTRIES,
+    SEND_DATA_OFFSET, SRD_DATA_OFFSET, UD_DATA_OFFSET,
 };
 use virtio_rdma_spec::PAGE_SIZE;
 
@@ -89,6 +89,13 @@ impl QpLayout {
     pub fn datagram(caps: &QpCaps) -> Option<Self> {
         let stride = ud_send_stride(caps.max_send_sge, caps.max_inline)?;
         Self::with_stride(caps, stride, UD_DATA_OFFSET)
+    }
+
+    /// The same, for an SRD queue pair.
+    #[must_use]
+    pub fn reliable_datagram(caps: &QpCaps) -> Option<Self> {
+        let stride = srd_send_stride(caps.max_send_sge, caps.max_inline)?;
+        Self::with_stride(caps, stride, SRD_DATA_OFFSET)
     }
 
     /// The inline bytes to grant, where the device takes `limit` at most: all that fit into an

@@ -30,4 +30,5 @@ pub use record::{srq_of, InRing, Posted, Private, Record, Slots};
 pub use ring::{BadLayout, Memory, PostError};
 pub use work::{
     RecvBatch, RecvQueue, ResizedSharedQueue, SendBatch, SendEntry, SendQueue, SharedRecvQueue,
+    SrdWqe,
 };

@@ -10,9 +10,9 @@ use core::ops::Range;
 use virtio_rdma_spec::facts::completion_opcode;
 use virtio_rdma_spec::layout::Layout;
 use virtio_rdma_spec::ring::{
-    BindMw, Cqe, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrqRecord, UdWqe, BIND_MW_OFFSET,
-    FAST_REG_OFFSET, MASKED_OPERANDS_OFFSET, MAX_SGE, MAX_WQ_ENTRIES, PHASE, RECV_DATA_OFFSET,
-    SEND_DATA_OFFSET, UD_DATA_OFFSET,
+    BindMw, Cqe, FastReg, MaskedOperands, RecvWqe, SendWqe, Sge, SrdRange, SrqRecord, UdWqe,
+    BIND_MW_OFFSET, FAST_REG_OFFSET, MASKED_OPERANDS_OFFSET, MAX_SGE, MAX_WQ_ENTRIES, PHASE,
+    RECV_DATA_OFFSET, SEND_DATA_OFFSET, SRD_DATA_OFFSET, SRD_RANGE_OFFSET, UD_DATA_OFFSET,
 };
 use virtio_rdma_spec::verbs::{send_flag, vendor_err, wc_opcode, wc_status};
 
@@ -24,7 +24,7 @@ use crate::ring::{word, BadLayout, Memory, PostError, Ring};
 use crate::sync::{store_load_order, AtomicU32, AtomicU64, Ordering};
 
 /// Words of the longest fixed part of a send entry.
-const MAX_SEND_WORDS: usize = UD_DATA_OFFSET / 8;
+const MAX_SEND_WORDS: usize = SRD_DATA_OFFSET / 8;
 /// Words of the fixed part of a receive entry.
 const RECV_WORDS: usize = RECV_DATA_OFFSET / 8;
 /// The word of `SrqRecord::posted`.
@@ -397,6 +397,54 @@ macro_rules! send_entries {
 }
 send_entries!(SendWqe, UdWqe);
 
+/// The fixed part of an entry of an SRD queue pair's send queue.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SrdWqe {
+    /// What it does, and where it goes.
+    pub to: UdWqe,
+    /// Of RDMA WRITE and RDMA READ: the remote range.
+    pub range: SrdRange,
+}
+
+impl Layout for SrdWqe {
+    const SIZE: usize = SRD_DATA_OFFSET;
+    #[inline(always)]
+    fn put(&self, out: &mut [u8]) {
+        self.to.put(out);
+        self.range
+            .put(out.get_mut(SRD_RANGE_OFFSET..).unwrap_or(&mut []));
+    }
+    #[inline(always)]
+    fn get(from: &[u8]) -> Self {
+        Self {
+            to: UdWqe::get(from),
+            range: SrdRange::get(from.get(SRD_RANGE_OFFSET..).unwrap_or(&[])),
+        }
+    }
+}
+
+impl SendEntry for SrdWqe {
+    #[inline(always)]
+    fn opcode(&self) -> u8 {
+        self.to.opcode
+    }
+    #[inline(always)]
+    fn flags(&self) -> u8 {
+        self.to.flags
+    }
+    #[inline(always)]
+    fn wr_id(&self) -> u64 {
+        self.to.wr_id
+    }
+    #[inline(always)]
+    fn with(self, count: u16, flags: u8, wr_id: u64) -> Self {
+        Self {
+            to: self.to.with(count, flags, wr_id),
+            ..self
+        }
+    }
+}
+
 /// A send queue.
 #[derive(Debug)]
 pub struct SendQueue<M, R = InRing> {
@@ -430,6 +478,19 @@ impl<M: Memory> SendQueue<M> {
         max_inline: u32,
     ) -> Result<Self, BadLayout> {
         Self::with_data_at(UD_DATA_OFFSET as u32, memory, layout, max_sge, max_inline)
+    }
+
+    /// The send queue of an SRD queue pair: its work requests are [`SrdWqe`].
+    ///
+    /// # Errors
+    /// As [`SendQueue::new`].
+    pub fn reliable_datagram(
+        memory: M,
+        layout: &RingLayout,
+        max_sge: u32,
+        max_inline: u32,
+    ) -> Result<Self, BadLayout> {
+        Self::with_data_at(SRD_DATA_OFFSET as u32, memory, layout, max_sge, max_inline)
     }
 
     fn with_data_at(

@@ -67,6 +67,7 @@ static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_PORT_STATE,
 	VRDMA_FEATURE_HEADER_TYPE,
 	VRDMA_FEATURE_COUNTERS,
+	VRDMA_FEATURE_SRD,
 };
 /* The rest of the driver asks for each, and asking for one that is not here is a BUG. */
 static_assert(ARRAY_SIZE(vrdma_features) == VRDMA_FEATURES);

@@ -5,6 +5,7 @@ pub(crate) mod busy_poll;
 mod fast_path;
 pub(crate) mod lookup_cache;
 mod peer;
+mod reliable;
 mod requester;
 #[cfg(test)]
 pub(super) mod tests;
@@ -79,7 +80,8 @@ impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {
         requester::poll(self, sq, tables, qp, now, budget)
     }
 
-    fn flush(&mut self, _: &mut SendQueue, _: &'a Tables, _: &'a Arc<Qp>, _: u64) {
-        // Nothing is ever under way: a message is either in the send queue or has its answer.
+    fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>, _: u64) {
+        // Of others nothing is ever under way: a message is either in the send queue or has its answer.
+        reliable::flush(sq, tables, qp);
     }
 }

@@ -15,7 +15,9 @@ use crate::memory::{ContiguousRange, ScatterRange};
 use crate::verbs::cq::Cq;
 use crate::verbs::keys::CachedRange;
 use crate::verbs::work_queue::FastReceive;
+use crate::verbs::WcError;
 use vhost_device_rdma_sync::ReadSection;
+use virtio_rdma_spec::verbs::{vendor_err, wc_status};
 
 /// The peer's VM, for one read section.
 #[derive(Debug, Clone, Copy)]
@@ -201,6 +203,28 @@ impl<'a> Peer<'a> {
             _ => {}
         }
         Answer::Done
+    }
+
+    /// Hands a slice of a reliable datagram to its queue pair.
+    pub(crate) fn deliver_reliable_datagram(
+        &self,
+        sender: &Arc<Qp>,
+        to: &Datagram,
+        slice: Slice<'_>,
+    ) -> Answer {
+        let tables = match self {
+            Self::Here(_, tables) => tables,
+            Self::Busy => return Answer::Busy,
+            Self::Stopped => return Answer::Stopped,
+            Self::Nobody => return Answer::NoAnswer,
+        };
+        let Some(qp) = tables.qps.get(to.qpn) else {
+            return Answer::Refused(WcError::new(
+                wc_status::REM_INV_RD_REQ_ERR,
+                vendor_err::NO_QUEUE_PAIR,
+            ));
+        };
+        qp.take_reliable_datagram(tables, Origin::of(sender), to.qkey, slice)
     }
 
     /// Counts a message that the peer received.

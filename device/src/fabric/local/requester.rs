@@ -11,7 +11,7 @@ use super::busy_poll::BusyPoll;
 use super::fast_path::{fast_path, Left};
 use super::lookup_cache::LookupCache;
 use super::peer::{deliver_next, Peer};
-use super::LocalCarrier;
+use super::{reliable, LocalCarrier};
 use crate::engine::cursor::{check, Cursor, Sink};
 use crate::engine::message::Answer;
 use crate::engine::operation::Operation;
@@ -28,13 +28,13 @@ use crate::verbs::WcError;
 
 /// How long to wait for a stopped VM before looking again, nanoseconds: at first, and doubled so
 /// often at most.
-const STOPPED_RETRY: u64 = 5_000_000;
+pub(super) const STOPPED_RETRY: u64 = 5_000_000;
 const MOST_DOUBLED: u8 = 4;
 /// How long to wait between attempts where no time-out is set, nanoseconds.
 const ENDLESS_RETRY: u64 = 100_000_000;
 
 /// `rnr_retry` without a limit.
-const NO_LIMIT: u8 = 7;
+pub(super) const NO_LIMIT: u8 = 7;
 /// The longest wait for a receive, nanoseconds, unless the responder asks for a longer one.
 const MOST_RNR_WAIT: u64 = 1_000_000_000;
 
@@ -61,6 +61,12 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         observer,
     } = carrier;
     let (cache, busy_poll) = (&mut **cache, &mut **busy_poll);
+    if qp.qp_type == qp_type::SRD {
+        if let Err(polled) = sq.check_ring(tables, qp) {
+            return polled;
+        }
+        return reliable::poll(sq, cache, tables, qp, now, BUDGET, done);
+    }
     sq.resumed = false;
     if let Some(until) = sq.parked {
         if now < until && cache.registry.appears(&mut sq.path, &qp.vm, sq.dest_gid) {
@@ -358,7 +364,7 @@ fn leave(
 /// The guest rings for the next receive, and that ends the wait. The time is for a driver that does
 /// not. Where there is no limit of retries, each further wait is twice as long: so many queue pairs
 /// that wait for long cost next to nothing.
-fn rnr_wait(timer: u64, limit: u8, retries: u8) -> u64 {
+pub(super) fn rnr_wait(timer: u64, limit: u8, retries: u8) -> u64 {
     if limit != NO_LIMIT {
         return timer;
     }

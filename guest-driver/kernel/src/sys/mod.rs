@@ -53,6 +53,7 @@ const _: () = {
     assert!(bindings::VRDMA_FEATURE_PORT_STATE == feature::PORT_STATE);
     assert!(bindings::VRDMA_FEATURE_HEADER_TYPE == feature::HEADER_TYPE);
     assert!(bindings::VRDMA_FEATURE_COUNTERS == feature::COUNTERS);
+    assert!(bindings::VRDMA_FEATURE_SRD == feature::SRD);
     assert!(bindings::VRDMA_FEATURES as usize == feature::ALL.len());
     assert!(bindings::VRDMA_EVENT_QUEUE == config::EVENT_QUEUE as u32);
     assert!(bindings::VRDMA_FIRST_COMPLETION_QUEUE == config::FIRST_COMPLETION_QUEUE as u32);

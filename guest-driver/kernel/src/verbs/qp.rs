@@ -130,7 +130,8 @@ impl QpInit<'_> {
         let gsi = self.qp_type == qp_type::GSI;
         // (The core keeps an XRC target itself for those that share it: whichever process asked for
         // it, it is the kernel's.)
-        let supported = features.has(of.feature) && !(gsi && is_user);
+        let fits_user = if is_user { !gsi } else { self.qp_type != qp_type::SRD };
+        let supported = features.has(of.feature) && fits_user;
         let shares = of.receives && !gsi;
         let flags = match self.qp_type {
             qp_type::UD => u32::from(create_qp_flag::BLOCK_MULTICAST_LOOPBACK),
@@ -189,13 +190,20 @@ pub(crate) fn create_qp(
     init: &QpInit<'_>,
     udata: Udata<'_>,
 ) -> Result<Qp> {
-    init.check(device, udata.is_user())?;
     let mut init = *init;
+    let request = if init.qp_type != qp_type::XRC_TGT && udata.is_user() {
+        let request = abi::CreateQpRequest::from_bytes(&udata.read()?);
+        init.qp_type = request_type(init.qp_type, &request)?;
+        Some(request)
+    } else {
+        None
+    };
+    init.check(device, udata.is_user())?;
     let rings = if init.qp_type == qp_type::XRC_TGT {
         udata.none()?;
         Rings::none()
-    } else if udata.is_user() {
-        user_rings(device, init.context, udata)?
+    } else if let Some(request) = &request {
+        user_rings(device, init.context, request)?
     } else {
         let (rings, max_inline) = kernel_rings(device, &init)?;
         init.max_inline = max_inline;
@@ -303,10 +311,26 @@ fn create_command(init: &QpInit<'_>, rings: &Rings) -> Result<CreateQp> {
     })
 }
 
+/// A queue pair of a type that is the driver's own: `IB_QPT_DRIVER`.
+const DRIVER: u8 = 0xff;
+
+/// The type of the queue pair that a process asks for.
+fn request_type(qp_type: u8, request: &abi::CreateQpRequest) -> Result<u8> {
+    match (qp_type, u8::try_from(request.driver_qp_type)) {
+        (DRIVER, Ok(qp_type::SRD)) => Ok(qp_type::SRD),
+        (DRIVER | qp_type::SRD, _) => Err(Errno::EOPNOTSUPP),
+        (_, Ok(0)) => Ok(qp_type),
+        _ => Err(Errno::EINVAL),
+    }
+}
+
 /// The buffer that a process describes, pinned, and the rings in it.
-fn user_rings(device: &Device, context: Option<u32>, udata: Udata<'_>) -> Result<Rings> {
+fn user_rings(
+    device: &Device,
+    context: Option<u32>,
+    request: &abi::CreateQpRequest,
+) -> Result<Rings> {
     let context = context.ok_or(Errno::EOPNOTSUPP)?;
-    let request = abi::CreateQpRequest::from_bytes(&udata.read()?);
     let sq = RingLayout {
         entries: request.sq_entries,
         stride: request.sq_stride,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause */
 /*
- * What the virtio RDMA device has beyond the verbs: masked atomic operations. See
- * virtio_rdma_dv(3).
+ * What the virtio RDMA device has beyond the verbs: masked atomic operations, and
+ * queue pairs of SRD. See virtio_rdma_dv(3).
  *
  * Link with -lvirtio_rdma -libverbs.
  */
@@ -19,6 +19,7 @@ extern "C" {
 /* device_caps of struct virtio_rdma_dv_device_attr */
 enum {
 	VIRTIO_RDMA_DV_DEVICE_ATTR_CAPS_MASKED_ATOMICS = 1 << 0,
+	VIRTIO_RDMA_DV_DEVICE_ATTR_CAPS_SRD = 1 << 1,
 };
 
 struct virtio_rdma_dv_device_attr {
@@ -37,9 +38,16 @@ enum {
 	VIRTIO_RDMA_DV_QP_EX_WITH_MASKED_ATOMIC_FETCH_AND_ADD = 1 << 1,
 };
 
+/* driver_qp_type of struct virtio_rdma_dv_qp_init_attr, with IBV_QPT_DRIVER */
+enum {
+	VIRTIO_RDMA_DV_QP_DRIVER_TYPE_SRD = 1,
+};
+
 struct virtio_rdma_dv_qp_init_attr {
 	uint64_t comp_mask; /* 0 */
 	uint64_t send_ops_flags;
+	uint32_t driver_qp_type; /* 0 if qp_type is another one */
+	uint8_t reserved[4];
 };
 
 struct ibv_qp *virtio_rdma_dv_create_qp(struct ibv_context *context,

@@ -8,12 +8,18 @@ use core::ptr;
 
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::ring::MaskedOperands;
-use virtio_rdma_spec::verbs::wr_opcode;
+use virtio_rdma_spec::verbs::{qp_type, wr_opcode};
+
+use super::qp::Beyond;
 
 use super::{context, object, qp, status, sys, wr, Errno, DEVICE_OPS, EINVAL, EOPNOTSUPP};
 
-/// `VIRTIO_RDMA_DV_DEVICE_ATTR_CAPS_MASKED_ATOMICS`
+/// `VIRTIO_RDMA_DV_DEVICE_ATTR_CAPS_MASKED_ATOMICS` and `_SRD`
 const CAPS_MASKED_ATOMICS: u32 = 1;
+const CAPS_SRD: u32 = 2;
+
+/// `VIRTIO_RDMA_DV_QP_DRIVER_TYPE_SRD`
+const DRIVER_TYPE_SRD: u32 = 1;
 
 /// `VIRTIO_RDMA_DV_QP_EX_WITH_...`, and the opcodes.
 const OPERATIONS: [(u64, u8); 2] = [
@@ -32,15 +38,37 @@ pub struct DeviceAttr {
 
 /// `struct virtio_rdma_dv_qp_init_attr`
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Default, Clone, Copy)]
 pub struct QpInitAttr {
     comp_mask: u64,
     send_ops_flags: u64,
+    driver_qp_type: u32,
+    reserved: [u8; 4],
+}
+
+impl QpInitAttr {
+    /// Bytes of the first version.
+    const FIRST: usize = offset_of!(Self, driver_qp_type);
+
+    /// What is wanted beyond verbs; `None` if it is unknown.
+    fn beyond(&self) -> Option<Beyond> {
+        let driver_qp_type = match self.driver_qp_type {
+            0 => 0,
+            DRIVER_TYPE_SRD => qp_type::SRD,
+            _ => return None,
+        };
+        let known = self.comp_mask == 0 && self.reserved == [0; 4];
+        let masked = opcodes(self.send_ops_flags).filter(|_| known)?;
+        Some(Beyond {
+            masked,
+            driver_qp_type,
+        })
+    }
 }
 
 // As in the header.
 const _: () = assert!(size_of::<DeviceAttr>() == 16 && offset_of!(DeviceAttr, device_caps) == 8);
-const _: () = assert!(size_of::<QpInitAttr>() == 16 && offset_of!(QpInitAttr, send_ops_flags) == 8);
+const _: () = assert!(size_of::<QpInitAttr>() == 24 && QpInitAttr::FIRST == 16);
 
 /// Applications may have contexts of other devices.
 ///
@@ -80,6 +108,9 @@ unsafe extern "C" fn virtio_rdma_dv_query_device(
         if context::shared(context).has(feature::ATOMIC) {
             found.device_caps |= CAPS_MASKED_ATOMICS;
         }
+        if context::shared(context).has(feature::SRD) {
+            found.device_caps |= CAPS_SRD;
+        }
         let length = size_of::<DeviceAttr>().min(inlen as usize);
         ptr::copy_nonoverlapping((&raw const found).cast::<u8>(), attr.cast(), length);
     }))
@@ -97,16 +128,16 @@ unsafe extern "C" fn virtio_rdma_dv_create_qp(
         if let Err(error) = check(context) {
             return object(Err(error));
         }
-        if (inlen as usize) < size_of::<QpInitAttr>() {
+        let inlen = inlen as usize;
+        if inlen < QpInitAttr::FIRST {
             return object(Err(EINVAL));
         }
-        let QpInitAttr {
-            comp_mask,
-            send_ops_flags,
-        } = attr.read();
-        match opcodes(send_ops_flags) {
-            Some(opcodes) if comp_mask == 0 => qp::create_extended(context, attr_ex, opcodes),
-            _ => object(Err(EINVAL)),
+        let mut wanted = QpInitAttr::default();
+        let known = size_of::<QpInitAttr>().min(inlen);
+        ptr::copy_nonoverlapping(attr.cast::<u8>(), (&raw mut wanted).cast(), known);
+        match wanted.beyond() {
+            Some(beyond) => qp::create_extended(context, attr_ex, beyond),
+            None => object(Err(EINVAL)),
         }
     }
 }
@@ -177,13 +208,17 @@ mod tests {
              offsetof(struct virtio_rdma_dv_device_attr, device_caps) == {} &&\
              sizeof(struct virtio_rdma_dv_qp_init_attr) == {} &&\
              offsetof(struct virtio_rdma_dv_qp_init_attr, send_ops_flags) == {} &&\
+             offsetof(struct virtio_rdma_dv_qp_init_attr, driver_qp_type) == {} &&\
              VIRTIO_RDMA_DV_DEVICE_ATTR_CAPS_MASKED_ATOMICS == {CAPS_MASKED_ATOMICS} &&\
+             VIRTIO_RDMA_DV_DEVICE_ATTR_CAPS_SRD == {CAPS_SRD} &&\
+             VIRTIO_RDMA_DV_QP_DRIVER_TYPE_SRD == {DRIVER_TYPE_SRD} &&\
              VIRTIO_RDMA_DV_QP_EX_WITH_MASKED_ATOMIC_CMP_AND_SWP == {} &&\
              VIRTIO_RDMA_DV_QP_EX_WITH_MASKED_ATOMIC_FETCH_AND_ADD == {} ? 1 : -1];\n",
             size_of::<DeviceAttr>(),
             offset_of!(DeviceAttr, device_caps),
             size_of::<QpInitAttr>(),
             offset_of!(QpInitAttr, send_ops_flags),
+            offset_of!(QpInitAttr, driver_qp_type),
             OPERATIONS[0].0,
             OPERATIONS[1].0,
         );

@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use virtio_rdma_driver_core::abi::{CreateQpRequest, CreateQpResponse};
 use virtio_rdma_driver_core::buffer::{QpCaps, QpLayout};
-use virtio_rdma_driver_core::{Doorbell, RecvQueue, SendBatch, SendEntry, SendQueue};
+use virtio_rdma_driver_core::{Doorbell, RecvQueue, SendBatch, SendEntry, SendQueue, SrdWqe};
 use virtio_rdma_spec::config::feature;
 use virtio_rdma_spec::facts::{Opcode, QpType, OPCODES};
 use virtio_rdma_spec::ring::{BindMw, Cqe, SendWqe, Sge, UdWqe};
-use virtio_rdma_spec::verbs::{access, send_flag, wc_opcode, wr_opcode};
+use virtio_rdma_spec::verbs::{access, qp_type, send_flag, wc_opcode, wr_opcode};
 
 use super::buffer::{Mapping, Notify, Resource, Words};
 use super::lock::SpinLock;
@@ -61,21 +61,18 @@ pub enum Kind {
     Connected,
     /// UD: each work request has an address.
     Datagram,
+    /// SRD: the same, with a remote range.
+    Reliable,
     /// XRC: each work request names a shared receive queue.
     Xrc,
 }
 
-/// What is so of a type of queue pair; verbs and the device number them alike.
-fn facts(qp_type: sys::ibv_qp_type) -> Option<&'static QpType> {
-    QpType::of(u8::try_from(qp_type).ok()?)
-}
-
 /// The opcodes of verbs that a type of queue pair has, on a device with these features: bits.
-fn opcodes(qp_type: sys::ibv_qp_type, shared: &context::Shared) -> u32 {
+fn opcodes(facts: Option<&QpType>, shared: &context::Shared) -> u32 {
     let has = |of: &Opcode| {
         let any = of.features;
         let supported = any.is_empty() || any.iter().any(|feature| shared.has(*feature));
-        supported && facts(qp_type).is_some_and(|facts| of.is_for(facts.qp_type))
+        supported && facts.is_some_and(|facts| of.is_for(facts.qp_type))
     };
     let opcodes = wr::opcodes().filter(|opcode| Opcode::of(*opcode).is_some_and(has));
     opcodes.fold(0, |bits, opcode| bits | 1 << opcode)
@@ -244,11 +241,31 @@ struct Request {
     qp_type: sys::ibv_qp_type,
     caps: sys::ibv_qp_cap,
     send_ops: u64,
-    /// Masked atomic operations that are wanted: opcodes as bits.
-    masked: u32,
+    /// What is wanted beyond verbs.
+    beyond: Beyond,
+}
+
+/// What a queue pair may be created with beyond verbs.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Beyond {
+    /// Masked atomic operations: opcodes as bits.
+    pub masked: u32,
+    /// The device's number of a type that verbs call `IBV_QPT_DRIVER`; zero: it is none.
+    pub driver_qp_type: u8,
 }
 
 impl Request {
+    /// What is so of its type: verbs and the device number them alike, but for the driver's own.
+    fn facts(&self) -> Option<&'static QpType> {
+        let own = self.qp_type == sys::IBV_QPT_DRIVER;
+        let number = if own {
+            self.beyond.driver_qp_type
+        } else {
+            u8::try_from(self.qp_type).ok()?
+        };
+        QpType::of(number).filter(|facts| own == (facts.qp_type == qp_type::SRD))
+    }
+
     /// The capabilities of the queues that the queue pair itself has.
     fn caps(&self) -> QpCaps {
         let send = self.qp_type != sys::IBV_QPT_XRC_RECV;
@@ -300,11 +317,13 @@ unsafe fn create(
         sys::IBV_QPT_RC | sys::IBV_QPT_UC => Kind::Connected,
         sys::IBV_QPT_UD => Kind::Datagram,
         sys::IBV_QPT_XRC_SEND | sys::IBV_QPT_XRC_RECV => Kind::Xrc,
+        sys::IBV_QPT_DRIVER if request.facts().is_some() => Kind::Reliable,
         _ => return Err(EOPNOTSUPP),
     };
-    let opcodes = opcodes(request.qp_type, &shared);
-    let reliable = facts(request.qp_type).is_some_and(|of| of.sends && of.acknowledged);
-    let masked = request.masked != 0;
+    let facts = request.facts();
+    let opcodes = opcodes(facts, &shared);
+    let reliable = facts.is_some_and(|of| of.sends && of.acknowledged && !of.datagram);
+    let masked = request.beyond.masked != 0;
     if !wr::supports(request.send_ops, opcodes)
         || (masked && !(reliable && shared.has(feature::ATOMIC)))
     {
@@ -322,6 +341,7 @@ unsafe fn create(
     }
     let layout = match kind {
         Kind::Datagram => QpLayout::datagram(&caps),
+        Kind::Reliable => QpLayout::reliable_datagram(&caps),
         Kind::Connected | Kind::Xrc if masked => QpLayout::with_masked_atomics(&caps),
         Kind::Connected | Kind::Xrc => QpLayout::new(&caps),
     }
@@ -337,6 +357,7 @@ unsafe fn create(
             let (sge, inline) = (caps.max_send_sge, caps.max_inline);
             sq = Some(match kind {
                 Kind::Datagram => SendQueue::datagram(words, &layout.sq, sge, inline),
+                Kind::Reliable => SendQueue::reliable_datagram(words, &layout.sq, sge, inline),
                 Kind::Connected | Kind::Xrc => SendQueue::new(words, &layout.sq, sge, inline),
             }?);
         }
@@ -352,6 +373,7 @@ unsafe fn create(
             rq_entries: layout.rq.entries,
             rq_stride: layout.rq.stride,
             rq_offset: layout.rq.offset,
+            driver_qp_type: request.beyond.driver_qp_type.into(),
             reserved: 0,
         };
         buffer = Some(memory);
@@ -393,7 +415,7 @@ unsafe fn create(
         state: AtomicU32::new(sys::IBV_QPS_RESET),
         doorbell,
         kind,
-        opcodes: opcodes | request.masked,
+        opcodes: opcodes | request.beyond.masked,
         qpn,
         _buffer: buffer,
         _context: shared,
@@ -431,7 +453,7 @@ pub unsafe extern "C" fn create_qp(
             qp_type: (*attr).qp_type,
             caps: (*attr).cap,
             send_ops: 0,
-            masked: 0,
+            beyond: Beyond::default(),
         };
         let command = |base: &mut sys::verbs_qp, driver, max_inline| {
             (*attr).cap.max_inline_data = max_inline;
@@ -459,17 +481,17 @@ pub unsafe extern "C" fn create_qp_ex(
     attr: *mut sys::ibv_qp_init_attr_ex,
 ) -> *mut sys::ibv_qp {
     // SAFETY: as the caller says.
-    unsafe { create_extended(context, attr, 0) }
+    unsafe { create_extended(context, attr, Beyond::default()) }
 }
 
-/// Creates a queue pair that also has these masked atomic operations (opcodes as bits).
+/// Creates a queue pair that may have more than verbs know.
 ///
 /// # Safety
 /// The context is ours and alive, and so are the attributes and what they name.
 pub unsafe fn create_extended(
     context: *mut sys::ibv_context,
     attr: *mut sys::ibv_qp_init_attr_ex,
-    masked: u32,
+    beyond: Beyond,
 ) -> *mut sys::ibv_qp {
     const MASK: u32 = sys::IBV_QP_INIT_ATTR_PD
         | sys::IBV_QP_INIT_ATTR_XRCD
@@ -501,7 +523,7 @@ pub unsafe fn create_extended(
             qp_type: (*attr).qp_type,
             caps: (*attr).cap,
             send_ops: if with_ops { (*attr).send_ops_flags } else { 0 },
-            masked,
+            beyond,
         };
         let command = |base: &mut sys::verbs_qp, driver, max_inline| {
             (*attr).cap.max_inline_data = max_inline;
@@ -523,7 +545,7 @@ pub unsafe fn create_extended(
             Ok(response.driver)
         };
         let qp = object(create(&request, command));
-        if !qp.is_null() && (with_ops || masked != 0) {
+        if !qp.is_null() && (with_ops || beyond.masked != 0) {
             wr::set_ops(&mut (*qp).base.__bindgen_anon_1.qp_ex);
             (*qp).base.comp_mask |= sys::VERBS_QP_EX;
         }
@@ -895,6 +917,17 @@ unsafe fn push_send(
         if queues.kind == Kind::Datagram {
             let wqe = ud_wqe(wr)?;
             return push_data(batch, &wqe, wqe.opcode, wr);
+        }
+        if queues.kind == Kind::Reliable {
+            // A work request has no place for an address and a remote range at once.
+            if !matches!(wr.opcode, sys::IBV_WR_SEND | sys::IBV_WR_SEND_WITH_IMM) {
+                return Err(EINVAL);
+            }
+            let wqe = SrdWqe {
+                to: ud_wqe(wr)?,
+                ..SrdWqe::default()
+            };
+            return push_data(batch, &wqe, wqe.to.opcode, wr);
         }
         let mut wqe = send_wqe(wr)?;
         if queues.kind == Kind::Xrc {

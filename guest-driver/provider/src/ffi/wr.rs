@@ -5,8 +5,8 @@
 use core::ffi::{c_int, c_void};
 use core::mem;
 
-use virtio_rdma_driver_core::SendBatch;
-use virtio_rdma_spec::ring::{BindMw, MaskedOperands, SendWqe, Sge, UdWqe};
+use virtio_rdma_driver_core::{SendBatch, SrdWqe};
+use virtio_rdma_spec::ring::{BindMw, MaskedOperands, SendWqe, Sge, SrdRange, UdWqe};
 use virtio_rdma_spec::verbs::{send_flag, wr_opcode};
 
 use super::buffer::Words;
@@ -80,6 +80,7 @@ struct Pending {
 enum Wqe {
     Connected(SendWqe),
     Datagram(UdWqe),
+    Reliable(SrdWqe),
     Bind(SendWqe, BindMw),
     /// With its data.
     AtomicWrite(SendWqe, [u8; ATOMIC_WRITE_SIZE as usize]),
@@ -111,6 +112,7 @@ fn push_sges(
     Ok(match wqe {
         Wqe::Connected(wqe) => batch.push(wqe, sges),
         Wqe::Datagram(wqe) => batch.push(wqe, sges),
+        Wqe::Reliable(wqe) => batch.push(wqe, sges),
         // These bring all they need.
         Wqe::Bind(wqe, bind) => batch.push_bind(wqe, bind),
         Wqe::AtomicWrite(wqe, data) => batch.push_inline(wqe, [&data[..]]),
@@ -134,6 +136,7 @@ fn push_inline<'d>(
     match wqe {
         Wqe::Connected(wqe) if takes_inline(wqe.opcode) => Ok(batch.push_inline(wqe, parts)?),
         Wqe::Datagram(wqe) => Ok(batch.push_inline(wqe, parts)?),
+        Wqe::Reliable(wqe) if takes_inline(wqe.to.opcode) => Ok(batch.push_inline(wqe, parts)?),
         _ => Err(EINVAL),
     }
 }
@@ -339,15 +342,25 @@ unsafe fn begin(qp: *mut sys::ibv_qp_ex, wqe: SendWqe) {
             let local = wqe.opcode == wr_opcode::LOCAL_INV;
             state.begin(Wqe::Connected(wqe), local);
         }
-        Kind::Datagram => {
-            let wqe = UdWqe {
+        Kind::Datagram | Kind::Reliable => {
+            let to = UdWqe {
                 opcode: wqe.opcode,
                 flags: wqe.flags,
                 imm: wqe.imm,
                 wr_id: wqe.wr_id,
                 ..UdWqe::default()
             };
-            state.begin(Wqe::Datagram(wqe), false);
+            let wqe = if kind == Kind::Datagram {
+                Wqe::Datagram(to)
+            } else {
+                let range = SrdRange {
+                    remote_addr: wqe.remote_addr,
+                    rkey: wqe.rkey,
+                    reserved: 0,
+                };
+                Wqe::Reliable(SrdWqe { to, range })
+            };
+            state.begin(wqe, false);
         }
     }
 }
@@ -457,7 +470,7 @@ unsafe extern "C" fn wr_set_ud_addr(
     // SAFETY: objects are ours and alive; between start and end.
     let (address, state) = unsafe { (ah::address(ah), state(qp)) };
     state.address(|wqe| {
-        if let Wqe::Datagram(wqe) = wqe {
+        if let Wqe::Datagram(wqe) | Wqe::Reliable(SrdWqe { to: wqe, .. }) = wqe {
             *wqe = UdWqe {
                 opcode: wqe.opcode,
                 flags: wqe.flags,
