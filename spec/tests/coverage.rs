@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Every requirement of the text is cited by a test somewhere in the repository, or listed in
+//! Every requirement of the texts is cited by a test somewhere in the repository, or listed in
 //! `not-covered.md` with a reason. A citation is the identifier of the requirement, in a comment or
 //! anywhere else in the code of a test.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const TEXT: &str = include_str!("../virtio-rdma.md");
+const TEXTS: [&str; 2] = [include_str!("../virtio-rdma.md"), include_str!("../srd.md")];
 const NOT_COVERED: &str = include_str!("../not-covered.md");
 
 /// Where tests are: of these directories the files below a `tests` directory, unit tests in
@@ -28,11 +28,13 @@ fn identifiers(text: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The requirements: identifiers at the start of an item.
+/// The requirements: identifiers in bold.
 fn defined() -> BTreeSet<String> {
-    TEXT.lines()
-        .filter_map(|line| line.strip_prefix("- **[")?.split_once("]** "))
+    let texts = TEXTS.iter().flat_map(|text| text.split("**["));
+    texts
+        .filter_map(|rest| rest.split_once("]** "))
         .map(|(id, _)| id.to_owned())
+        .filter(|id| identifiers(id).len() == 1)
         .collect()
 }
 

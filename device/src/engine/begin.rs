@@ -137,7 +137,7 @@ impl SendQueue {
             },
             wr_id: wqe.wr_id,
             index: self.queue.index(),
-            signaled: self.signal_all || srd || flags & send_flag::SIGNALED != 0,
+            signaled: self.signal_all || flags & send_flag::SIGNALED != 0,
             inline,
             fence: flags & send_flag::FENCE != 0,
             invalidates_sink: false,
@@ -172,16 +172,10 @@ impl SendQueue {
             let gsi = self.qp_type == qp_type::GSI;
             active.message.src_qp = if gsi { GSI_QPN } else { qp.number };
             if srd {
-                let mut range = [0; SrdRange::SIZE];
-                self.queue.read_words(buffer, SRD_RANGE_OFFSET, &mut range);
-                let range = SrdRange::from_bytes(&range);
-                let multicast = self.datagram.is_some_and(|to| is_multicast(&to.dgid));
-                if range.reserved != 0 || multicast {
-                    return Some(Err(WcError::new(
-                        wc_status::LOC_QP_OP_ERR,
-                        vendor_err::FLAGS,
-                    )));
-                }
+                let range = match self.range() {
+                    Ok(range) => range,
+                    Err(error) => return Some(Err(error)),
+                };
                 active.message.remote_addr = range.remote_addr;
                 active.message.rkey = range.rkey;
                 SRD_DATA_OFFSET
@@ -191,11 +185,12 @@ impl SendQueue {
         } else {
             SEND_DATA_OFFSET
         };
-        let longest = match kind {
-            Kind::Write | Kind::Read if srd => MAX_SRD_MESSAGE,
-            _ if srd => payload_of(qp.vm.active_mtu()),
-            _ if datagram => longest_datagram(qp),
-            _ => MAX_MESSAGE,
+        let longest = if srd {
+            longest_reliable_datagram(qp, kind)
+        } else if datagram {
+            longest_datagram(qp)
+        } else {
+            MAX_MESSAGE
         };
         let fence = if srd { 0 } else { send_flag::FENCE };
         let known = fence | send_flag::SIGNALED | send_flag::SOLICITED | send_flag::INLINE;
@@ -205,7 +200,7 @@ impl SendQueue {
                 vendor_err::FLAGS,
             )));
         }
-        if kind.brings() && self.max_rd_atomic == 0 && !srd {
+        if kind.brings() && self.max_rd_atomic == 0 {
             return Some(Err(WcError::new(
                 wc_status::LOC_QP_OP_ERR,
                 vendor_err::RD_ATOMIC,
@@ -307,6 +302,34 @@ impl SendQueue {
             hop_limit: wqe.hop_limit,
             sl: wqe.sl,
         })
+    }
+
+    /// The remote range of a reliable datagram, whose address was read.
+    // Out of line: inlined, it changes how the rest is compiled, which datagrams need.
+    #[inline(never)]
+    fn range(&self) -> Result<SrdRange, WcError> {
+        let mut bytes = [0; SrdRange::SIZE];
+        for (at, word) in (SRD_RANGE_OFFSET..)
+            .step_by(8)
+            .zip(bytes.chunks_exact_mut(8))
+        {
+            word.copy_from_slice(&self.queue.word(&self.buffer, at));
+        }
+        let range = SrdRange::from_bytes(&bytes);
+        let multicast = self.datagram.is_some_and(|to| is_multicast(&to.dgid));
+        if range.reserved != 0 || multicast {
+            return Err(WcError::new(wc_status::LOC_QP_OP_ERR, vendor_err::FLAGS));
+        }
+        Ok(range)
+    }
+}
+
+/// The longest reliable datagram of a kind.
+#[inline(never)]
+fn longest_reliable_datagram(qp: &Qp, kind: Kind) -> u64 {
+    match kind {
+        Kind::Send => payload_of(qp.vm.active_mtu()),
+        _ => MAX_SRD_MESSAGE,
     }
 }
 

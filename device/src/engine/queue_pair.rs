@@ -46,6 +46,7 @@ fn initial(facts: &QpType) -> QpAttr {
     QpAttr {
         port_num: 1,
         access_flags: if many { all } else { 0 },
+        max_rd_atomic: u8::from(many),
         max_dest_rd_atomic: u8::from(many),
         rnr_retry: if many { 7 } else { 0 },
         min_rnr_timer: if many { 12 } else { 0 },
@@ -225,7 +226,7 @@ impl Qp {
         Self {
             capped: vm.caps().is_some(),
             // Where a datagram goes, each says itself.
-            leaves: AtomicBool::new(facts.datagram && !facts.acknowledged && vm.uplink().is_some()),
+            leaves: AtomicBool::new(facts.datagram && vm.uplink().is_some()),
             number,
             serial: serial(),
             vm_serial: vm.serial(),

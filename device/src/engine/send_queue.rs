@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::ring::Sge;
+use virtio_rdma_spec::verbs::qp_type;
 
 use super::binding::Binding;
 use super::cursor::{Cursor, DataSource};
@@ -188,7 +189,7 @@ impl SendQueue {
             qp_type,
             max_sge,
             max_inline,
-            signal_all,
+            signal_all: signal_all || qp_type == qp_type::SRD,
             sges: Vec::with_capacity(max_sge),
             inline: Vec::with_capacity(max_inline.next_multiple_of(8)),
             active: None,
@@ -275,6 +276,11 @@ impl SendQueue {
     /// Whether a message is under way.
     pub(crate) fn in_progress(&self) -> bool {
         self.active.is_some() || self.under_way != 0
+    }
+
+    /// Work requests that the fabric took out and has not ended.
+    pub(crate) fn under_way(&self) -> u32 {
+        self.under_way
     }
 
     /// Whether it has a queue and memory, and nothing under way.

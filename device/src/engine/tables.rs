@@ -268,6 +268,9 @@ impl Tables {
         for qp in self.qps.clear() {
             qp.dead.store(true, Ordering::SeqCst);
         }
+        if let Some(vm) = self.vm.upgrade() {
+            vm.cleared();
+        }
         self.gsi = None;
         self.srqs.clear();
         self.xrcds.clear();

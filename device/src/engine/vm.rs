@@ -7,7 +7,7 @@
 //! pairs, and [`Warn`], the log.
 use std::fmt;
 use std::ops::RangeInclusive;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Weak};
 
 use crossbeam_utils::CachePadded;
@@ -248,6 +248,8 @@ pub struct VmSettings {
 pub struct Vm {
     /// What tells it from all other VMs of this process, earlier ones on its socket included.
     serial: u64,
+    /// How often all of its objects were removed.
+    clears: AtomicU32,
     /// The network whose VMs reach each other.
     pub(crate) network: Network,
     /// Its account.
@@ -293,6 +295,7 @@ impl Vm {
             tables.link_told = link.is_up();
             Self {
                 serial: serial(),
+                clears: AtomicU32::new(0),
                 network,
                 footprint: tables.footprint.clone(),
                 tables: Shared::new(readers, tables),
@@ -307,6 +310,16 @@ impl Vm {
                 warnings,
             }
         })
+    }
+
+    /// All of its objects are removed.
+    pub(super) fn cleared(&self) {
+        self.clears.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Which of its lives it is in: one ends when all of its objects are removed.
+    pub(crate) fn life(&self) -> u32 {
+        self.clears.load(Ordering::SeqCst)
     }
 
     /// What tells it from all other VMs of this process.

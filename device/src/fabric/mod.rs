@@ -114,6 +114,20 @@ pub(crate) trait Elsewhere {
         active: &Active,
         now: u64,
     ) -> Result<(), WcError>;
+
+    /// Takes over the reliable datagram of the work request in progress, at time `now`, and ends it
+    /// by `finish_begun` or `fail_begun` later. Returns false if the account of its VM has no room.
+    fn take_reliable_datagram(
+        &mut self,
+        sq: &SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        now: u64,
+    ) -> bool;
+
+    /// Flushes the reliable datagrams of a queue pair that were taken over.
+    fn flush_reliable_datagrams(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>);
 }
 
 /// Sees messages that stay in this process.

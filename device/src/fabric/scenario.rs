@@ -14,7 +14,7 @@ use virtio_rdma_spec::verbs::{
     wr_opcode, MASK_24,
 };
 
-use crate::engine::fixture::{Guest, Send, TestQp, DATA, ENTRIES};
+use crate::engine::fixture::{Destination, Guest, Send, TestQp, DATA, ENTRIES, QKEY};
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::Polled;
 use crate::engine::vm::{Schedule, Uplink};
@@ -159,6 +159,40 @@ impl Pair {
             sges: vec![self.ends[end].guest.sge(at, len)],
             ..Send::default()
         }
+    }
+
+    /// A reliable datagram from an end to the other.
+    pub(super) fn a_reliable_datagram(
+        &mut self,
+        end: usize,
+        opcode: u8,
+        wr_id: u64,
+        len: u32,
+    ) -> Send {
+        let End { guest, qp, .. } = &self.ends[1 - end];
+        let to = Destination {
+            gid: guest.gid,
+            mac: self.ends[1 - end].mac(),
+            qpn: qp.qp.number,
+            qkey: QKEY,
+        };
+        let mut send = Send {
+            opcode,
+            imm: 7,
+            to,
+            ..self.a_send(end, wr_id, len)
+        };
+        if !matches!(opcode, wr_opcode::SEND | wr_opcode::SEND_WITH_IMM) {
+            send.rkey = self.ends[1 - end].guest.key;
+            send.remote_addr = DATA + self.ends[1 - end].allocate(len.into());
+        }
+        send
+    }
+
+    /// Ids and statuses of the completions of the first end since the last call, in their order.
+    pub(super) fn told(&mut self) -> Vec<(u64, u8)> {
+        let cqes = self.completions(0);
+        cqes.iter().map(|cqe| (cqe.wr_id, cqe.status)).collect()
     }
 
     /// Completions since the last call.
@@ -770,4 +804,159 @@ pub(super) fn carry_out(
     }
     prop_assert!(!pair.ends[0].qp.qp.send_queue().in_progress());
     Ok(())
+}
+
+/// Opcodes and lengths of reliable datagrams, and when the receives come that they need, microseconds.
+pub(super) fn reliable_datagrams() -> impl Strategy<Value = Vec<(u8, u32, u64)>> {
+    let send = prop_oneof![Just(wr_opcode::SEND), Just(wr_opcode::SEND_WITH_IMM)];
+    let other = prop_oneof![
+        Just(wr_opcode::RDMA_WRITE),
+        Just(wr_opcode::RDMA_WRITE_WITH_IMM),
+        Just(wr_opcode::RDMA_READ),
+    ];
+    let len = prop_oneof![0..64u32, 0..10_000u32, 60_000..70_000u32];
+    let one = prop_oneof![(send, 0..4097u32), (other, len)];
+    let late = prop_oneof![3 => Just(0u64), 1 => 0..3000u64];
+    let one = (one, late).prop_map(|((opcode, len), late)| (opcode, len, late));
+    proptest::collection::vec(one, 1..16)
+}
+
+/// Carries out reliable datagrams between the ends, in both directions, and checks what came of them:
+/// each is carried out once.
+// D-SRD-001.
+pub(super) fn carry_out_reliable_datagrams(
+    messages: &[(u8, u32, u64)],
+    pair: &mut Pair,
+    world: &mut impl World,
+) -> Result<(), TestCaseError> {
+    /// What a receive is long enough for, bytes.
+    const ROOM: u32 = 4096;
+    let mut placed = Vec::new();
+    let mut receives = [Vec::new(), Vec::new()];
+    let mut arrives = [Vec::new(), Vec::new()];
+    for (number, (opcode, len, late)) in messages.iter().enumerate() {
+        let end = number % 2;
+        let mut send = pair.a_reliable_datagram(end, *opcode, number as u64, *len);
+        send.imm = number as u32;
+        let bytes = content(number, end, *len);
+        let here = send.sges[0].addr - DATA;
+        let there = send.remote_addr.wrapping_sub(DATA);
+        match *opcode {
+            wr_opcode::RDMA_READ => {
+                pair.ends[1 - end].guest.write(there, &bytes);
+                placed.push((end, here, bytes));
+            }
+            wr_opcode::RDMA_WRITE => {
+                pair.ends[end].guest.write(here, &bytes);
+                placed.push((1 - end, there, bytes));
+            }
+            _ => {
+                pair.ends[end].guest.write(here, &bytes);
+                let at = pair.ends[1 - end].allocate(ROOM.into());
+                let receive = Receive {
+                    end: 1 - end,
+                    wr_id: RECEIVES + number as u64,
+                    at,
+                    len: ROOM,
+                };
+                receives[1 - end].push((receive.wr_id, at));
+                pair.later.insert((late * 1000, number as u64), receive);
+                let with_imm = *opcode != wr_opcode::SEND;
+                let imm = with_imm.then_some(number as u32);
+                if *opcode == wr_opcode::RDMA_WRITE_WITH_IMM {
+                    placed.push((1 - end, there, bytes));
+                    arrives[1 - end].push((imm, *len, None));
+                } else {
+                    arrives[1 - end].push((imm, *len, Some(bytes)));
+                }
+            }
+        }
+        pair.post_send(end, &send);
+    }
+    world.run(pair, 100 * SECOND);
+    for end in [0, 1] {
+        let (sent, received): (Vec<_>, Vec<_>) =
+            pair.completions(end).into_iter().partition(is_send);
+        let mut sent: Vec<_> = sent.iter().map(|cqe| (cqe.wr_id, cqe.status)).collect();
+        sent.sort_unstable();
+        let all = (0..messages.len() as u64).filter(|number| *number as usize % 2 == end);
+        let all: Vec<_> = all.map(|number| (number, wc_status::SUCCESS)).collect();
+        prop_assert_eq!(sent, all);
+        let mut came = Vec::new();
+        for cqe in received {
+            prop_assert_eq!(cqe.status, wc_status::SUCCESS);
+            prop_assert_eq!(cqe.src_qp, pair.ends[1 - end].qp.qp.number);
+            let of = receives[end].iter().find(|(wr_id, _)| *wr_id == cqe.wr_id);
+            let at = of.unwrap().1;
+            let len = cqe.byte_len as usize;
+            let moved = cqe.opcode == wc_opcode::RECV;
+            let bytes = moved.then(|| pair.ends[end].guest.read(at, len));
+            let imm = (cqe.wc_flags & wc_flag::WITH_IMM != 0).then_some(cqe.imm);
+            came.push((imm, cqe.byte_len, bytes));
+        }
+        came.sort_unstable();
+        arrives[end].sort_unstable();
+        prop_assert!(
+            came == arrives[end],
+            "what was received is not what was sent"
+        );
+    }
+    for (end, at, bytes) in placed {
+        prop_assert!(pair.ends[end].guest.read(at, bytes.len()) == bytes);
+        let beside = pair.ends[end].guest.read(at + bytes.len() as u64, 16);
+        prop_assert_eq!(beside, [0; 16]);
+    }
+    for end in &pair.ends {
+        prop_assert!(!end.qp.qp.send_queue().in_progress());
+    }
+    Ok(())
+}
+
+/// Reliable datagrams that fail, each by itself, in any order.
+// D-SRD-003.
+pub(super) fn fail_reliable_datagrams(pair: &mut Pair, world: &mut impl World) {
+    pair.post_receive(1, RECEIVES, 0, 5);
+    type Change = fn(&mut Send);
+    let fail: [(u8, u8, Change); 7] = [
+        (wr_opcode::SEND, wc_status::REM_INV_RD_REQ_ERR, |send| {
+            send.to.qkey += 1;
+        }),
+        (wr_opcode::SEND, wc_status::REM_INV_RD_REQ_ERR, |send| {
+            send.to.qpn += 1;
+        }),
+        (wr_opcode::SEND, wc_status::REM_INV_REQ_ERR, |_| {}),
+        (wr_opcode::RDMA_WRITE, wc_status::REM_ACCESS_ERR, |send| {
+            send.rkey += 1;
+        }),
+        (wr_opcode::RDMA_READ, wc_status::REM_ACCESS_ERR, |send| {
+            send.rkey += 1;
+        }),
+        (wr_opcode::RDMA_WRITE, wc_status::LOC_PROT_ERR, |send| {
+            send.sges[0].lkey += 1;
+        }),
+        (
+            wr_opcode::ATOMIC_FETCH_AND_ADD,
+            wc_status::LOC_QP_OP_ERR,
+            |_| {},
+        ),
+    ];
+    let mut expected = Vec::new();
+    for (wr_id, (opcode, status, change)) in (0..).zip(fail) {
+        let mut send = pair.a_reliable_datagram(0, opcode, wr_id, 8);
+        change(&mut send);
+        pair.post_send(0, &send);
+        expected.push((wr_id, status));
+    }
+    let good = pair.a_reliable_datagram(0, wr_opcode::RDMA_WRITE, 100, 8);
+    pair.post_send(0, &good);
+    expected.push((100, wc_status::SUCCESS));
+    world.run(pair, SECOND);
+    let mut told = pair.told();
+    told.sort_unstable();
+    assert_eq!(told, expected);
+    let [receive] = pair.completions(1)[..] else {
+        panic!("not one receive");
+    };
+    assert_eq!(receive.status, wc_status::LOC_LEN_ERR);
+    assert_eq!([0, 1].map(|end| pair.state(end)), [qp_state::RTS; 2]);
 }

@@ -26,9 +26,9 @@ use crate::engine::{BUDGET, LONE_BUDGET};
 use crate::epoll_fd::NO_EVENT;
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::registry::Registry;
+use crate::fabric::wire::egress::View;
 use crate::fabric::wire::imagined::Positions;
 use crate::fabric::wire::port::uplinks::{UplinkPort, Uplinks};
-use crate::fabric::wire::View;
 use crate::verbs::cq::clock;
 
 /// Queue pairs that are polled at once during a scan.

@@ -12,9 +12,11 @@ use crate::engine::tables::Tables;
 use crate::engine::vm::{Network, Segment, Vm};
 use crate::engine::Budget;
 use crate::fabric::registry::{by_vm, Registry};
+use crate::fabric::wire::egress::View;
 use crate::fabric::wire::layer::faults::Faults;
 use crate::fabric::wire::port::uplinks::UplinkPort;
-use crate::fabric::wire::{Arriving, Destination, Recipients, View, Wire};
+use crate::fabric::wire::recipients::{Arriving, Destination, Recipients};
+use crate::fabric::wire::Wire;
 
 /// Frames that are taken in one poll iteration, about: those that came at once are taken together.
 const MOST_FRAMES: usize = 64;

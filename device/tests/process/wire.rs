@@ -841,6 +841,88 @@ fn datagrams_go_from_host_to_host_and_to_groups() {
     }
 }
 
+/// An SRD queue pair that is ready.
+fn reliable_side(vm: &Arc<Vm>) -> Side {
+    let options = SideOptions {
+        qp: QpOptions::of(qp_type::SRD),
+        cqe: 4096,
+        ..SideOptions::default()
+    };
+    let side = Side::new(vm, &options);
+    side.qp
+        .connect(&Connection::reliable_datagram(QKEY))
+        .unwrap();
+    side
+}
+
+// D-SRD-020.
+/// All kinds of reliable datagrams get through, and their bytes, also where packets are lost, or all
+/// of a path.
+#[test]
+fn reliable_datagrams_go_from_host_to_host() {
+    let mut hosts = Hosts::new();
+    let [a, b] = [0, 1].map(|host: usize| reliable_side(&hosts.vms[host]));
+    let to = Address::of(&b.qp, QKEY);
+    let range = (b.mr.iova, b.mr.rkey);
+    for loss in ["off", "seed=1,loss=5%", "seed=1,loss=100%,path=1"] {
+        for (host, process) in (1..).zip(&hosts.processes) {
+            faults(process, host, &[loss]);
+        }
+        for len in [0, 1, 1024, 1025, 300_000, 1 << 20] {
+            let data = pattern(len as u64 + 1, len);
+            a.mr.write(0, &data);
+            let write = to.reliable(wr_opcode::RDMA_WRITE, 1, range);
+            a.qp.post_send(&write, &sge(&a, len)).unwrap();
+            assert_success(&a.sent());
+            assert_eq!(b.mr.read(0, len), data);
+            a.mr.write(0, &vec![0; len]);
+            let read = to.reliable(wr_opcode::RDMA_READ, 2, range);
+            a.qp.post_send(&read, &sge(&a, len)).unwrap();
+            assert_success(&a.sent());
+            assert_eq!(a.mr.read(0, len), data);
+        }
+        for n in 0..500u64 {
+            b.qp.post_recv(n, &[b.mr.sge(0, 1024)]).unwrap();
+            let send = to.reliable(wr_opcode::SEND, n, (0, 0));
+            a.qp.post_send(&send, &sge(&a, 1000)).unwrap();
+            assert_success(&a.sent());
+            let cqe = b.received();
+            assert_success(&cqe);
+            assert_eq!((cqe.src_qp, cqe.byte_len), (a.qp.number(), 1000));
+        }
+    }
+    hosts.assert_unharmed();
+}
+
+/// A host that is not there ends the messages to it, and keeps no others.
+// D-SRD-019.
+#[test]
+fn reliable_datagrams_to_a_host_that_is_not_there_end_in_time() {
+    let mut hosts = Hosts::new();
+    let [a, b] = [0, 1].map(|host: usize| reliable_side(&hosts.vms[host]));
+    let gone = Address {
+        dgid: gid(9),
+        ..Address::of(&b.qp, QKEY)
+    };
+    let range = (b.mr.iova, b.mr.rkey);
+    let before = footprint(&hosts.processes[0], &hosts.socket(1));
+    for n in 0..30 {
+        let write = gone.reliable(wr_opcode::RDMA_WRITE, n, range);
+        a.qp.post_send(&write, &sge(&a, 5000)).unwrap();
+    }
+    let own = Address::of(&a.qp, QKEY);
+    let write = own.reliable(wr_opcode::RDMA_WRITE, 1000, (a.mr.iova, a.mr.rkey));
+    a.qp.post_send(&write, &sge(&a, 5000)).unwrap();
+    let cqe = a.sent();
+    assert_success(&cqe);
+    assert_eq!(cqe.wr_id, 1000);
+    for _ in 0..30 {
+        assert_status(&a.sent(), wc_status::RESP_TIMEOUT_ERR);
+    }
+    assert!(footprint(&hosts.processes[0], &hosts.socket(1)) > before);
+    hosts.assert_unharmed();
+}
+
 // D-WIRE-002.
 #[test]
 fn networks_with_different_numbers_do_not_meet() {

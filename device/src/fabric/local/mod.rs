@@ -13,7 +13,7 @@ pub(super) mod tests;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use virtio_rdma_spec::verbs::mtu;
+use virtio_rdma_spec::verbs::{mtu, qp_type};
 
 use self::busy_poll::BusyPoll;
 use self::lookup_cache::LookupCache;
@@ -83,5 +83,10 @@ impl<'a, B: BusyPoll> Carrier<'a> for LocalCarrier<'_, 'a, B> {
     fn flush(&mut self, sq: &mut SendQueue, tables: &'a Tables, qp: &'a Arc<Qp>, _: u64) {
         // Of others nothing is ever under way: a message is either in the send queue or has its answer.
         reliable::flush(sq, tables, qp);
+        if let Some(elsewhere) = self.elsewhere.as_deref_mut() {
+            if sq.under_way() != 0 && qp.qp_type == qp_type::SRD {
+                elsewhere.flush_reliable_datagrams(sq, tables, qp);
+            }
+        }
     }
 }

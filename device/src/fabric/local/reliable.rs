@@ -20,6 +20,7 @@ use crate::engine::responder::{Payload, Slice};
 use crate::engine::send_queue::{Active, Deferred, Polled, SendQueue, MOST_DEFERRED};
 use crate::engine::tables::Tables;
 use crate::engine::Budget;
+use crate::fabric;
 use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
@@ -32,6 +33,9 @@ const GIVE_UP: u64 = 4_000_000_000;
 /// How long to wait where the account of the VM has no room, nanoseconds.
 const NO_ROOM_RETRY: u64 = 10_000_000;
 
+/// Takes what nobody in this process is the destination of.
+type Elsewhere<'e, 'p> = &'e mut Option<&'p mut dyn fabric::Elsewhere>;
+
 /// Polls a send queue at time `now`, nanoseconds, within a budget. What was done goes to `done`.
 pub(super) fn poll(
     sq: &mut SendQueue,
@@ -39,14 +43,23 @@ pub(super) fn poll(
     tables: &Tables,
     qp: &Arc<Qp>,
     now: u64,
-    whole: Budget,
-    done: &mut Budget,
+    (whole, done): (Budget, &mut Budget),
+    elsewhere: Elsewhere<'_, '_>,
 ) -> Polled {
     sq.parked = None;
     let mut budget = whole;
     let mut path = std::mem::take(&mut sq.path);
-    let polled = try_again(sq, &mut path, cache, tables, qp, now, &mut budget)
-        .and_then(|()| begin(sq, &mut path, cache, tables, qp, now, &mut budget));
+    let polled = try_again(sq, &mut path, cache, tables, qp, now, &mut budget).and_then(|()| {
+        begin(
+            sq,
+            (&mut path, cache),
+            tables,
+            qp,
+            now,
+            &mut budget,
+            elsewhere,
+        )
+    });
     sq.path = path;
     *done = budget.spent(whole);
     match polled {
@@ -65,14 +78,14 @@ pub(super) fn poll(
 /// Fails with what the poll led to if more can be done at once.
 fn begin(
     sq: &mut SendQueue,
-    path: &mut Path,
-    cache: &LookupCache<'_>,
+    (path, cache): (&mut Path, &LookupCache<'_>),
     tables: &Tables,
     qp: &Arc<Qp>,
     now: u64,
     budget: &mut Budget,
+    elsewhere: Elsewhere<'_, '_>,
 ) -> Result<(), Polled> {
-    while sq.deferred.len() < MOST_DEFERRED {
+    while (sq.under_way() as usize) < MOST_DEFERRED {
         if budget.messages == 0 || budget.bytes == 0 {
             return Err(Polled::Again);
         }
@@ -94,6 +107,13 @@ fn begin(
         };
         cache.registry.refresh(path, &qp.vm, to.dgid);
         let peer = Peer::at(path, cache.section);
+        if let (Some(elsewhere), Peer::Nobody, 0) = (elsewhere.as_deref_mut(), peer, active.done) {
+            if !elsewhere.take_reliable_datagram(sq, tables, qp, &active, now) {
+                return Err(no_room(sq, now));
+            }
+            sq.take_begun();
+            continue;
+        }
         let len = (active.message.length - active.done).min(budget.bytes);
         let answer = exchange(&peer, tables, qp, &active, &to, list, len);
         match answer {
@@ -113,10 +133,7 @@ fn begin(
                 let inline = list.inline.unwrap_or_default();
                 let footprint = Deferred::footprint(sq.sges.len(), inline.len());
                 let Ok(share) = tables.footprint.share(footprint) else {
-                    // The account has no room: the others wait behind it.
-                    let until = now.saturating_add(NO_ROOM_RETRY);
-                    sq.parked = Some(until);
-                    return Err(Polled::Park(until));
+                    return Err(no_room(sq, now));
                 };
                 let mut waits = Deferred {
                     active,
@@ -138,6 +155,13 @@ fn begin(
         }
     }
     Ok(())
+}
+
+/// The account has no room for the message in progress: the others wait behind it.
+fn no_room(sq: &mut SendQueue, now: u64) -> Polled {
+    let until = now.saturating_add(NO_ROOM_RETRY);
+    sq.parked = Some(until);
+    Polled::Park(until)
 }
 
 /// Goes on with those that were put aside, and whose time has come.

@@ -65,7 +65,7 @@ pub(crate) fn poll<'a, B: BusyPoll>(
         if let Err(polled) = sq.check_ring(tables, qp) {
             return polled;
         }
-        return reliable::poll(sq, cache, tables, qp, now, BUDGET, done);
+        return reliable::poll(sq, cache, tables, qp, now, (BUDGET, done), elsewhere);
     }
     sq.resumed = false;
     if let Some(until) = sq.parked {

@@ -14,21 +14,22 @@ use virtio_rdma_spec::verbs::{
 use super::busy_poll::{BusyPoll, Came};
 use super::lookup_cache::LookupCache;
 use super::{Local, LocalCarrier};
-use crate::engine::fixture::{Destination, Guest, Send, DATA, ENTRIES, QKEY};
+use crate::engine::fixture::{Destination, Guest, Send, DATA, ENTRIES};
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Tables;
 use crate::engine::vm::Schedule;
 use crate::engine::{Budget, BUDGET, LONE_BUDGET};
 use crate::fabric::registry::Registry;
 use crate::fabric::scenario::{
-    programs, verify, Clock, End, Pair, World, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
+    carry_out_reliable_datagrams, fail_reliable_datagrams, programs, reliable_datagrams, verify,
+    Clock, End, Pair, World, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
 };
 use crate::fabric::wire::capture::Capture;
 use crate::fabric::wire::imagined::{Imagined, Positions};
 use crate::fabric::{self, Fabric, FLUSH};
 
 /// Nobody busy polls.
-struct Never;
+pub(in super::super) struct Never;
 
 impl BusyPoll for Never {
     type OwnDoorbell<'d> = ();
@@ -692,87 +693,15 @@ fn start_srd() -> (Pair, Process) {
     start_with(qp_type::SRD, |_| {})
 }
 
-/// A reliable datagram from the first end to the second.
-fn to_second(pair: &mut Pair, opcode: u8, wr_id: u64, len: u32) -> Send {
-    let End { guest, qp, .. } = &pair.ends[1];
-    let to = Destination {
-        gid: guest.gid,
-        mac: pair.ends[1].mac(),
-        qpn: qp.qp.number,
-        qkey: QKEY,
-    };
-    let (rkey, at) = (guest.key, pair.ends[1].allocate(u64::from(len)));
-    Send {
-        opcode,
-        imm: 7,
-        remote_addr: if opcode == wr_opcode::SEND {
-            0
-        } else {
-            DATA + at
-        },
-        rkey: if opcode == wr_opcode::SEND { 0 } else { rkey },
-        to,
-        ..pair.a_send(0, wr_id, len)
-    }
-}
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
 
-/// Ids and statuses of the completions of the first end, in their order.
-fn told(pair: &mut Pair) -> Vec<(u64, u8)> {
-    let cqes = pair.completions(0);
-    cqes.iter().map(|cqe| (cqe.wr_id, cqe.status)).collect()
-}
-
-#[test]
-fn reliable_datagrams_do_all_that_they_may() {
-    let (mut pair, mut process) = start_srd();
-    let at = pair.ends[1].allocate(300);
-    for i in 0..3 {
-        pair.post_receive(1, RECEIVES + i, at + 100 * i, 100);
+    /// The same as over a network.
+    #[test]
+    fn reliable_datagrams_arrive_once(messages in reliable_datagrams()) {
+        let (mut pair, mut process) = start_srd();
+        carry_out_reliable_datagrams(&messages, &mut pair, &mut process)?;
     }
-    let all = [
-        (wr_opcode::SEND, 100),
-        (wr_opcode::RDMA_WRITE, 200_000),
-        (wr_opcode::RDMA_WRITE_WITH_IMM, 200_000),
-        (wr_opcode::RDMA_READ, 200_000),
-        (wr_opcode::SEND_WITH_IMM, 0),
-    ];
-    let mut sends = Vec::new();
-    for (wr_id, (opcode, len)) in (0..).zip(all) {
-        let send = to_second(&mut pair, opcode, wr_id, len);
-        let bytes: Vec<u8> = (0..len).map(|i| (i + 7 * wr_id as u32) as u8).collect();
-        let here = send.sges[0].addr - DATA;
-        let there = send.remote_addr.wrapping_sub(DATA);
-        if opcode == wr_opcode::RDMA_READ {
-            pair.ends[1].guest.write(there, &bytes);
-        } else {
-            pair.ends[0].guest.write(here, &bytes);
-        }
-        pair.post_send(0, &send);
-        sends.push((opcode, here, there, bytes));
-    }
-    process.run(&mut pair, SECOND);
-    let expected: Vec<_> = (0..5).map(|wr_id| (wr_id, wc_status::SUCCESS)).collect();
-    assert_eq!(told(&mut pair), expected);
-    for (opcode, here, there, bytes) in sends {
-        let (end, at) = match opcode {
-            wr_opcode::RDMA_READ => (0, here),
-            wr_opcode::SEND | wr_opcode::SEND_WITH_IMM => (1, at),
-            _ => (1, there),
-        };
-        assert!(pair.ends[end].guest.read(at, bytes.len()) == bytes);
-    }
-    let from = pair.ends[0].qp.qp.number;
-    let received: Vec<_> = pair
-        .completions(1)
-        .iter()
-        .map(|cqe| (cqe.opcode, cqe.byte_len, cqe.imm, cqe.src_qp == from))
-        .collect();
-    let expected = [
-        (wc_opcode::RECV, 100, 0, true),
-        (wc_opcode::RECV_RDMA_WITH_IMM, 200_000, 7, true),
-        (wc_opcode::RECV, 0, 7, true),
-    ];
-    assert_eq!(received, expected);
 }
 
 /// What has to wait for a receive, or for its destination, is overtaken.
@@ -784,7 +713,7 @@ fn a_reliable_datagram_that_waits_keeps_no_other() {
             gid: [9; 16],
             ..Destination::default()
         },
-        ..to_second(&mut pair, wr_opcode::SEND, 0, 10)
+        ..pair.a_reliable_datagram(0, wr_opcode::SEND, 0, 10)
     };
     pair.post_send(0, &nowhere);
     for (wr_id, opcode) in [
@@ -792,24 +721,20 @@ fn a_reliable_datagram_that_waits_keeps_no_other() {
         (2, wr_opcode::RDMA_WRITE_WITH_IMM),
         (3, wr_opcode::RDMA_WRITE),
     ] {
-        let send = to_second(
-            &mut pair,
-            opcode,
-            wr_id,
-            100_000 * u32::from(opcode != wr_opcode::SEND),
-        );
+        let len = 100_000 * u32::from(opcode != wr_opcode::SEND);
+        let send = pair.a_reliable_datagram(0, opcode, wr_id, len);
         pair.post_send(0, &send);
     }
     process.run(&mut pair, SECOND);
-    assert_eq!(told(&mut pair), [(3, wc_status::SUCCESS)]);
+    assert_eq!(pair.told(), [(3, wc_status::SUCCESS)]);
     pair.post_receive(1, RECEIVES, 0, 100);
     pair.post_receive(1, RECEIVES + 1, 0, 100);
     process.run(&mut pair, 3 * SECOND);
-    let mut waited = told(&mut pair);
+    let mut waited = pair.told();
     waited.sort_unstable();
     assert_eq!(waited, [(1, wc_status::SUCCESS), (2, wc_status::SUCCESS)]);
     process.run(&mut pair, 5 * SECOND);
-    assert_eq!(told(&mut pair), [(0, wc_status::RESP_TIMEOUT_ERR)]);
+    assert_eq!(pair.told(), [(0, wc_status::RESP_TIMEOUT_ERR)]);
     assert_eq!([0, 1].map(|end| pair.state(end)), [qp_state::RTS; 2]);
 }
 
@@ -818,48 +743,7 @@ fn a_reliable_datagram_that_waits_keeps_no_other() {
 #[test]
 fn a_reliable_datagram_that_fails_ends_nothing_else() {
     let (mut pair, mut process) = start_srd();
-    pair.post_receive(1, RECEIVES, 0, 5);
-    type Change = fn(&mut Send);
-    let fail: [(u8, u8, Change); 7] = [
-        (wr_opcode::SEND, wc_status::REM_INV_RD_REQ_ERR, |send| {
-            send.to.qkey += 1;
-        }),
-        (wr_opcode::SEND, wc_status::REM_INV_RD_REQ_ERR, |send| {
-            send.to.qpn += 1;
-        }),
-        (wr_opcode::SEND, wc_status::REM_INV_REQ_ERR, |_| {}),
-        (wr_opcode::RDMA_WRITE, wc_status::REM_ACCESS_ERR, |send| {
-            send.rkey += 1;
-        }),
-        (wr_opcode::RDMA_READ, wc_status::REM_ACCESS_ERR, |send| {
-            send.rkey += 1;
-        }),
-        (wr_opcode::RDMA_WRITE, wc_status::LOC_PROT_ERR, |send| {
-            send.sges[0].lkey += 1;
-        }),
-        (
-            wr_opcode::ATOMIC_FETCH_AND_ADD,
-            wc_status::LOC_QP_OP_ERR,
-            |_| {},
-        ),
-    ];
-    let mut expected = Vec::new();
-    for (wr_id, (opcode, status, change)) in (0..).zip(fail) {
-        let mut send = to_second(&mut pair, opcode, wr_id, 8);
-        change(&mut send);
-        pair.post_send(0, &send);
-        expected.push((wr_id, status));
-    }
-    let good = to_second(&mut pair, wr_opcode::RDMA_WRITE, 100, 8);
-    pair.post_send(0, &good);
-    expected.push((100, wc_status::SUCCESS));
-    process.run(&mut pair, SECOND);
-    assert_eq!(told(&mut pair), expected);
-    let [receive] = pair.completions(1)[..] else {
-        panic!("not one receive");
-    };
-    assert_eq!(receive.status, wc_status::LOC_LEN_ERR);
-    assert_eq!([0, 1].map(|end| pair.state(end)), [qp_state::RTS; 2]);
+    fail_reliable_datagrams(&mut pair, &mut process);
 }
 
 // D-SRD-005.
@@ -868,14 +752,14 @@ fn a_reliable_datagram_that_fails_ends_nothing_else() {
 fn reliable_datagrams_that_wait_end_with_their_queue_pair() {
     let (mut pair, mut process) = start_srd();
     for wr_id in 0..3 {
-        let send = to_second(&mut pair, wr_opcode::SEND, wr_id, 8);
+        let send = pair.a_reliable_datagram(0, wr_opcode::SEND, wr_id, 8);
         pair.post_send(0, &send);
     }
     process.run(&mut pair, SECOND);
-    assert_eq!(told(&mut pair), []);
+    assert_eq!(pair.told(), []);
     pair.set_state(0, qp_state::ERR);
     process.run(&mut pair, 2 * SECOND);
-    let mut flushed = told(&mut pair);
+    let mut flushed = pair.told();
     flushed.sort_unstable();
     assert_eq!(
         flushed,

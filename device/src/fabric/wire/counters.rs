@@ -78,7 +78,7 @@ impl Counters {
         match verdict {
             Verdict::Taken | Verdict::Asks | Verdict::Tells(0) => {}
             Verdict::Again => add(&self.again, 1),
-            Verdict::Refused(..) => add(&self.naks, 1),
+            Verdict::Refused(..) | Verdict::RefusedMessage(_) => add(&self.naks, 1),
             Verdict::Kept => add(&self.kept, 1),
             Verdict::Repeats(_) | Verdict::Fills(_) | Verdict::Tells(_) => add(&self.repeats, 1),
             Verdict::Ends(_) => add(&self.ends, 1),

@@ -2,8 +2,9 @@
 //! Frames of RoCEv2: Ethernet, perhaps with the tag of a VLAN, IPv4 or IPv6, UDP, a packet of the
 //! transport, ICRC.
 use super::icrc::icrc;
-use super::packet::{padding, Headers, Packet, Payload};
+use super::packet::{is_srd, padding, Headers, Packet, Payload};
 use super::verdict::Reason;
+use crate::engine::message::Datagram;
 use crate::verbs::cq::{L2Source, NO_VLAN};
 
 /// UDP port of RoCEv2.
@@ -78,6 +79,20 @@ impl Vlan {
 }
 
 impl Addresses {
+    /// Those of a datagram.
+    pub(super) fn of(to: &Datagram) -> Self {
+        Self {
+            source_mac: to.source.mac,
+            destination_mac: to.dmac,
+            source: to.sgid,
+            destination: to.dgid,
+            traffic_class: to.traffic_class,
+            flow_label: to.flow_label,
+            hop_limit: to.hop_limit,
+            vlan: Vlan::of(to.source, to.sl),
+        }
+    }
+
     /// The way back.
     pub(super) fn back(&self) -> Self {
         Self {
@@ -85,6 +100,8 @@ impl Addresses {
             destination_mac: self.source_mac,
             source: self.destination,
             destination: self.source,
+            traffic_class: self.traffic_class & !ECN,
+            hop_limit: 0,
             ..*self
         }
     }
@@ -194,6 +211,20 @@ fn ipv4_of(gid: &[u8; 16]) -> Option<[u8; 4]> {
 
 impl Route {
     pub(super) fn new(addresses: Addresses) -> Self {
+        // The same port for all packets of a queue pair, so that they stay in order.
+        let label = addresses.flow_label;
+        Self::from_port(addresses, (label ^ label >> 14) as u16)
+    }
+
+    /// That of reliable datagrams on a path, of eight: routers that spread packets over links of the
+    /// same cost go by the source port.
+    pub(super) fn on_path(addresses: Addresses, path: u8) -> Self {
+        let both = addresses.source.iter().chain(&addresses.destination);
+        let sum = both.fold(0u16, |sum, byte| sum.rotate_left(5) ^ u16::from(*byte));
+        Self::from_port(addresses, sum << 3 | u16::from(path & 7))
+    }
+
+    fn from_port(addresses: Addresses, variant: u16) -> Self {
         let mut headers = [0; LONGEST_HEADERS];
         let mut out = Headers::new(&mut headers);
         out.put(&addresses.destination_mac);
@@ -231,10 +262,8 @@ impl Route {
             out.put(&addresses.source);
             out.put(&addresses.destination);
         }
-        // The same port for all packets of a queue pair, so that they stay in order. No checksum: the
-        // ICRC is a better one.
-        let label = addresses.flow_label;
-        let source_port = SOURCE_PORT | (label ^ label >> 14) as u16 & 0x3fff;
+        // No checksum: the ICRC is a better one.
+        let source_port = SOURCE_PORT | variant & 0x3fff;
         for field in [source_port, PORT, 0, 0] {
             out.put(&field.to_be_bytes());
         }
@@ -379,6 +408,18 @@ pub(super) fn source(bytes: &[u8]) -> Option<[u8; 16]> {
         (TYPE_IPV6, at) => gid_at(bytes, at + 8),
         _ => None,
     }
+}
+
+/// The path of a frame with a packet of reliable datagrams (`spec/srd.md`, "Paths").
+pub(super) fn srd_path(bytes: &[u8]) -> Option<u8> {
+    let (ethertype, at) = network(bytes)?;
+    let udp = match ethertype {
+        TYPE_IPV4 => at + IPV4,
+        TYPE_IPV6 => at + IPV6,
+        _ => return None,
+    };
+    let is_one = is_srd(*bytes.get(udp + UDP)?) && u16_at(bytes, udp + 2)? == PORT;
+    is_one.then_some(u16_at(bytes, udp)? as u8 & 7)
 }
 
 /// What a router does that is congested: it says so in the frame, if that is one that it can say so

@@ -14,6 +14,7 @@
 pub(crate) mod capture;
 pub(crate) mod counters;
 mod departed;
+pub(crate) mod egress;
 mod frame;
 mod icrc;
 pub(crate) mod imagined;
@@ -22,8 +23,11 @@ mod packet;
 mod pcapng;
 pub(crate) mod port;
 mod receiver;
+pub(crate) mod recipients;
 mod rooms;
 mod sender;
+mod srd;
+mod srd_packet;
 #[cfg(test)]
 pub(super) mod tests;
 mod unacknowledged;
@@ -37,16 +41,16 @@ use std::sync::{Arc, Weak};
 use rustc_hash::FxHashMap;
 use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
-use self::capture::Capture;
-use self::counters::Counters;
 use self::departed::{Departed, DepartedList};
+use self::egress::{Egress, View};
 use self::frame::{Addresses, Frame, Route, Vlan};
-use self::layer::plan::Plan;
 use self::packet::{Body, Nak, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
 use self::port::{Burst, Direction, Fate, Port};
 use self::receiver::Receiver;
+use self::recipients::{Arriving, Destination, Recipients};
 use self::rooms::Rooms;
 use self::sender::{Brought, Peer, Sender};
+use self::srd::Flows;
 use self::unacknowledged::{datagram, datagrams, Stream};
 use self::verdict::{Reason, Verdict};
 use super::{Carrier, Elsewhere, Fabric};
@@ -56,7 +60,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::responder::Origin;
 use crate::engine::send_queue::{Active, PathAttributes, Polled, SendQueue};
 use crate::engine::tables::{Gid, Tables};
-use crate::engine::vm::{Congestion, PacketEvent, Segment, Uplink, Vm};
+use crate::engine::vm::{PacketEvent, Segment, Uplink, Vm};
 use crate::engine::{payload_of, Budget, BUDGET};
 use crate::footprint::Share;
 use crate::verbs::cq::L2Source;
@@ -226,6 +230,16 @@ fn addresses(tables: &Tables, path: &PathAttributes, destination: Gid) -> Option
     })
 }
 
+/// Whether a VM has the address that a frame goes to, in its VLAN.
+fn is_own(fabric: &impl Fabric, tables: &Tables, frame: &Frame<'_>) -> bool {
+    let from = &frame.addresses;
+    (0..tables.gids.len()).any(|index| {
+        let gid = tables.gids.get(index) == Some(&Some(from.destination));
+        let l2 = || fabric.l2_address(tables, index);
+        gid && l2().is_some_and(|l2| from.is_in_vlan_of(l2) && l2.mac == from.destination_mac)
+    })
+}
+
 /// Hands a datagram to its queue pair, or to those of its multicast group; `None` if there is none.
 fn deliver_datagram(
     fabric: &impl Fabric,
@@ -296,119 +310,10 @@ fn deliver_datagram(
         }
         return verdict;
     }
-    let own = |index: usize| {
-        let gid = tables.gids.get(index) == Some(&Some(datagram.dgid));
-        gid && in_vlan(index).is_some_and(|l2| l2.mac == datagram.dmac)
-    };
-    if !entries.any(own) {
+    if !is_own(fabric, tables, frame) {
         return None;
     }
     tables.datagram_qp(datagram.qpn).map(give)
-}
-
-/// The way out: a port, and the frame that is written.
-#[derive(Debug)]
-struct Egress<P> {
-    port: P,
-    view: Arc<View>,
-    /// The worker that it is of.
-    worker: u16,
-    /// A frame that does not leave, or that is captured.
-    scratch: Vec<u8>,
-}
-
-/// What others see of a wire.
-#[derive(Debug, Default)]
-pub(crate) struct View {
-    pub counters: Counters,
-    pub capture: Arc<Capture>,
-    /// Faults that are wanted.
-    pub faults: Arc<Plan>,
-}
-
-impl View {
-    /// One whose frames are captured there.
-    pub(crate) fn new(capture: Arc<Capture>) -> Self {
-        Self {
-            capture,
-            ..Self::default()
-        }
-    }
-}
-
-impl<P: Port> Egress<P> {
-    /// Sends a packet without payload, as [`Self::send`].
-    fn send_empty(&mut self, now: u64, vm: &Vm, route: Option<&Route>, packet: &Packet<'_>) {
-        let nothing = Payload {
-            len: 0,
-            read: &mut |_| true,
-        };
-        self.send(now, vm, route, packet, nothing, false);
-    }
-
-    /// Sends a packet of a VM at time `now`, if there is a way out. Otherwise it is lost, as packets
-    /// may be. `again`: it was sent before. Returns false if its payload cannot be read.
-    fn send(
-        &mut self,
-        now: u64,
-        vm: &Vm,
-        route: Option<&Route>,
-        packet: &Packet<'_>,
-        mut payload: Payload<'_>,
-        again: bool,
-    ) -> bool {
-        let uplink = vm.uplink().filter(|_| vm.port_is_up());
-        let Some((route, uplink)) = route.zip(uplink) else {
-            self.scratch.resize(payload.len, 0);
-            return (payload.read)(&mut self.scratch);
-        };
-        let Uplink {
-            segment,
-            congestion,
-            ..
-        } = uplink;
-        let identification = self.port.identification(segment);
-        let capable = congestion == Congestion::Window && packet.may_be_marked();
-        let len = route.frame_len(packet, payload.len);
-        let destination = route.addresses.destination;
-        let begun = self.port.begin(now, segment, destination, len);
-        let captures = self.view.capture.is_on();
-        let fate = match begun {
-            Ok(space) => {
-                if !frame::write(space, route, capable, identification, packet, &mut payload) {
-                    return false;
-                }
-                if captures {
-                    self.scratch.clear();
-                    self.scratch.extend_from_slice(space);
-                }
-                self.port.end()
-            }
-            Err(fate) => {
-                self.scratch.resize(len, 0);
-                let space = &mut self.scratch;
-                if !frame::write(space, route, capable, identification, packet, &mut payload) {
-                    return false;
-                }
-                fate
-            }
-        };
-        self.view.counters.sent(len, fate);
-        if again {
-            self.view.counters.again();
-            vm.count_packet(self.worker, PacketEvent::SentAgain);
-        }
-        if captures {
-            let comment = match (again, fate) {
-                (false, Fate::Sent) => None,
-                (false, fate) => Some(fate.to_string()),
-                (true, fate) => Some(format!("again: {fate}")),
-            };
-            let (capture, frame) = (&self.view.capture, &self.scratch);
-            capture.add(now, Some(segment), Direction::Out, frame, comment);
-        }
-        true
-    }
 }
 
 /// Sends the acknowledgement that a queue pair owes, if that is all that it has to answer. Returns
@@ -443,32 +348,6 @@ fn notify<P: Port>(out: &mut Egress<P>, connection: &mut Connection, qp: &Qp, no
     }
 }
 
-/// Who a frame may be for.
-pub(crate) trait Recipients {
-    /// Calls `visit` with the tables of each VM that has the destination of a frame, or has queue
-    /// pairs in that group. The frame, of so many bytes, is work that is done for the VM. Returns
-    /// false if a VM is busy for a moment, and calls nothing if the frame can wait.
-    fn visit(&mut self, to: Destination, frame: Arriving, visit: &mut dyn FnMut(&Tables)) -> bool;
-}
-
-/// What there is to know of a frame that comes.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Arriving {
-    /// Its length, bytes.
-    pub bytes: usize,
-    /// The GID that it is from.
-    pub source: Gid,
-    /// Whether it can wait for a VM that is busy.
-    pub can_wait: bool,
-}
-
-/// Where a frame goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Destination {
-    pub segment: Segment,
-    pub gid: Gid,
-}
-
 /// A frame that waits for its VM.
 #[derive(Debug)]
 struct Waiting {
@@ -488,6 +367,8 @@ pub(crate) struct Wire<P> {
     tidy_at: usize,
     /// Queue pairs that were destroyed.
     departed: DepartedList,
+    /// Of reliable datagrams.
+    flows: Flows,
     /// The frames that are read.
     received: Burst,
     /// The queue pair whose request came last, if it is to be acknowledged.
@@ -506,15 +387,11 @@ impl<P: Port> Wire<P> {
     /// That of a worker, which counts, and captures, in `view`.
     pub(crate) fn new(port: P, view: Arc<View>, worker: u16) -> Self {
         Self {
-            out: Egress {
-                port,
-                view,
-                worker,
-                scratch: Vec::new(),
-            },
+            out: Egress::new(port, view, worker),
             connections: FxHashMap::default(),
             tidy_at: 64,
             departed: DepartedList::default(),
+            flows: Flows::default(),
             received: Burst::default(),
             unacknowledged: None,
             waiting: VecDeque::new(),
@@ -573,6 +450,10 @@ impl<P: Port> Wire<P> {
     /// Forgets a queue pair that was destroyed, but for what it has completed. That is acknowledged
     /// before: its requester is done with it, too.
     pub(crate) fn forget(&mut self, qp: &Arc<Qp>, now: u64) {
+        if qp.qp_type == qp_type::SRD {
+            self.flows.forget(qp);
+            return;
+        }
         self.acknowledge_taken(qp, now);
         let connection = self.connections.remove(&qp.serial());
         let connection = connection.filter(|known| known.is_of(qp));
@@ -640,11 +521,13 @@ impl<P: Port> Wire<P> {
         self.connections
             .retain(|_, known| known.of.upgrade().is_some_and(lives));
         self.tidy_at = 2 * self.connections.len() + 64;
+        self.flows.forget_destroyed();
     }
 
     /// Takes the frames that have come by time `now`, about `most` of them. Returns how many there
     /// were.
     pub(crate) fn receive(&mut self, now: u64, most: usize, vms: &mut impl Recipients) -> usize {
+        self.flows.run_timers(&mut self.out, now, vms);
         let mut taken = self.take_waiting(now, vms);
         let mut burst = std::mem::take(&mut self.received);
         while taken < most {
@@ -681,6 +564,7 @@ impl<P: Port> Wire<P> {
         }
         self.received = burst;
         self.acknowledge(now);
+        self.flows.answer(&mut self.out, now);
         taken
     }
 
@@ -709,7 +593,8 @@ impl<P: Port> Wire<P> {
 
     /// When there is something to take or to send though nobody else does, nanoseconds.
     pub(crate) fn timer(&self) -> Option<u64> {
-        self.out.port.timer()
+        let port = self.out.port.timer();
+        port.into_iter().chain(self.flows.timer()).min()
     }
 
     /// What was sent leaves now.
@@ -838,6 +723,17 @@ impl<P: Port> Wire<P> {
             }
             return deliver_datagram(self, tables, frame, packet, request);
         }
+        if let Body::Srd(srd) = &packet.body {
+            if !is_own(self, tables, frame) {
+                return None;
+            }
+            let up = tables.vm.upgrade().is_some_and(|vm| vm.port_is_up());
+            if !up {
+                return Some(Verdict::Dropped(Reason::Down));
+            }
+            let Self { flows, out, .. } = self;
+            return flows.take(out, tables, now, segment, (frame, packet), srd);
+        }
         let Some(qp) = tables.qps.get(packet.dest_qp) else {
             return self.answer_for_departed(tables, now, segment, frame, packet);
         };
@@ -920,7 +816,7 @@ impl<P: Port> Wire<P> {
                 Body::Report { number, gaps } => {
                     sender.reported(&mut sq, tables, qp, psn, number, gaps, now)
                 }
-                Body::Request(_) | Body::Query { .. } => return None,
+                Body::Request(_) | Body::Query { .. } | Body::Srd(_) => return None,
             }
         };
         drop(sq);
@@ -1065,6 +961,22 @@ impl<P: Port> Elsewhere for Wire<P> {
             out.send(now, &qp.vm, Some(&route), packet, payload, false)
         };
         datagram(sq, tables, qp, active, mtu, &mut send)
+    }
+
+    fn take_reliable_datagram(
+        &mut self,
+        sq: &SendQueue,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        active: &Active,
+        now: u64,
+    ) -> bool {
+        let Self { flows, out, .. } = self;
+        flows.begin(out, sq, tables, qp, active, now)
+    }
+
+    fn flush_reliable_datagrams(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>) {
+        self.flows.flush(sq, tables, qp);
     }
 }
 

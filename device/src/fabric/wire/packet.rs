@@ -5,6 +5,7 @@ use arrayvec::ArrayVec;
 use virtio_rdma_spec::facts::{Imm, Kind, OPCODES};
 use virtio_rdma_spec::verbs::{qp_type, wc_status, wr_opcode, MASK_24};
 
+use super::srd_packet::{SrdPacket, DATA, RESET};
 use crate::verbs::WcError;
 
 /// A packet sequence number: 24 bits, which wrap.
@@ -575,6 +576,8 @@ pub(super) enum Body<'a> {
     Query { number: u32 },
     /// The answer to that query: this packet is expected next, and this is missing from there on.
     Report { number: u32, gaps: Gaps<'a> },
+    /// Of reliable datagrams.
+    Srd(SrdPacket<'a>),
 }
 
 /// Packets that are missing: bytes of a report.
@@ -688,13 +691,13 @@ pub(super) struct Payload<'a> {
 }
 
 /// Takes `N` bytes from the front.
-fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     let (head, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(*head)
 }
 
-fn take_u32(bytes: &mut &[u8]) -> Option<u32> {
+pub(super) fn take_u32(bytes: &mut &[u8]) -> Option<u32> {
     take(bytes).map(u32::from_be_bytes)
 }
 
@@ -761,8 +764,20 @@ fn read_answer<'a>(opcode: u8, bytes: &mut &'a [u8], padding: usize) -> Option<O
     }))
 }
 
+/// Whether an opcode is one of reliable datagrams.
+pub(super) fn is_srd(opcode: u8) -> bool {
+    let ours = opcode & !OPCODE_BITS == Service::Ours.bits();
+    ours && matches!(opcode & OPCODE_BITS, DATA..=RESET)
+}
+
 /// Reads what is in a packet of our own.
-fn read_ours(opcode: u8, mut bytes: &[u8]) -> Option<Body<'_>> {
+fn read_ours(opcode: u8, mut bytes: &[u8], padding: usize) -> Option<Body<'_>> {
+    if matches!(opcode, DATA..=RESET) {
+        return SrdPacket::read(opcode, bytes, padding).map(Body::Srd);
+    }
+    if padding != 0 {
+        return None;
+    }
     let ours = take(&mut bytes)? == OURS;
     let number = take_u32(&mut bytes).filter(|_| ours)?;
     match opcode {
@@ -800,11 +815,17 @@ impl<'a> Packet<'a> {
         }
     }
 
-    /// Whether it has data of a connection whose sender heeds the state of the network: a router that
+    /// A packet of reliable datagrams.
+    pub(super) fn srd(dest_qp: u32, psn: Psn, packet: SrdPacket<'a>) -> Self {
+        Self::ours(dest_qp, psn, Body::Srd(packet))
+    }
+
+    /// Whether it has data of a connection, or flow, whose sender heeds the state of the network: a router that
     /// is congested may say so in it.
     pub(super) fn may_be_marked(&self) -> bool {
         let data = matches!(self.body, Body::Request(_) | Body::ReadResponse { .. });
-        data && self.service.answers()
+        let reliable = matches!(self.body, Body::Srd(SrdPacket::Data(..)));
+        reliable || (data && self.service.answers())
     }
 
     /// Bytes of its headers, from the base transport header on.
@@ -817,6 +838,7 @@ impl<'a> Packet<'a> {
             Body::ReadResponse { .. } => AETH,
             Body::Notification => RESERVED.len(),
             Body::Query { .. } | Body::Report { .. } => OURS.len() + size_of::<u32>(),
+            Body::Srd(packet) => packet.headers_len(),
         }
     }
 
@@ -831,6 +853,7 @@ impl<'a> Packet<'a> {
             Body::Notification => NOTIFICATION & OPCODE_BITS,
             Body::Query { .. } => QUERY,
             Body::Report { .. } => REPORT,
+            Body::Srd(packet) => packet.opcode(),
         };
         let becn = if self.body == Body::Notification {
             BECN
@@ -865,6 +888,7 @@ impl<'a> Packet<'a> {
                 out.put(&OURS);
                 out.put(&number.to_be_bytes());
             }
+            Body::Srd(packet) => packet.write_headers(out),
         }
     }
 
@@ -889,6 +913,7 @@ impl<'a> Packet<'a> {
                 payload
             }
             Body::Report { gaps, .. } => gaps.0,
+            Body::Srd(SrdPacket::Data(_, payload)) => payload,
             _ => &[],
         }
     }
@@ -911,8 +936,8 @@ impl<'a> Packet<'a> {
             return whole.then_some(Self::notification(dest_qp));
         }
         if opcode & !OPCODE_BITS == Service::Ours.bits() {
-            let body = read_ours(opcode & OPCODE_BITS, bytes)?;
-            return Some(Self::ours(dest_qp, Psn::new(sequence), body)).filter(|_| padding == 0);
+            let body = read_ours(opcode & OPCODE_BITS, bytes, padding)?;
+            return Some(Self::ours(dest_qp, Psn::new(sequence), body));
         }
         let mut services = Service::ALL.into_iter();
         let service = services.find(|service| service.bits() == opcode & !OPCODE_BITS)?;

@@ -16,6 +16,7 @@ use virtio_rdma_spec::verbs::{
 };
 
 use super::capture::{CaptureFile, Captured};
+use super::egress::View;
 use super::frame::{self, Addresses, Vlan};
 use super::layer::faults::Faults;
 use super::layer::settings::{Chance, FaultSettings};
@@ -24,17 +25,18 @@ use super::packet::{
 };
 use super::port::sim::{Network, SimPort};
 use super::port::{Direction, Port};
-use super::{
-    path_mtu_within, Arriving, Destination as To, Recipients, View, Wire, MOST_WAIT,
-    MOST_WAITING_FOR_ONE,
-};
+use super::recipients::{Arriving, Destination as To, Recipients};
+use super::{path_mtu_within, Wire, MOST_WAIT, MOST_WAITING_FOR_ONE};
 use crate::engine::fixture::{Destination, Guest, Send, DATA, ON_HOSTS, QKEY};
 use crate::engine::message::GRH;
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Tables;
 use crate::engine::vm::{Congestion, PacketEvent, Segment, Uplink};
-use crate::engine::{payload_of, BUDGET};
-use crate::fabric::local::tests::Process;
+use crate::engine::{payload_of, Budget, BUDGET};
+use crate::fabric::local::lookup_cache::LookupCache;
+use crate::fabric::local::tests::{Never, Process};
+use crate::fabric::local::LocalCarrier;
+use crate::fabric::registry::Registry;
 use crate::fabric::scenario::{
     carry_out, content, programs, requests, verify, Clock, End, Pair, Program, Wanted, World,
     FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
@@ -49,7 +51,7 @@ const PORT_MTU: usize = 4200;
 /// How long a frame takes, nanoseconds.
 const LATENCY: u64 = 5_000;
 /// The segment of both ends.
-const SEGMENT: Segment = Segment::Vxlan(7);
+pub(super) const SEGMENT: Segment = Segment::Vxlan(7);
 /// The time-out of the queue pairs.
 const TIMEOUT: Duration = Duration::from_nanos(TIMEOUT_NANOSECONDS);
 
@@ -66,8 +68,10 @@ impl Recipients for Only<'_> {
 /// The network between two ends, and their time.
 pub(in super::super) struct Net {
     reader: Reader,
-    wires: [Wire<Faults<SimPort>>; 2],
-    clock: Clock,
+    pub(super) wires: [Wire<Faults<SimPort>>; 2],
+    pub(super) clock: Clock,
+    /// Of each process: nobody else is in it.
+    registry: Registry,
 }
 
 impl Net {
@@ -92,7 +96,7 @@ impl Net {
     }
 
     /// From now on an end's frames have these faults.
-    fn set_faults(&self, end: usize, faults: FaultSettings) {
+    pub(super) fn set_faults(&self, end: usize, faults: FaultSettings) {
         let plan = &self.wires[end].out.view.faults;
         let (station, direction) = (plan.list()[0].station, plan.list()[0].direction);
         plan.set(station, direction, Some(faults));
@@ -119,7 +123,7 @@ impl Net {
     }
 
     /// Where a simulation fails, what was sent and received goes to a file, whose name is added.
-    fn explained(&self, result: Result<(), TestCaseError>) -> Result<(), TestCaseError> {
+    pub(super) fn explained(&self, result: Result<(), TestCaseError>) -> Result<(), TestCaseError> {
         result.map_err(|error| {
             let path = std::env::temp_dir().join(format!("simulation-{}.pcapng", process::id()));
             match std::fs::write(&path, self.capture()) {
@@ -127,6 +131,15 @@ impl Net {
                 Err(_) => error,
             }
         })
+    }
+
+    /// With faults of the frames that each end sends.
+    pub(in super::super) fn faulty(
+        reader: Reader,
+        faults: [FaultSettings; 2],
+        pair: &Pair,
+    ) -> Self {
+        Self::new(reader, faults, pair)
     }
 
     fn new(reader: Reader, faults: [FaultSettings; 2], pair: &Pair) -> Self {
@@ -145,6 +158,7 @@ impl Net {
             reader,
             wires: [0, 1].map(wire),
             clock: Clock::default(),
+            registry: Registry::default(),
         }
     }
 }
@@ -159,31 +173,50 @@ impl World for Net {
         let tables = pair.ends[end].guest.vm.read_in(&section).unwrap();
         let (wire, now) = (&mut self.wires[end], self.clock.now);
         let came = wire.receive(now, 16, &mut Only(tables)) != 0;
-        let poll = |qp: &Arc<Qp>| fabric::poll(wire, tables, qp, now, BUDGET);
+        let poll = |qp: &Arc<Qp>| {
+            if qp.qp_type != qp_type::SRD {
+                return fabric::poll(wire, tables, qp, now, BUDGET);
+            }
+            let mut carrier = LocalCarrier {
+                cache: &mut LookupCache::new(&section, &self.registry, &[]),
+                busy_poll: &mut Never,
+                done: Budget::NONE,
+                elsewhere: Some(&mut *wire),
+                observer: None,
+            };
+            fabric::poll(&mut carrier, tables, qp, now, BUDGET)
+        };
         self.clock.poll(pair, end, poll) || came
     }
 
     fn next(&self) -> Option<u64> {
-        let ports = self.wires.iter();
-        ports.filter_map(|wire| wire.out.port.timer()).min()
+        self.wires.iter().filter_map(Wire::timer).min()
     }
 }
 
 /// Two ends with a network between them.
-struct Simulation {
-    pair: Pair,
-    net: Net,
+pub(super) struct Simulation {
+    pub pair: Pair,
+    pub net: Net,
 }
 
 impl Simulation {
     fn new(faults: [FaultSettings; 2], change: impl Fn(&mut QpAttr)) -> Self {
+        Self::of(qp_type::RC, faults, change)
+    }
+
+    pub(super) fn of(
+        qp_type: u8,
+        faults: [FaultSettings; 2],
+        change: impl Fn(&mut QpAttr),
+    ) -> Self {
         let (readers, mut each) = Readers::new(1);
-        let pair = Pair::of(qp_type::RC, (&readers, ON_HOSTS), change);
+        let pair = Pair::of(qp_type, (&readers, ON_HOSTS), change);
         let net = Net::new(each.pop().unwrap(), faults, &pair);
         Self { pair, net }
     }
 
-    fn run(&mut self, until: u64) {
+    pub(super) fn run(&mut self, until: u64) {
         self.net.run(&mut self.pair, until);
     }
 
@@ -194,7 +227,7 @@ impl Simulation {
     }
 }
 
-fn fault_settings() -> impl Strategy<Value = FaultSettings> {
+pub(super) fn fault_settings() -> impl Strategy<Value = FaultSettings> {
     let often = || prop_oneof![1 => Just(0), 1 => 1u32..234_000].prop_map(Chance::millionths);
     let all = (any::<u64>(), often(), often(), often(), often());
     all.prop_map(|(seed, loss, damage, duplicate, reorder)| FaultSettings {
@@ -221,7 +254,7 @@ fn between(pair: &Pair, reader: &mut Vec<Reader>, faults: [FaultSettings; 2]) ->
 }
 
 /// Simulations: `PROPTEST_CASES` says how many.
-fn simulations() -> ProptestConfig {
+pub(super) fn simulations() -> ProptestConfig {
     let default = ProptestConfig::default();
     ProptestConfig {
         cases: if default.cases == 256 {
@@ -491,7 +524,7 @@ fn no_faults() -> FaultSettings {
 }
 
 /// All frames are lost.
-fn loses_all() -> FaultSettings {
+pub(super) fn loses_all() -> FaultSettings {
     FaultSettings {
         loss: Chance::millionths(1_000_000),
         ..FaultSettings::default()
@@ -999,7 +1032,7 @@ fn any_packet() -> impl Strategy<Value = (u32, bool, Anything)> {
     (psn, any::<bool>(), anything)
 }
 
-fn clean() -> [FaultSettings; 2] {
+pub(super) fn clean() -> [FaultSettings; 2] {
     Default::default()
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::verbs::{vendor_err, wc_status};
 
-use super::frame::{Addresses, Vlan};
+use super::frame::Addresses;
 use super::packet::{
     Body, Deth, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
 };
@@ -179,16 +179,7 @@ pub(super) fn datagram(
     }
     // Each has a PSN of its own, which nobody looks at.
     let psn = sq.path_attributes.sq_psn.wrapping_add(sq.position());
-    let addresses = Addresses {
-        source_mac: to.source.mac,
-        destination_mac: to.dmac,
-        source: to.sgid,
-        destination: to.dgid,
-        traffic_class: to.traffic_class,
-        flow_label: to.flow_label,
-        hop_limit: to.hop_limit,
-        vlan: Vlan::of(to.source, to.sl),
-    };
+    let addresses = Addresses::of(&to);
     let packet = Packet {
         service: Service::Ud,
         dest_qp: to.qpn,

@@ -87,6 +87,8 @@ pub(super) enum Verdict {
     /// It is answered by a NAK, to the packet with this PSN, for this reason (`vendor_err`) if it
     /// ends everything.
     Refused(Psn, Syndrome, u8),
+    /// Its message is refused, for this reason (reliable datagrams).
+    RefusedMessage(WcError),
     /// Packets before it are missing: it is kept until they come.
     Kept,
     /// What it answers goes again, from this packet on.
@@ -118,6 +120,11 @@ impl fmt::Display for Verdict {
             Self::Refused(psn, _, reason) => {
                 let reason = vendor_err::name(*reason).unwrap_or("?");
                 write!(f, "NAK at PSN {}: {reason}", psn.value())
+            }
+            Self::RefusedMessage(WcError { status, vendor }) => {
+                let status = wc_status::name(*status).unwrap_or("?");
+                let reason = vendor_err::name(*vendor).unwrap_or("?");
+                write!(f, "message refused with {status} ({reason})")
             }
             Self::Kept => f.write_str("packets before it are missing: kept"),
             Self::Fills(psn) => write!(f, "sent again: PSN {} alone", psn.value()),

@@ -211,7 +211,7 @@ impl Line {
             at: now,
             again: None,
         };
-        if !settings.concerns(number) {
+        if !settings.concerns(number, frame) {
             return ends(Fate::Sent);
         }
         if self.loses(number) && !spared {

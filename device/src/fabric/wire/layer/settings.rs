@@ -4,6 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use crate::fabric::wire::frame::srd_path;
+
 /// How long a frame that is reordered is held back, at most, if nothing else is said.
 const REORDER_TIME: Duration = Duration::from_millis(1);
 /// Bytes that wait for a limited rate, at most, if nothing else is said.
@@ -54,6 +56,8 @@ pub struct FaultSettings {
     pub lose: Option<(u64, u64)>,
     /// All of this happens to these frames alone.
     pub frames: Option<(u64, u64)>,
+    /// And to reliable datagrams on this path alone.
+    pub path: Option<u8>,
     /// How many frames are lost or damaged in any time that is so long, at most: for simulations.
     pub(crate) limit: Option<(usize, Duration)>,
 }
@@ -75,6 +79,7 @@ impl Default for FaultSettings {
             queue: QUEUE,
             lose: None,
             frames: None,
+            path: None,
             limit: None,
         }
     }
@@ -95,7 +100,7 @@ pub enum BadFaults {
     /// A part is not of the form `name=value`, or has a name that there is not.
     #[error(
         "'{0}' is no fault; there are seed, loss, burst, damage, duplicate, mark, mark-from, reorder, \
-         reorder-time, delay, rate, queue, lose and frames, each with = and a value"
+         reorder-time, delay, rate, queue, lose, frames and path, each with = and a value"
     )]
     Unknown(String),
     /// A value is not one of its kind.
@@ -187,6 +192,10 @@ impl FromStr for FaultSettings {
                 "queue" => number(value).map(|queue| settings.queue = queue),
                 "lose" => range(value, number).map(|lose| settings.lose = Some(lose)),
                 "frames" => range(value, number).map(|frames| settings.frames = Some(frames)),
+                "path" => {
+                    let path = value.parse().ok().filter(|path| *path < 8);
+                    path.map(|path| settings.path = Some(path))
+                }
                 _ => return Err(unknown()),
             };
             let wanted = match name {
@@ -194,6 +203,7 @@ impl FromStr for FaultSettings {
                 "reorder-time" => "a time up to 10 s, as 2ms",
                 "delay" => "a time up to 10 s, as 2ms, or a range, as 2ms..5ms",
                 "lose" | "frames" => "the number of a frame, or a range, as 100..110",
+                "path" => "a number from 0 to 7",
                 _ => "a number",
             };
             good.ok_or_else(|| BadFaults::Value(name.to_owned(), value.to_owned(), wanted))?;
@@ -243,6 +253,9 @@ impl fmt::Display for FaultSettings {
         if let Some((first, last)) = self.frames {
             write!(f, ",frames={first}..{last}")?;
         }
+        if let Some(path) = self.path {
+            write!(f, ",path={path}")?;
+        }
         Ok(())
     }
 }
@@ -255,10 +268,11 @@ impl FaultSettings {
     }
 
     /// Whether anything happens to a frame.
-    pub(super) fn concerns(&self, number: u64) -> bool {
+    pub(super) fn concerns(&self, number: u64, frame: &[u8]) -> bool {
         let all = (0, u64::MAX);
         let (first, last) = self.frames.unwrap_or(all);
-        (first..=last).contains(&number)
+        let on_path = self.path.is_none() || self.path == srd_path(frame);
+        (first..=last).contains(&number) && on_path
     }
 }
 
@@ -276,7 +290,7 @@ mod tests {
     fn faults_are_written_as_people_write_them() {
         let all = read(
             "seed=7, loss=1%,burst=20,damage=0.001,duplicate=0.5%,reorder=2%,reorder-time=300us,mark=3%,\
-             mark-from=32k,delay=2ms..5ms,rate=100M,queue=64k,lose=100..110,frames=50..500",
+             mark-from=32k,delay=2ms..5ms,rate=100M,queue=64k,lose=100..110,frames=50..500,path=3",
         );
         let expected = FaultSettings {
             seed: 7,
@@ -293,6 +307,7 @@ mod tests {
             queue: 64_000,
             lose: Some((100, 110)),
             frames: Some((50, 500)),
+            path: Some(3),
             limit: None,
         };
         assert_eq!(all, Ok(expected));
@@ -319,6 +334,7 @@ mod tests {
             ("delay=-1s", "'-1s' of delay is not a time"),
             ("lose=7..3", "'7..3' of lose is not the number of a frame"),
             ("rate=0", "'0' of rate is not a number"),
+            ("path=8", "'8' of path is not a number from 0 to 7"),
             ("burst=0", "'0' of burst is not a number"),
             ("seed=1,seed=2", "seed is there twice"),
             ("rate=99999999999G", "is not a number"),
