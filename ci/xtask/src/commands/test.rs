@@ -64,7 +64,7 @@ impl Checks {
 
 /// The VM lanes that have to pass, which of their cases, and which of these run on a second kernel, too:
 /// what has to do with a kernel. What rxe makes of rdma-core's tests is no matter of a change.
-const LANES: [(&str, Option<&str>, Option<&str>); 6] = [
+const LANES: [(&str, Option<&str>, Option<&str>); 7] = [
     ("smoke", None, Some(SMOKE_AGAIN)),
     ("rdma-core-56", Some("the tests on our device"), None),
     ("recovery", Some(RECOVERY), Some(RECOVERY_AGAIN)),
@@ -78,6 +78,7 @@ const LANES: [(&str, Option<&str>, Option<&str>); 6] = [
         Some("rping|ibv_ud_pingpong|follows|VLAN"),
         Some("follows|VLAN"),
     ),
+    ("srd", Some("nothing lost|path of four is dead"), None),
     ("rxe-interop", Some("rping|ibv_ud_pingpong"), Some("rping")),
 ];
 

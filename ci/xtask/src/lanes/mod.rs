@@ -18,6 +18,7 @@ mod scale;
 mod smoke;
 pub mod soak;
 mod software;
+mod srd;
 mod stock;
 pub mod storage;
 mod suite;
@@ -141,6 +142,7 @@ pub fn all() -> Vec<Lane> {
         suite::lane_65(),
         suite::lane_wire(),
         verbs::lane(),
+        srd::lane(),
         kernel_verbs::lane(),
         scale::lane(),
         stock::lane(),

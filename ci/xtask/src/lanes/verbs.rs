@@ -253,6 +253,10 @@ tests! {
         "xrc_open_unknown_qp"
     ]
     [
+        "srd_two_ping_pong"
+        "srd_two_rdma"
+        "srd_two_incast"
+        "srd_two_all_to_all"
         "two_rc_send"
         "two_uc_send"
         "two_rc_rdma"
@@ -278,7 +282,7 @@ pub fn alone(fixture: &mut Fixture, test: &str) -> Result<()> {
 }
 
 /// Runs a test between two VMs.
-fn apart(fixture: &mut Fixture, test: &str) -> Result<()> {
+pub fn apart(fixture: &mut Fixture, test: &str) -> Result<()> {
     let before = counts(&fixture.bed)?;
     let pair = Pair {
         server: 2,
