@@ -10,7 +10,7 @@ use arbitrary::{Result, Unstructured};
 use vhost_device_rdma::config::{DgramConfig, InterfaceConfig, UplinksConfig};
 use vhost_device_rdma::engine::vm::{Congestion, Local, Segment, Uplink};
 use virtio_rdma_spec::command::opcode;
-use virtio_rdma_spec::ring::{RecvWqe, SendWqe, Sge, UdWqe};
+use virtio_rdma_spec::ring::{RecvWqe, SendWqe, Sge, SrdRange, UdWqe};
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, send_flag, wr_opcode};
 
 use crate::host::{gid, Guest, Host, FEATURES, PAGE};
@@ -34,7 +34,11 @@ const ROCE_PORT: u16 = 4791;
 /// Opcodes of what one of our devices asks another one, and answers (specification: "Missing packets").
 const QUERY: u8 = 0xc0;
 const REPORT: u8 = 0xc1;
-/// The queue pairs, each with its type, the upper bits of its opcodes on the wire, and whether it
+/// Opcodes of reliable datagrams (`spec/srd.md`).
+const DATA: u8 = 0xc4;
+const ANSWER: u8 = 0xc5;
+const RESET: u8 = 0xc6;
+/// The queue pairs but that of reliable datagrams, each with its type, the upper bits of its opcodes on the wire, and whether it
 /// has the shared receive queue.
 const QPS: [(u8, u8, bool); 6] = [
     (qp_type::RC, 0x00, false),
@@ -51,6 +55,11 @@ struct Scene {
     switch: UdpSocket,
     /// Each with the sequence number that is due.
     qps: Vec<(Qp, u32)>,
+    srd: Qp,
+    /// The flow of reliable datagrams from the peer: its token, the number that is due, and the answer
+    /// that was heard; and what came last of that from the guest: its token and a number.
+    flow: (u64, u32, u32),
+    flow_back: (u64, u32),
     srq: Srq,
     xrc_srq: Srq,
     cq: Cq,
@@ -137,10 +146,20 @@ impl Scene {
             connect(&guest, &qp, number);
             qps.push((qp, 0));
         }
+        let refs = Refs {
+            srq: 0,
+            xrcd: 0,
+            ..refs
+        };
+        let srd = guest.qp(qp_type::SRD, context, refs).expect("a queue pair");
+        connect(&guest, &srd, 0);
         Self {
             guest,
             switch,
             qps,
+            srd,
+            flow: (1 << 32, 0, 0),
+            flow_back: (0, 0),
             srq,
             xrc_srq,
             cq,
@@ -154,7 +173,8 @@ impl Scene {
 
     fn step(&mut self, host: &mut Host, u: &mut Unstructured<'_>) -> Result<()> {
         match u.arbitrary()? {
-            0..=109u8 => self.request(u)?,
+            0..=89u8 => self.request(u)?,
+            90..=109 => self.reliable(u)?,
             110..=159 => self.answer(u)?,
             160..=199 => self.post_send(u)?,
             200..=219 => self.post_recv(u)?,
@@ -245,6 +265,102 @@ impl Scene {
         let flags = (pad as u8) << 4 | u8::from(u.arbitrary::<bool>()?) << 7;
         let asks = u32::from(u.arbitrary::<bool>()?) << 31;
         self.packet(service | operation, flags, number, asks | psn, &body, u)
+    }
+
+    /// The peer sends a packet of reliable datagrams.
+    fn reliable(&mut self, u: &mut Unstructured<'_>) -> Result<()> {
+        let psn = u32::from(u.arbitrary::<u8>()?);
+        let version = if u.ratio(1, 30)? { u.arbitrary()? } else { 1u8 };
+        let (token_back, number_back) = self.flow_back;
+        let mut body = Vec::new();
+        match u.arbitrary()? {
+            0..=159u8 => {}
+            kind => {
+                let opcode = if kind < 250 { ANSWER } else { RESET };
+                let (paths, refusals) = (u.int_in_range(0..=4u8)?, u.int_in_range(0..=4u8)?);
+                body.extend([version, u.arbitrary::<u8>()? & 1]);
+                body.extend(if opcode == ANSWER {
+                    [paths, refusals]
+                } else {
+                    [0; 2]
+                });
+                body.extend(token_back.to_be_bytes());
+                if opcode == ANSWER {
+                    let near = |u: &mut Unstructured<'_>| -> Result<u32> {
+                        Ok(number_back.wrapping_add_signed(u.arbitrary::<i8>()?.into()))
+                    };
+                    body.extend(near(u)?.to_be_bytes());
+                    for _ in 0..32 {
+                        body.push(u.arbitrary()?);
+                    }
+                    body.extend(u32::from(u.arbitrary::<u8>()?).to_be_bytes());
+                    body.extend(u32::from(u.arbitrary::<u8>()?).to_be_bytes());
+                    for path in 0..paths {
+                        body.extend([path, 0, 0, u.arbitrary()?]);
+                    }
+                    for _ in 0..refusals {
+                        body.extend(near(u)?.to_be_bytes());
+                        body.extend(u.arbitrary::<u32>()?.to_be_bytes());
+                    }
+                }
+                return self.packet(opcode, 0, 0, psn, &body, u);
+            }
+        }
+        let (token, due, heard) = &mut self.flow;
+        match u.arbitrary()? {
+            0..=9u8 => (*token, *due, *heard) = (token.wrapping_add(1 << 32), 0, 0),
+            10..=29 => *heard = heard.wrapping_add(1),
+            _ => {}
+        }
+        let distance = match u.arbitrary()? {
+            0..=199u8 => 0,
+            _ => i32::from(u.arbitrary::<i8>()?),
+        };
+        let number = due.wrapping_add_signed(distance);
+        *due = due.wrapping_add(u32::from(distance == 0));
+        let (token, heard) = (*token, *heard);
+        let kind = u.int_in_range(0..=5u8)?;
+        let mut range = Vec::new();
+        self.reth(u, &mut range)?;
+        let (addr, rest) = range.split_at(8);
+        let (rkey, range_len) = rest.split_at(4);
+        let len: usize = match kind {
+            0 => u.int_in_range(0..=1024)?,
+            1 | 3 => *u.choose(&[1024, 8, 0, 100])?,
+            _ => 0,
+        };
+        let length = match (kind, u.arbitrary()?) {
+            (2, _) | (_, 0..=19u8) => range_len.to_vec(),
+            _ => (len as u32).to_be_bytes().to_vec(),
+        };
+        let offset = if u.ratio(1, 8)? { u.arbitrary()? } else { 0u32 };
+        let qkey: u32 = if u.ratio(1, 8)? { u.arbitrary()? } else { QKEY };
+        body.extend([
+            version,
+            kind,
+            u.arbitrary::<u8>()? & 3,
+            u.int_in_range(0..=8u8)?,
+        ]);
+        body.extend(token.to_be_bytes());
+        for word in [
+            number,
+            heard,
+            PEER_QP,
+            qkey,
+            u32::from(u.arbitrary::<u8>()? % 4),
+        ] {
+            body.extend(word.to_be_bytes());
+        }
+        body.extend(length);
+        body.extend(offset.to_be_bytes());
+        body.extend([7; 4]);
+        body.extend(rkey);
+        body.extend(addr);
+        body.resize(body.len() + len, 0x3e);
+        let pad = (4 - body.len() % 4) % 4;
+        body.resize(body.len() + pad, 0);
+        let number = self.srd.number;
+        self.packet(DATA, (pad as u8) << 4, number, psn, &body, u)
     }
 
     /// An address, a key and a length: mostly of memory that may be accessed.
@@ -392,7 +508,14 @@ impl Scene {
                 let bytes = frame[HEADERS + at..].first_chunk().expect("a header");
                 u32::from_be_bytes(*bytes) & 0x00ff_ffff
             };
-            if !(13..=18).contains(&(frame[HEADERS] & 31)) {
+            if frame[HEADERS] >= DATA {
+                if frame[HEADERS] == DATA {
+                    let at = HEADERS + BTH + 4;
+                    let token = frame[at..].first_chunk().expect("a header");
+                    let number = frame[at + 8..].first_chunk().expect("a header");
+                    self.flow_back = (u64::from_be_bytes(*token), u32::from_be_bytes(*number));
+                }
+            } else if !(13..=18).contains(&(frame[HEADERS] & 31)) {
                 self.asked.push((word(4), word(8)));
             }
         }
@@ -406,8 +529,45 @@ impl Scene {
         })
     }
 
+    /// The guest sends a reliable datagram.
+    fn post_reliable(&mut self, u: &mut Unstructured<'_>) -> Result<()> {
+        self.posted += 1;
+        let opcode = *u.choose(&[
+            wr_opcode::SEND,
+            wr_opcode::SEND_WITH_IMM,
+            wr_opcode::RDMA_WRITE,
+            wr_opcode::RDMA_WRITE_WITH_IMM,
+            wr_opcode::RDMA_READ,
+        ])?;
+        let wqe = UdWqe {
+            opcode,
+            flags: send_flag::SIGNALED,
+            count: 1,
+            wr_id: self.posted,
+            dgid: gid(PEER),
+            remote_qpn: PEER_QP,
+            remote_qkey: QKEY,
+            hop_limit: 64,
+            ..UdWqe::default()
+        };
+        let range = SrdRange {
+            remote_addr: self.mr.iova,
+            rkey: self.mr.key,
+            reserved: 0,
+        };
+        let sge = self.sge(u)?;
+        let entry = [&wqe.to_bytes()[..], &range.to_bytes(), &sge.to_bytes()];
+        self.srd.sq.post(&self.guest, &entry.concat());
+        self.guest.ring_qp(&self.srd);
+        Ok(())
+    }
+
     fn post_send(&mut self, u: &mut Unstructured<'_>) -> Result<()> {
-        let which = u.choose_index(QPS.len() - 1)?;
+        let which = u.choose_index(QPS.len())?;
+        if which == QPS.len() - 1 {
+            // XRC_TGT sends nothing itself.
+            return self.post_reliable(u);
+        }
         let sge = self.sge(u)?;
         self.posted += 1;
         let all = [
@@ -471,7 +631,11 @@ impl Scene {
         };
         let entry = [&wqe.to_bytes()[..], &self.sge(u)?.to_bytes()].concat();
         let guest = &self.guest;
-        match u.choose_index(5)? {
+        match u.choose_index(6)? {
+            5 => {
+                self.srd.rq.post(guest, &entry);
+                guest.ring_qp(&self.srd);
+            }
             0 => {
                 self.srq.rq.post(guest, &entry);
                 guest.ring_srq(&self.srq);

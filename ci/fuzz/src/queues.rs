@@ -375,19 +375,22 @@ pub fn attributes(qp_type: u8, state: u8, dgid: [u8; 16], dest: u32) -> (QpAttr,
         },
         ..QpAttr::default()
     };
-    let datagram = matches!(qp_type, qp_type::UD | qp_type::GSI);
+    let datagram = matches!(qp_type, qp_type::UD | qp_type::GSI | qp_type::SRD);
     let path = qp_attr::AV | qp_attr::PATH_MTU | qp_attr::DEST_QPN | qp_attr::RQ_PSN;
     let responder = qp_attr::MAX_DEST_RD_ATOMIC | qp_attr::MIN_RNR_TIMER;
     let requester = qp_attr::RETRY_CNT | qp_attr::RNR_RETRY | qp_attr::MAX_QP_RD_ATOMIC;
     let mask = match (state, qp_type) {
         (qp_state::INIT, qp_type::GSI) => qp_attr::PKEY_INDEX | qp_attr::QKEY,
-        (qp_state::INIT, qp_type::UD) => qp_attr::PKEY_INDEX | qp_attr::PORT | qp_attr::QKEY,
+        (qp_state::INIT, qp_type::UD | qp_type::SRD) => {
+            qp_attr::PKEY_INDEX | qp_attr::PORT | qp_attr::QKEY
+        }
         (qp_state::INIT, _) => qp_attr::PKEY_INDEX | qp_attr::PORT | qp_attr::ACCESS_FLAGS,
         (qp_state::RTR, qp_type::RC | qp_type::XRC_TGT) => path | responder,
         (qp_state::RTR, _) if !datagram => path,
         (qp_state::RTS, qp_type::RC | qp_type::XRC_INI) => {
             qp_attr::SQ_PSN | qp_attr::TIMEOUT | requester
         }
+        (qp_state::RTS, qp_type::SRD) => qp_attr::SQ_PSN | qp_attr::RNR_RETRY,
         (qp_state::RTS, qp_type::XRC_TGT) => qp_attr::SQ_PSN | qp_attr::TIMEOUT,
         (qp_state::RTS, _) => qp_attr::SQ_PSN,
         _ => 0,
