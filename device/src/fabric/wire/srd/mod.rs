@@ -5,65 +5,42 @@
 //! [`outgoing`] knows which packets are under way, [`incoming`] which came; [`message`] is what they
 //! are of. Packets are sent when a work request begins, when an answer comes, and when a timer ends:
 //! all of them have the tables of the VM, whose GID the flow is from.
+mod flow;
 mod incoming;
 mod message;
 mod outgoing;
 #[cfg(test)]
 mod tests;
 
-use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap, VecDeque};
-use std::hash::{BuildHasher, RandomState};
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::time::SystemTime;
 
 use rustc_hash::FxHashMap;
-use virtio_rdma_spec::facts::{Imm, Kind};
-use virtio_rdma_spec::verbs::{vendor_err, wc_status, wr_opcode};
 
+use self::flow::{is_newer, Fared, Flow, FORGOTTEN};
 use self::incoming::{Admission, Incoming};
-use self::message::{footprint, origin, Piece, Role, Sending};
-use self::outgoing::{Outgoing, Stamp, GIVE_UP, PATHS};
+use self::message::{footprint, Role, Sending};
+use self::outgoing::PATHS;
 use super::egress::Egress;
 use super::frame::{Addresses, Frame, Route};
 use super::packet::{Packet, Payload, Psn};
 use super::port::Port;
 use super::recipients::{Arriving, Destination, Recipients};
-use super::srd_packet;
-use super::srd_packet::{most_refusals, Data, Refusal, SrdPacket};
+use super::srd_packet::{most_refusals, Data, Refusal, SrdPacket, MOST_PATHS};
 use super::verdict::{Reason, Verdict};
-use crate::engine::cursor::{DataSource, Sink};
-use crate::engine::message::{Answer, Message};
 use crate::engine::payload_of;
 use crate::engine::queue_pair::Qp;
-use crate::engine::responder::{Payload as Moved, Slice};
 use crate::engine::send_queue::{Active, SendQueue};
 use crate::engine::tables::{Gid, Tables};
-use crate::engine::vm::{Segment, Vm};
-use crate::footprint::Share;
-use crate::limits::MAX_SRD_MESSAGE;
-use crate::verbs::timers::rnr_nanoseconds;
-use crate::verbs::WcError;
+use crate::engine::vm::Segment;
 
 /// A receiver answers after so many packets at the latest.
 const ANSWER_EVERY: u32 = 16;
-/// Packets of a message that are sent before another one has its turn.
-const TURN: u32 = 8;
-/// A flow that was not used for so long begins anew, nanoseconds, and is forgotten after the other.
+/// A flow that was not used for so long begins anew, nanoseconds.
 const IDLE: u64 = 30_000_000_000;
-const FORGET: u64 = 120_000_000_000;
-/// A flow that waits for what a READ brings, and has nothing under way, asks whether the peer is
-/// there, nanoseconds.
-const ASK: u64 = 500_000_000;
-/// A flow whose VM is stopped, or busy, is looked at again, nanoseconds.
+/// A flow whose VM is busy is looked at again, nanoseconds.
 const LATER: u64 = 1_000_000;
-/// READs of a peer that may be answered at a time in one flow.
-const MOST_RESPONSES: usize = 256;
-/// `rnr_retry` without a limit.
-const NO_LIMIT: u8 = 7;
-/// How long a peer waits that asks for more than there is room for, as an RNR timer code: 0.64 ms.
-const NO_ROOM_TIMER: u8 = 12;
 /// Flows that are looked through for some that nobody uses, when one more is made.
 const MANY: usize = 64;
 
@@ -74,627 +51,6 @@ struct Ends {
     here: Gid,
     there: Gid,
 }
-
-/// What a packet that was sent is of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct What {
-    message: u32,
-    piece: Piece,
-    part: Part,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
-    Data,
-    /// What a READ was to bring cannot be read, for this reason.
-    Failed(WcError),
-    /// What it was of was given up.
-    Nothing,
-}
-
-/// All messages between two GIDs, in both directions.
-#[derive(Debug)]
-struct Flow {
-    /// The VM, and in which of its lives.
-    vm: Weak<Vm>,
-    life: u32,
-    token: u64,
-    out: Outgoing<What>,
-    incoming: Option<Incoming>,
-    /// The way of packets that are of no message, and of answers.
-    way: Addresses,
-    messages: FxHashMap<u32, Sending>,
-    next_message: u32,
-    /// Those that have something to send that is new, and how many packets the first of them has
-    /// sent in its turn.
-    ready: VecDeque<u32>,
-    turn: u32,
-    /// Those that wait for a receive, and until when, nanoseconds.
-    later: BinaryHeap<Reverse<(u64, u32)>>,
-    /// Those that are to end, with what.
-    ended: Vec<(u32, Option<WcError>)>,
-    /// Messages that ask for what READs bring, and that bring it.
-    asking: usize,
-    bringing: usize,
-    /// When it was used last, and when it asked last whether the peer is there, nanoseconds.
-    used: u64,
-    asked: u64,
-    /// It is to be looked at then, at the latest, nanoseconds.
-    wake: Option<u64>,
-    _share: Share,
-}
-
-/// A number that is given once, which rises with each flow of the same GIDs and is hard to guess.
-fn new_token(before: u64) -> u64 {
-    let unix = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    // In 16 ms, modulo 2^32.
-    let ticks = unix.map_or(0, |unix| unix.as_millis() >> 4) as u32;
-    let last = (before >> 32) as u32;
-    let upper = if before != 0 && ticks.wrapping_sub(last.wrapping_add(1)) >= 1 << 31 {
-        last.wrapping_add(1)
-    } else {
-        ticks
-    };
-    let random = RandomState::new().hash_one(before) as u32;
-    u64::from(upper) << 32 | u64::from(random)
-}
-
-/// Whether a flow's token is of a later one than another.
-fn is_newer(token: u64, than: u64) -> bool {
-    let ahead = ((token >> 32) as u32).wrapping_sub((than >> 32) as u32);
-    ahead != 0 && ahead < 1 << 31
-}
-
-fn invalid(reason: u8) -> WcError {
-    WcError::new(wc_status::REM_INV_REQ_ERR, reason)
-}
-
-/// The status of a refusal as it may be told to a user: the peer may say anything.
-fn refused(refusal: &Refusal) -> WcError {
-    let status = match refusal.status {
-        known @ (wc_status::REM_INV_RD_REQ_ERR
-        | wc_status::REM_INV_REQ_ERR
-        | wc_status::REM_ACCESS_ERR
-        | wc_status::REM_OP_ERR
-        | wc_status::RNR_RETRY_EXC_ERR) => known,
-        _ => wc_status::REM_OP_ERR,
-    };
-    let known = vendor_err::name(refusal.reason).is_some();
-    let reason = if known {
-        refusal.reason
-    } else {
-        vendor_err::PEER
-    };
-    WcError::new(status, reason)
-}
-
-/// How a packet fared that came for the first time.
-enum Fared {
-    Done,
-    Refused(WcError, u8),
-    /// Its VM is stopped.
-    NotNow,
-}
-
-impl Flow {
-    /// What it takes of its VM's account, bytes.
-    const FOOTPRINT: u64 = 3 * size_of::<Self>() as u64 + Outgoing::<What>::FOOTPRINT;
-
-    fn new(vm: &Arc<Vm>, way: Addresses, now: u64, share: Share) -> Self {
-        Self {
-            vm: Arc::downgrade(vm),
-            life: vm.life(),
-            token: new_token(0),
-            out: Outgoing::new(
-                vm.uplink()
-                    .map(|uplink| uplink.congestion)
-                    .unwrap_or_default(),
-            ),
-            incoming: None,
-            way,
-            messages: FxHashMap::default(),
-            next_message: 0,
-            ready: VecDeque::new(),
-            turn: 0,
-            later: BinaryHeap::new(),
-            ended: Vec::new(),
-            asking: 0,
-            bringing: 0,
-            used: now,
-            asked: now,
-            wake: None,
-            _share: share,
-        }
-    }
-
-    /// Whether its VM is there still, with its objects.
-    fn lives(&self) -> bool {
-        let vm = self.vm.upgrade();
-        vm.is_some_and(|vm| vm.life() == self.life)
-    }
-
-    /// Whether it is of the VM of these tables.
-    fn is_of(&self, tables: &Tables) -> bool {
-        Weak::ptr_eq(&self.vm, &tables.vm) && self.lives()
-    }
-
-    /// Whether nobody uses it.
-    fn is_old(&self, now: u64) -> bool {
-        self.messages.is_empty() && now.saturating_sub(self.used) >= FORGET
-    }
-
-    /// What is sent from now on is of another flow.
-    fn renew(&mut self) {
-        let congestion = self.vm.upgrade().and_then(|vm| vm.uplink());
-        self.token = new_token(self.token);
-        self.out = Outgoing::new(
-            congestion
-                .map(|uplink| uplink.congestion)
-                .unwrap_or_default(),
-        );
-    }
-
-    fn insert(&mut self, message: Sending) {
-        let id = self.next_message;
-        self.next_message = id.wrapping_add(1);
-        self.asking += usize::from(message.asks());
-        self.bringing += usize::from(!message.is_request());
-        self.messages.insert(id, message);
-        self.ready.push_back(id);
-    }
-
-    fn remove(&mut self, id: u32) -> Option<Sending> {
-        let message = self.messages.remove(&id)?;
-        self.asking -= usize::from(message.asks());
-        self.bringing -= usize::from(!message.is_request());
-        Some(message)
-    }
-
-    /// Removes the messages of which `is` says so.
-    fn remove_all(&mut self, is: impl Fn(&Sending) -> bool) -> Vec<Sending> {
-        let of = |(id, message): (&u32, &Sending)| is(message).then_some(*id);
-        let ids: Vec<_> = self.messages.iter().filter_map(of).collect();
-        ids.into_iter().filter_map(|id| self.remove(id)).collect()
-    }
-
-    /// All that is under way ends with an error, and so does what waits, if nothing was heard of it
-    /// since the time `since`. What follows is of another flow.
-    fn abandon(&mut self, error: WcError, since: u64) {
-        self.remove_all(|message| !message.is_request());
-        let begun = self
-            .messages
-            .iter()
-            .filter(|(_, message)| message.has_begun() || message.since <= since);
-        self.ended.extend(begun.map(|(id, _)| (*id, Some(error))));
-        self.renew();
-    }
-
-    /// Sends a packet, or one that takes its place.
-    fn send_packet<P: Port>(
-        &mut self,
-        egress: &mut Egress<P>,
-        tables: &Tables,
-        mut what: What,
-        stamp: Stamp,
-        now: u64,
-    ) {
-        let Some(vm) = self.vm.upgrade() else {
-            return;
-        };
-        let token = self.token;
-        let mut send = |way: &Addresses, dest_qp, data, payload: Payload<'_>| {
-            let packet = Packet::srd(dest_qp, stamp.psn, SrdPacket::Data(data, &[]));
-            let route = Route::on_path(*way, stamp.path);
-            egress.send(now, &vm, Some(&route), &packet, payload, stamp.again)
-        };
-        let Piece { offset, len } = what.piece;
-        let message = self.messages.get(&what.message);
-        if let (Some(message), Part::Data) = (message, what.part) {
-            let mut error = None;
-            let mut read = |space: &mut [u8]| {
-                error = message.read(tables, offset, space).err();
-                error.is_none()
-            };
-            let payload = Payload {
-                len: len as usize,
-                read: &mut read,
-            };
-            let data = message.header(what.message, what.piece, stamp, token);
-            if send(
-                message.way().unwrap_or(&self.way),
-                message.dest_qp,
-                data,
-                payload,
-            ) {
-                return;
-            }
-            let error = error.unwrap_or(WcError::FLUSHED);
-            what.part = if message.is_request() {
-                self.ended.push((what.message, Some(error)));
-                Part::Nothing
-            } else {
-                Part::Failed(error)
-            };
-            self.out.replace(stamp.number, what);
-        }
-        let nothing = Payload {
-            len: 0,
-            read: &mut |_| true,
-        };
-        let empty = Data {
-            kind: srd_packet::Kind::Nothing,
-            solicited: false,
-            path: stamp.path,
-            token,
-            number: stamp.number,
-            heard: stamp.heard,
-            src_qp: 0,
-            qkey: 0,
-            message: 0,
-            length: 0,
-            offset: 0,
-            immediate: None,
-            rkey: 0,
-            remote_addr: 0,
-        };
-        match (self.messages.get_mut(&what.message), what.part) {
-            (Some(message), Part::Failed(WcError { status, vendor })) => {
-                let piece = Piece { offset: 0, len: 0 };
-                let data = Data {
-                    kind: srd_packet::Kind::Failed,
-                    length: u32::from(status) << 8 | u32::from(vendor),
-                    ..message.header(what.message, piece, stamp, token)
-                };
-                message.stop();
-                send(&self.way, message.dest_qp, data, nothing);
-            }
-            _ => {
-                send(&self.way, 0, empty, nothing);
-            }
-        }
-    }
-
-    /// Sends all that may be sent at time `now`.
-    fn pump<P: Port>(&mut self, egress: &mut Egress<P>, tables: &Tables, now: u64) {
-        if !tables.running {
-            return;
-        }
-        while let Some(Reverse((until, id))) = self.later.peek() {
-            if *until > now {
-                break;
-            }
-            self.ready.push_back(*id);
-            self.later.pop();
-        }
-        while let Some((what, stamp)) = self.out.try_path(now) {
-            self.send_packet(egress, tables, what, stamp, now);
-        }
-        loop {
-            if let Some((what, stamp)) = self.out.send_lost(now) {
-                self.send_packet(egress, tables, what, stamp, now);
-                continue;
-            }
-            let Some(id) = self.ready.front().copied() else {
-                return;
-            };
-            let piece = self.messages.get(&id).and_then(Sending::piece);
-            let Some(piece) = piece else {
-                self.ready.pop_front();
-                self.turn = 0;
-                continue;
-            };
-            if self.out.next() >= 1 << 31 {
-                if !self.out.is_idle() {
-                    return;
-                }
-                self.renew();
-            }
-            let what = What {
-                message: id,
-                piece,
-                part: Part::Data,
-            };
-            let Some(stamp) = self.out.send(what, now) else {
-                return;
-            };
-            if let Some(message) = self.messages.get_mut(&id) {
-                message.sent(piece);
-            }
-            self.turn += 1;
-            if self.turn >= TURN {
-                self.turn = 0;
-                self.ready.rotate_left(1);
-            }
-            self.send_packet(egress, tables, what, stamp, now);
-        }
-    }
-
-    /// Ends the messages that are to end. No send queue is locked.
-    fn settle(&mut self, tables: &Tables) {
-        for (id, error) in std::mem::take(&mut self.ended) {
-            let Some(message) = self.remove(id) else {
-                continue;
-            };
-            let Some(qp) = message.qp() else {
-                continue;
-            };
-            let Role::Request { active, .. } = &message.role else {
-                continue;
-            };
-            let mut sq = qp.send_queue();
-            if sq.may_go_on(tables, &qp).is_err() {
-                // It is flushed.
-                drop(sq);
-                self.asking += usize::from(message.asks());
-                self.messages.insert(id, message);
-            } else if let Some(error) = error {
-                sq.fail_begun(tables, &qp, active, error);
-            } else {
-                sq.finish_begun(tables, &qp, active);
-                qp.vm.count_sent(qp.worker_index, 1, active.message.length);
-            }
-            qp.schedule();
-        }
-    }
-
-    /// A packet has its answer.
-    fn resolved(&mut self, what: What, refusal: Option<Refusal>, now: u64) {
-        let id = what.message;
-        let Some(message) = self.messages.get_mut(&id) else {
-            return;
-        };
-        if what.part == Part::Nothing {
-            return;
-        }
-        message.unanswered = message.unanswered.saturating_sub(1);
-        message.since = now;
-        if !message.is_request() {
-            if message.all_sent() && message.unanswered == 0 {
-                self.remove(id);
-            }
-            return;
-        }
-        if let Some(refusal) = refusal {
-            let error = refused(&refusal);
-            let Role::Request { rnr_retry, .. } = message.role else {
-                return;
-            };
-            let again = error.status == wc_status::RNR_RETRY_EXC_ERR;
-            if again && (rnr_retry == NO_LIMIT || message.not_ready < rnr_retry) {
-                message.not_ready = message.not_ready.saturating_add(1);
-                message.again_from(what.piece.offset);
-                let until = now.saturating_add(rnr_nanoseconds(refusal.timer));
-                self.later.push(Reverse((until, id)));
-                if let Some(qp) = message.qp() {
-                    qp.vm.count_rnr(qp.worker_index);
-                }
-            } else {
-                self.ended.push((id, Some(error)));
-            }
-            return;
-        }
-        if message.asks() {
-            message.accepted = true;
-        } else if message.all_sent() && message.unanswered == 0 {
-            self.ended.push((id, None));
-        } else if message.unanswered == 0 && message.message.imm_is == Imm::Data {
-            // They can be sent now.
-            self.ready.push_back(id);
-        }
-        self.end_if_brought(id);
-    }
-
-    fn end_if_brought(&mut self, id: u32) {
-        let done = |message: &&Sending| message.asks() && message.accepted && message.is_brought();
-        if self.messages.get(&id).filter(done).is_some() {
-            self.ended.push((id, None));
-        }
-    }
-
-    /// Time has come to `now`.
-    fn expire<P: Port>(&mut self, egress: &mut Egress<P>, tables: &Tables, now: u64) {
-        if !tables.running {
-            // That does not count.
-            self.out.heard(now);
-            self.messages
-                .values_mut()
-                .for_each(|message| message.since = now);
-            return;
-        }
-        if !self.out.expire(now) {
-            self.abandon(NO_ANSWER, now.saturating_sub(GIVE_UP));
-        }
-        if self.asking != 0 {
-            let late = |message: &Sending| now.saturating_sub(message.since) >= GIVE_UP;
-            let late = |(id, message): (&u32, &Sending)| {
-                (message.asks() && message.accepted && late(message)).then_some(*id)
-            };
-            let late = self.messages.iter().filter_map(late);
-            self.ended.extend(late.map(|id| (id, Some(NO_ANSWER))));
-            if self.out.is_idle() && self.ready.is_empty() && self.asks_at() <= now {
-                self.asked = now;
-                let what = What {
-                    message: 0,
-                    piece: Piece { offset: 0, len: 0 },
-                    part: Part::Nothing,
-                };
-                if let Some(stamp) = self.out.send(what, now) {
-                    self.send_packet(egress, tables, what, stamp, now);
-                }
-            }
-        }
-        self.pump(egress, tables, now);
-        self.settle(tables);
-    }
-
-    /// When the peer is asked whether it is there.
-    fn asks_at(&self) -> u64 {
-        self.asked.max(self.used).saturating_add(ASK)
-    }
-
-    /// When there is something to do though nothing comes, nanoseconds.
-    fn deadline(&mut self, running: bool, now: u64) -> Option<u64> {
-        if !running && (!self.messages.is_empty() || !self.out.is_idle()) {
-            return Some(now.saturating_add(LATER));
-        }
-        if !self.ended.is_empty() {
-            return Some(now);
-        }
-        let packets = self.out.deadline();
-        let later = self.later.peek().map(|Reverse((until, _))| *until);
-        let asks = (self.asking != 0).then(|| self.asks_at());
-        let idle = self.messages.is_empty();
-        let old = idle.then(|| self.used.saturating_add(FORGET));
-        let all = packets.into_iter().chain(later).chain(asks).chain(old);
-        all.min()
-    }
-
-    /// Carries out a packet that is new.
-    fn carry_out(
-        &mut self,
-        tables: &Tables,
-        dest_qp: u32,
-        data: &Data,
-        payload: &[u8],
-        now: u64,
-    ) -> Fared {
-        match data.kind {
-            srd_packet::Kind::Nothing => return Fared::Done,
-            srd_packet::Kind::Brought | srd_packet::Kind::Failed => {
-                self.bring(tables, dest_qp, data, payload, now);
-                return Fared::Done;
-            }
-            srd_packet::Kind::Send | srd_packet::Kind::Write | srd_packet::Kind::Read => {}
-        }
-        let nobody = WcError::new(wc_status::REM_INV_RD_REQ_ERR, vendor_err::NO_QUEUE_PAIR);
-        let Some(qp) = tables.qps.get(dest_qp) else {
-            return Fared::Refused(nobody, 0);
-        };
-        let len = payload.len() as u64;
-        let end = u64::from(data.offset) + len;
-        let length = u64::from(data.length);
-        let imm = data.immediate.is_some();
-        let (kind, opcode, fits) = match data.kind {
-            srd_packet::Kind::Send => {
-                let longest = payload_of(qp.vm.active_mtu());
-                let opcode = if imm {
-                    wr_opcode::SEND_WITH_IMM
-                } else {
-                    wr_opcode::SEND
-                };
-                let fits = data.offset == 0 && end == length && len <= longest;
-                (Kind::Send, opcode, fits)
-            }
-            srd_packet::Kind::Write => {
-                let opcode = if imm {
-                    wr_opcode::RDMA_WRITE_WITH_IMM
-                } else {
-                    wr_opcode::RDMA_WRITE
-                };
-                // An empty packet is that of an empty message.
-                let whole = len != 0 || length == 0;
-                (
-                    Kind::Write,
-                    opcode,
-                    end <= length && whole && (!imm || end == length),
-                )
-            }
-            _ => (Kind::Read, wr_opcode::RDMA_READ, payload.is_empty() && !imm),
-        };
-        if !fits || length > MAX_SRD_MESSAGE {
-            return Fared::Refused(invalid(vendor_err::MESSAGE_LENGTH), 0);
-        }
-        let message = Message {
-            opcode,
-            kind,
-            imm_is: if imm { Imm::Data } else { Imm::None },
-            solicited: data.solicited,
-            imm: data.immediate.unwrap_or_default(),
-            remote_addr: data.remote_addr,
-            rkey: data.rkey,
-            srqn: 0,
-            src_qp: data.src_qp,
-            length,
-        };
-        // A READ is only judged now, and read when it is sent.
-        let moved = if kind == Kind::Read {
-            Moved::Into(Sink::Bytes(&mut []))
-        } else {
-            Moved::From(DataSource::Bytes(payload))
-        };
-        let slice = Slice {
-            message: &message,
-            offset: data.offset.into(),
-            len,
-            last: true,
-            claims: kind == Kind::Send || imm,
-            payload: moved,
-        };
-        match qp.take_reliable_datagram(tables, origin(qp), data.qkey, slice) {
-            Answer::Done | Answer::Progress => {}
-            Answer::NotReady(timer) => {
-                let none = WcError::new(wc_status::RNR_RETRY_EXC_ERR, vendor_err::NO_RECEIVE);
-                return Fared::Refused(none, timer);
-            }
-            Answer::Refused(error) | Answer::Local(error) => return Fared::Refused(error, 0),
-            Answer::Busy | Answer::Stopped | Answer::NoAnswer => return Fared::NotNow,
-        }
-        if kind == Kind::Read {
-            let full = self.bringing >= MOST_RESPONSES;
-            let share = tables
-                .footprint
-                .share(footprint(0, 0))
-                .ok()
-                .filter(|_| !full);
-            let Some(share) = share else {
-                let none = WcError::new(wc_status::RNR_RETRY_EXC_ERR, vendor_err::NO_MEMORY);
-                return Fared::Refused(none, NO_ROOM_TIMER);
-            };
-            let role = Role::Response {
-                number: data.message,
-            };
-            let mtu = payload_of(qp.vm.active_mtu()) as u32;
-            let to = (data.src_qp, data.qkey);
-            self.insert(Sending::new((qp, role, message), to, mtu, now, share));
-        } else {
-            let messages = u64::from(end == length);
-            qp.vm.count_received(qp.worker_index, messages, len);
-        }
-        Fared::Done
-    }
-
-    /// A part of what a READ of ours brings has come.
-    fn bring(&mut self, tables: &Tables, dest_qp: u32, data: &Data, payload: &[u8], now: u64) {
-        let Some(message) = self.messages.get_mut(&data.message) else {
-            return;
-        };
-        let ours = message.asks() && message.message.src_qp == dest_qp;
-        if !ours || message.is_brought() {
-            return;
-        }
-        message.since = now;
-        if data.kind == srd_packet::Kind::Failed {
-            let [_, _, status, reason] = data.length.to_be_bytes();
-            let refusal = Refusal {
-                number: 0,
-                status,
-                reason,
-                timer: 0,
-            };
-            self.ended.push((data.message, Some(refused(&refusal))));
-            return;
-        }
-        match message.bring(tables, data.offset, payload) {
-            Ok(()) => self.end_if_brought(data.message),
-            Err(error) => self.ended.push((data.message, Some(error))),
-        }
-    }
-}
-
-/// Nothing of a flow was answered for too long.
-const NO_ANSWER: WcError = WcError::new(wc_status::RESP_TIMEOUT_ERR, vendor_err::NO_ANSWER);
-/// The peer has forgotten a flow.
-const FORGOTTEN: WcError = WcError::new(wc_status::REM_ABORT_ERR, vendor_err::PEER);
 
 /// All flows of a wire.
 #[derive(Debug, Default)]
@@ -709,15 +65,27 @@ pub(super) struct Flows {
 }
 
 impl Flows {
-    /// The flow between two GIDs; `None` if the account of the VM has no room.
-    fn flow(&mut self, tables: &Tables, ends: Ends, way: Addresses, now: u64) -> Option<&mut Flow> {
+    /// The flow between two GIDs; `None` if the account of the VM has no room. Those that a peer begins
+    /// (`forced`) leave half of it.
+    fn flow(
+        &mut self,
+        tables: &Tables,
+        ends: Ends,
+        way: Addresses,
+        forced: bool,
+        now: u64,
+    ) -> Option<&mut Flow> {
         let known = self.all.get(&ends);
         if !known.is_some_and(|known| known.is_of(tables)) {
             if self.all.len() >= self.tidy_at.max(MANY) {
                 self.tidy(now);
             }
             let vm = tables.vm.upgrade()?;
-            let share = tables.footprint.share(Flow::FOOTPRINT).ok()?;
+            let footprint = &tables.footprint;
+            if forced && footprint.bytes() >= footprint.limit() / 2 {
+                return None;
+            }
+            let share = footprint.share(Flow::FOOTPRINT).ok()?;
             self.all.insert(ends, Flow::new(&vm, way, now, share));
         }
         let flow = self.all.get_mut(&ends)?;
@@ -828,18 +196,19 @@ impl Flows {
             return false;
         };
         let before = self.all.get(&ends).map(|flow| flow.used);
-        let Some(flow) = self.flow(tables, ends, way, now) else {
+        let Some(flow) = self.flow(tables, ends, way, false, now) else {
             return false;
         };
         let rested = before.is_some_and(|used| now.saturating_sub(used) >= IDLE);
         if rested && flow.messages.is_empty() {
             flow.renew();
         }
+        let (sges, inline) = flow.lists(&sq.sges, inline);
         let role = Role::Request {
             active: *active,
             way,
-            sges: sq.sges.clone(),
-            inline: inline.to_vec(),
+            sges,
+            inline,
             rnr_retry: sq.rnr_retry,
         };
         flow.way = way;
@@ -916,18 +285,7 @@ impl Flows {
                     return Some(Verdict::Dropped(Reason::Unasked));
                 }
                 flow.used = now;
-                if answer.not_now {
-                    flow.messages
-                        .values_mut()
-                        .for_each(|message| message.since = now);
-                }
-                let mut told = Vec::new();
-                flow.out
-                    .answered(answer, now, &mut |what, refusal| told.push((what, refusal)));
-                let new = !told.is_empty();
-                for (what, refusal) in told {
-                    flow.resolved(what, refusal, now);
-                }
+                let new = flow.answered(answer, now);
                 flow.pump(egress, tables, now);
                 flow.settle(tables);
                 self.watch(ends, tables.running, now);
@@ -962,7 +320,7 @@ impl Flows {
         payload: &[u8],
     ) -> Verdict {
         let way = frame.addresses.back();
-        let Some(flow) = self.flow(tables, ends, way, now) else {
+        let Some(flow) = self.flow(tables, ends, way, true, now) else {
             return Verdict::Dropped(Reason::NoRoom);
         };
         flow.way = way;
@@ -1064,10 +422,10 @@ impl Flows {
 
     /// Answers all that came.
     pub(super) fn answer<P: Port>(&mut self, egress: &mut Egress<P>, now: u64) {
-        for ends in std::mem::take(&mut self.owing) {
+        while let Some(ends) = self.owing.pop() {
             self.answer_one(egress, ends, now);
         }
     }
 }
 
-const _: () = assert!(PATHS <= srd_packet::MOST_PATHS);
+const _: () = assert!(PATHS <= MOST_PATHS);

@@ -12,9 +12,10 @@ use super::super::srd_packet::{AnswerBytes, Data, Kind, Refusal, SrdPacket, ANSW
 use super::super::tests::{
     clean, fault_settings, loses_all, simulations, Net, Simulation, SEGMENT,
 };
+use super::flow::{is_newer, new_token};
 use super::incoming::{Admission, Incoming};
 use super::outgoing::{Outgoing, PATHS};
-use super::{is_newer, new_token, Flows};
+use super::Flows;
 use crate::engine::fixture::{Destination, Send, DATA, ON_HOSTS};
 use crate::engine::vm::Congestion;
 use crate::fabric::scenario::{
