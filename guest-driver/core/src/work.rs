@@ -32,6 +32,9 @@ const SRQ_POSTED_WORD: usize = 8;
 /// The phase in the first word of an entry.
 const PHASE_BIT: u64 = u64::from_le((PHASE as u64) << 8);
 
+/// The opcode of an entry that is completed though others before it are not.
+const DONE: u64 = u64::from_le(0xff);
+
 /// What send and receive queues share: a ring, what is posted and what is completed.
 #[derive(Debug)]
 struct WorkQueue<M, R> {
@@ -111,6 +114,27 @@ impl<M: Memory, R: Record> WorkQueue<M, R> {
         if let Some(completed) = self.ring.completed_up_to(index, completed, posted) {
             self.completed.store(completed, Ordering::Release);
         }
+    }
+
+    /// One entry is completed, of a queue whose entries complete in any order. It is free when all
+    /// before it are, too. (Otherwise an index could be that of two that are outstanding.)
+    #[cold]
+    fn complete_one(&self, index: u16) {
+        let mut completed = self.completed.load(Ordering::Relaxed);
+        let posted = self.posted.load(Ordering::Relaxed);
+        let Some(end) = self.ring.completed_up_to(index, completed, posted) else {
+            return;
+        };
+        let first = |position| self.ring.entry(position).first();
+        // The device has read the entry; its phase stays as it is.
+        if let Some(word) = first(end.wrapping_sub(1)) {
+            word.store(word.load(Ordering::Relaxed) | DONE, Ordering::Relaxed);
+        }
+        let done = |word: &AtomicU64| word.load(Ordering::Relaxed) & DONE == DONE;
+        while completed != posted && first(completed).is_some_and(done) {
+            completed = completed.wrapping_add(1);
+        }
+        self.completed.store(completed, Ordering::Release);
     }
 
     /// The oldest work request that is posted and not completed, and its index.
@@ -450,6 +474,8 @@ impl SendEntry for SrdWqe {
 pub struct SendQueue<M, R = InRing> {
     queue: WorkQueue<M, R>,
     max_inline: u32,
+    /// Entries complete in any order.
+    unordered: bool,
 }
 
 impl<M: Memory> SendQueue<M> {
@@ -480,7 +506,8 @@ impl<M: Memory> SendQueue<M> {
         Self::with_data_at(UD_DATA_OFFSET as u32, memory, layout, max_sge, max_inline)
     }
 
-    /// The send queue of an SRD queue pair: its work requests are [`SrdWqe`].
+    /// The send queue of an SRD queue pair: its work requests are [`SrdWqe`], and complete in any
+    /// order. An entry is free when all before it are completed, too.
     ///
     /// # Errors
     /// As [`SendQueue::new`].
@@ -490,7 +517,12 @@ impl<M: Memory> SendQueue<M> {
         max_sge: u32,
         max_inline: u32,
     ) -> Result<Self, BadLayout> {
-        Self::with_data_at(SRD_DATA_OFFSET as u32, memory, layout, max_sge, max_inline)
+        let offset = SRD_DATA_OFFSET as u32;
+        let queue = Self::with_data_at(offset, memory, layout, max_sge, max_inline)?;
+        Ok(Self {
+            unordered: true,
+            ..queue
+        })
     }
 
     fn with_data_at(
@@ -506,6 +538,7 @@ impl<M: Memory> SendQueue<M> {
         Ok(Self {
             queue: WorkQueue::new(memory, layout, max_sge, offset)?,
             max_inline,
+            unordered: false,
         })
     }
 
@@ -523,6 +556,7 @@ impl<M: Memory> SendQueue<M> {
         Ok(SendQueue {
             queue: self.queue.with_record(record),
             max_inline: self.max_inline,
+            unordered: self.unordered,
         })
     }
 }
@@ -570,10 +604,15 @@ impl<M: Memory, R: Record> SendQueue<M, R> {
         Ok(())
     }
 
-    /// Frees the entry with this index and all posted before it: what a completion reports.
+    /// Frees the entry with this index and all posted before it: what a completion reports. (Of an
+    /// SRD queue pair it is about that entry alone.)
     #[inline(always)]
     pub fn complete(&self, wqe_index: u16) {
-        self.queue.complete(wqe_index);
+        if self.unordered {
+            self.queue.complete_one(wqe_index);
+        } else {
+            self.queue.complete(wqe_index);
+        }
     }
 
     /// The completion that flushes the oldest entry that is outstanding, on a device that is lost

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use proptest::prelude::*;
 use virtio_rdma_driver_core::buffer::{CqLayout, QpCaps, QpLayout, RingLayout, SrqLayout};
 use virtio_rdma_driver_core::{
-    ArmMode, CompletionQueue, Doorbell, PostError, RecvQueue, SendQueue, SharedRecvQueue,
+    ArmMode, CompletionQueue, Doorbell, PostError, RecvQueue, SendQueue, SharedRecvQueue, SrdWqe,
     StatusPage,
 };
 use virtio_rdma_spec::command::PageList;
@@ -796,4 +796,57 @@ fn completing_names_what_complete_frees() {
     queue.complete(1);
     assert_eq!(queue.room(), 8);
     assert_eq!(freed(1), []);
+}
+
+proptest! {
+    // G-SRD-001.
+    /// Work requests of SRD complete in any order: no entry is written again before all that were posted
+    /// before it have completed, and what is outstanding in the end is flushed, each once.
+    #[test]
+    fn reliable_datagrams_complete_in_any_order(
+        steps in proptest::collection::vec(any::<Option<proptest::sample::Index>>(), 1..200),
+    ) {
+        let layout = QpLayout::reliable_datagram(&CAPS).unwrap();
+        let memory = zeroed(layout.size);
+        let (sge, inline) = (CAPS.max_send_sge, CAPS.max_inline.min(16));
+        let sq = SendQueue::reliable_datagram(&memory[..], &layout.sq, sge, inline).unwrap();
+        let entries = u64::from(sq.entries());
+        // Positions of those that are outstanding.
+        let mut outstanding = Vec::new();
+        let mut next = 0u64;
+        for step in steps {
+            match step {
+                Some(which) if !outstanding.is_empty() => {
+                    let position: u64 = outstanding.remove(which.index(outstanding.len()));
+                    sq.complete((position % entries) as u16);
+                }
+                _ => {
+                    let oldest = outstanding.iter().min().copied().unwrap_or(next);
+                    let wqe = SrdWqe {
+                        to: UdWqe { opcode: 2, wr_id: next, ..UdWqe::default() },
+                        ..SrdWqe::default()
+                    };
+                    let posted = sq.post(&wqe, []);
+                    prop_assert_eq!(posted.is_ok(), next - oldest < entries);
+                    if posted.is_ok() {
+                        outstanding.push(next);
+                        next += 1;
+                    }
+                }
+            }
+        }
+        outstanding.sort_unstable();
+        for position in outstanding {
+            let cqe = sq.flush_next(1).unwrap();
+            prop_assert_eq!(cqe.wr_id, position);
+            prop_assert_eq!(u64::from(cqe.wqe_index), position % entries);
+            sq.complete(cqe.wqe_index);
+        }
+        prop_assert!(sq.flush_next(1).is_none());
+        // A device may say what it likes.
+        for index in 0..=u16::MAX {
+            sq.complete(index);
+        }
+        prop_assert_eq!(u64::from(sq.room()), entries);
+    }
 }

@@ -27,6 +27,7 @@ mod qps;
 mod rate;
 mod registration;
 mod setup;
+mod srd;
 mod tuning;
 mod vms;
 mod wire;
@@ -108,7 +109,7 @@ impl Settings {
 type Experiment = fn(&Settings) -> Result<Vec<Figure>>;
 
 /// All experiments, by the names of their sections.
-pub const EXPERIMENTS: [(&str, Experiment); 12] = [
+pub const EXPERIMENTS: [(&str, Experiment); 13] = [
     ("latency", latency::run),
     ("message rate", rate::run),
     ("active queue pairs", qps::run),
@@ -118,6 +119,7 @@ pub const EXPERIMENTS: [(&str, Experiment); 12] = [
     ("set-up", setup::run),
     ("VMs", vms::run),
     ("wire", wire::run),
+    ("SRD", srd::run),
     ("neighbours", neighbours::run),
     ("tuning", tuning::run),
     ("idle", idle::run),

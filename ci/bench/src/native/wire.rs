@@ -44,7 +44,7 @@ const SMALL_DEPTH: u64 = 2048;
 const SMALL: u32 = 64;
 /// Size of messages that go one after the other, and how long one may take.
 const SHORTEST: u32 = 8;
-const PATIENCE: Duration = Duration::from_secs(5);
+pub const PATIENCE: Duration = Duration::from_secs(5);
 /// What is lost of what one end sends.
 const LOSSES: [(&str, f64); 2] = [("0.1 %", 0.9), ("1 %", 0.5)];
 /// Queue pairs that share a bottleneck, what each has outstanding, and the bottleneck: a rate, what may
@@ -168,17 +168,7 @@ fn memory(settings: &Settings) -> Result<Figure> {
     } else {
         CONNECTED
     };
-    let resident = || -> Result<f64> {
-        let [process, _] = &hosts.processes;
-        let path = format!("/proc/{}/status", process.id());
-        let status = std::fs::read_to_string(path)?;
-        let line = status
-            .lines()
-            .find_map(|line| line.strip_prefix("RssAnon:"));
-        let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
-        Ok(kib.context("no RssAnon")?.trim().parse()?)
-    };
-    let before = resident()?;
+    let before = hosts.resident()?;
     let mut pairs = Vec::new();
     let polling = hosts.from.send_cq.polling();
     for _ in 0..count {
@@ -187,23 +177,25 @@ fn memory(settings: &Settings) -> Result<Figure> {
         bed::round(&polling, &pair[0], &bed::signaled(wqe), sge)?;
         pairs.push(pair);
     }
-    let each = (resident()? - before) / count as f64;
+    let each = (hosts.resident()? - before) / count as f64;
     let name = format!("memory of each of {count} connected queue pairs that have sent");
     Ok(figure(SECTION, &name, "KiB", Better::Lower, &[each]))
 }
 
 /// Two processes, with a VM each.
-struct Hosts {
+pub struct Hosts {
     // Dropped in this order.
     qps: [Qp; 2],
-    from: Side,
-    to: Side,
+    /// The first host, which sends.
+    pub from: Side,
+    /// The second.
+    pub to: Side,
     processes: [DeviceProcess; 2],
 }
 
 impl Hosts {
     /// What the first one sends has these faults. `more` is in the configuration of both.
-    fn start(cores: Cores, faults: &str, more: &str) -> Result<Self> {
+    pub fn start(cores: Cores, faults: &str, more: &str) -> Result<Self> {
         let free = || UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
         let [a, b] = [free()?, free()?];
         let started = [
@@ -233,6 +225,18 @@ impl Hosts {
         })
     }
 
+    /// What the first process keeps in memory of its own, KiB.
+    pub fn resident(&self) -> Result<f64> {
+        let [process, _] = &self.processes;
+        let path = format!("/proc/{}/status", process.id());
+        let status = std::fs::read_to_string(path)?;
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
+        Ok(kib.context("no RssAnon")?.trim().parse()?)
+    }
+
     /// Another two queue pairs, which are connected, with a send queue of so many entries.
     fn pair(&self, send: u32) -> Result<[Qp; 2]> {
         let qps = [self.from.qp(send, 0)?, self.to.qp(1, 0)?];
@@ -241,7 +245,7 @@ impl Hosts {
     }
 
     /// A WRITE of so many bytes.
-    fn wqe(&self, size: u32) -> (SendWqe, Sge) {
+    pub fn wqe(&self, size: u32) -> (SendWqe, Sge) {
         let wqe = SendWqe {
             opcode: wr_opcode::RDMA_WRITE,
             remote_addr: self.to.mr.iova,
@@ -252,7 +256,7 @@ impl Hosts {
     }
 
     /// Sorted times of WRITEs of the shortest size one after the other, µs.
-    fn round_trips(&self, rounds: usize) -> Result<Vec<f64>> {
+    pub fn round_trips(&self, rounds: usize) -> Result<Vec<f64>> {
         let polling = self.from.send_cq.polling();
         let (wqe, sge) = self.wqe(SHORTEST);
         let wqe = bed::signaled(wqe);
@@ -500,7 +504,7 @@ fn round_trips(settings: &Settings, rounds: usize) -> Result<Vec<f64>> {
 }
 
 /// How long each of so many rounds takes, µs, sorted, after some that do not count.
-fn sorted_times(rounds: usize, mut run: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+pub fn sorted_times(rounds: usize, mut run: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
     let mut times = Vec::with_capacity(rounds);
     for round in 0..rounds + rounds / 4 {
         let begin = Instant::now();
