@@ -529,7 +529,7 @@ impl Flow {
             };
             let late = self.messages.iter().filter_map(late);
             self.ended.extend(late.map(|id| (id, Some(NO_ANSWER))));
-            if self.out.is_idle() && self.ready.is_empty() && self.asks_at() <= now {
+            if self.asks_at().is_some_and(|at| at <= now) {
                 self.asked = now;
                 let what = What {
                     message: 0,
@@ -545,14 +545,16 @@ impl Flow {
         self.settle(tables);
     }
 
-    /// When the peer is asked whether it is there.
-    fn asks_at(&self) -> u64 {
-        self.asked.max(self.used).saturating_add(ASK)
+    /// When the peer is asked whether it is there, if nothing is under way that does so.
+    fn asks_at(&self) -> Option<u64> {
+        let waits = self.asking != 0 && self.out.is_idle() && self.ready.is_empty();
+        waits.then(|| self.asked.max(self.used).saturating_add(ASK))
     }
 
     /// When there is something to do though nothing comes, nanoseconds.
     pub(super) fn deadline(&mut self, running: bool, now: u64) -> Option<u64> {
-        if !running && (!self.messages.is_empty() || !self.out.is_idle()) {
+        let works = !self.messages.is_empty() || !self.out.is_idle() || !self.ended.is_empty();
+        if !running && works {
             return Some(now.saturating_add(STOPPED));
         }
         if !self.ended.is_empty() {
@@ -560,7 +562,7 @@ impl Flow {
         }
         let packets = self.out.deadline();
         let later = self.later.peek().map(|Reverse((until, _))| *until);
-        let asks = (self.asking != 0).then(|| self.asks_at());
+        let asks = self.asks_at();
         let idle = self.messages.is_empty();
         let old = idle.then(|| self.used.saturating_add(FORGET));
         let all = packets.into_iter().chain(later).chain(asks).chain(old);

@@ -107,6 +107,8 @@ impl Flows {
         let Some(deadline) = flow.deadline(running, now) else {
             return;
         };
+        // Not in the same round again, whatever it is.
+        let deadline = deadline.max(now.saturating_add(1));
         if flow.wake.is_none_or(|wake| deadline < wake) {
             if let Some(wake) = flow.wake.replace(deadline) {
                 self.timers.remove(&(wake, ends));
