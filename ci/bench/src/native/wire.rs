@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{anyhow, ensure, Context, Result};
 use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce, UdpGroSegment, UdpGsoSegment};
+use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{mtu, wr_opcode};
 use vhost_device_rdma_bare::{DeviceProcess, Qp, Vm, VmOptions};
@@ -208,6 +209,7 @@ impl Hosts {
             let options = VmOptions {
                 memory: 512 << 20,
                 gid: Some(gid),
+                features: 1 << feature::SRD,
                 ..VmOptions::default()
             };
             Ok(Vm::connect(socket, options)?)
