@@ -373,7 +373,8 @@ impl Flow {
                 continue;
             };
             if self.out.next() >= 1 << 31 {
-                if !self.out.is_idle() {
+                // What READs bring is of this flow, too.
+                if !self.out.is_idle() || self.asking != 0 {
                     return;
                 }
                 self.renew();
