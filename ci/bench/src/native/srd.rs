@@ -4,14 +4,14 @@
 //! shared as in the section *wire*.
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result};
 use vhost_device_rdma_bare::core::buffer::QpCaps;
 use vhost_device_rdma_bare::core::SrdWqe;
 use vhost_device_rdma_bare::spec::verbs::{qp_type, wr_opcode};
 use vhost_device_rdma_bare::{Address, Connection, Qp, QpOptions};
 
 use super::bed::{self, Side};
-use super::wire::{sorted_times, Hosts, PATIENCE};
+use super::wire::{one_by_one, Hosts};
 use super::{figure, quantile, Settings};
 use crate::figure::{Better, Figure};
 
@@ -256,22 +256,9 @@ fn latency(settings: &Settings) -> Result<Vec<Figure>> {
     let parts = [0.5, 0.999];
     let repetitions = if settings.quick { 1 } else { 3 };
     for _ in 0..repetitions {
-        let times = sorted_times(rounds, || {
-            let begin = Instant::now();
-            sender.send_queue().post(&write(&ours, &peer, 0), [sge])?;
-            sender.ring()?;
-            let cqe = loop {
-                if let Some(cqe) = polling.poll() {
-                    break cqe;
-                }
-                ensure!(begin.elapsed() < PATIENCE, "no completion");
-                // The worker has this core, too.
-                std::thread::yield_now();
-            };
-            polling.publish();
-            ensure!(cqe.status == 0, "a completion with status {}", cqe.status);
-            sender.send_queue().complete(cqe.wqe_index);
-            Ok(())
+        let times = one_by_one(rounds, &sender, &polling, || {
+            let wqe = write(&ours, &peer, 0);
+            Ok(sender.send_queue().post(&wqe, [sge])?)
         })?;
         let beside = theirs.round_trips(rounds)?;
         for (at, part) in parts.iter().enumerate() {

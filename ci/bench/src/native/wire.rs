@@ -16,7 +16,7 @@ use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce, UdpGroSegment, UdpGsoSegmen
 use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{mtu, wr_opcode};
-use vhost_device_rdma_bare::{DeviceProcess, Qp, Vm, VmOptions};
+use vhost_device_rdma_bare::{DeviceProcess, Polling, Qp, Vm, VmOptions};
 
 use super::bed::{self, Side};
 use super::{figure, pin, quantile, Cores, Settings};
@@ -45,7 +45,7 @@ const SMALL_DEPTH: u64 = 2048;
 const SMALL: u32 = 64;
 /// Size of messages that go one after the other, and how long one may take.
 const SHORTEST: u32 = 8;
-pub const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(5);
 /// What is lost of what one end sends.
 const LOSSES: [(&str, f64); 2] = [("0.1 %", 0.9), ("1 %", 0.5)];
 /// Queue pairs that share a bottleneck, what each has outstanding, and the bottleneck: a rate, what may
@@ -263,22 +263,8 @@ impl Hosts {
         let (wqe, sge) = self.wqe(SHORTEST);
         let wqe = bed::signaled(wqe);
         let qp = &self.qps[0];
-        sorted_times(rounds, || {
-            let begin = Instant::now();
-            qp.send_queue().post(&wqe, [sge])?;
-            qp.ring()?;
-            let cqe = loop {
-                if let Some(cqe) = polling.poll() {
-                    break cqe;
-                }
-                ensure!(begin.elapsed() < PATIENCE, "no completion");
-                // The worker has this core, too.
-                std::thread::yield_now();
-            };
-            polling.publish();
-            ensure!(cqe.status == 0, "a completion with status {}", cqe.status);
-            qp.send_queue().complete(cqe.wqe_index);
-            Ok(())
+        one_by_one(rounds, qp, &polling, || {
+            Ok(qp.send_queue().post(&wqe, [sge])?)
         })
     }
 
@@ -358,6 +344,32 @@ impl Hosts {
             },
         )
     }
+}
+
+/// Sorted times of work requests one after the other, from posting to completion, µs. `post` posts one.
+pub fn one_by_one(
+    rounds: usize,
+    qp: &Qp,
+    polling: &Polling<'_>,
+    post: impl Fn() -> Result<()>,
+) -> Result<Vec<f64>> {
+    sorted_times(rounds, || {
+        let begin = Instant::now();
+        post()?;
+        qp.ring()?;
+        let cqe = loop {
+            if let Some(cqe) = polling.poll() {
+                break cqe;
+            }
+            ensure!(begin.elapsed() < PATIENCE, "no completion");
+            // The worker has this core, too.
+            std::thread::yield_now();
+        };
+        polling.publish();
+        ensure!(cqe.status == 0, "a completion with status {}", cqe.status);
+        qp.send_queue().complete(cqe.wqe_index);
+        Ok(())
+    })
 }
 
 /// Connects two queue pairs, with the largest packets.
@@ -506,7 +518,7 @@ fn round_trips(settings: &Settings, rounds: usize) -> Result<Vec<f64>> {
 }
 
 /// How long each of so many rounds takes, µs, sorted, after some that do not count.
-pub fn sorted_times(rounds: usize, mut run: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+fn sorted_times(rounds: usize, mut run: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
     let mut times = Vec::with_capacity(rounds);
     for round in 0..rounds + rounds / 4 {
         let begin = Instant::now();
