@@ -78,6 +78,18 @@ constants! {
         ATTACH_MCAST = 0x70,
         /// Detaches a queue pair from a multicast group.
         DETACH_MCAST = 0x71,
+        /// Connects a queue pair of iWARP.
+        IW_CONNECT = 0x80,
+        /// Accepts a connection with a queue pair of iWARP.
+        IW_ACCEPT = 0x81,
+        /// Rejects a connection of iWARP.
+        IW_REJECT = 0x82,
+        /// Listens for connections of iWARP.
+        IW_LISTEN = 0x83,
+        /// Ends that.
+        IW_DESTROY_LISTEN = 0x84,
+        /// Takes the next event of connections of iWARP.
+        IW_NEXT_EVENT = 0x85,
     }
 }
 
@@ -100,6 +112,18 @@ constants! {
         EINVAL = 22,
         /// The command, or what it asks for, is not supported.
         EOPNOTSUPP = 95,
+        /// The address is in use.
+        EADDRINUSE = 98,
+        /// The address is none of the device's.
+        EADDRNOTAVAIL = 99,
+        /// The connection was reset.
+        ECONNRESET = 104,
+        /// Nobody answered in time.
+        ETIMEDOUT = 110,
+        /// The connection was refused.
+        ECONNREFUSED = 111,
+        /// There is no way to the address.
+        EHOSTUNREACH = 113,
     }
 }
 

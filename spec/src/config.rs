@@ -80,5 +80,8 @@ constants! {
         COUNTERS = 17,
         /// SRD queue pairs.
         SRD = 18,
+        /// The port is one of iWARP: its queue pairs are of type IWARP, and the device makes their
+        /// connections.
+        IWARP = 19,
     }
 }

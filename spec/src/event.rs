@@ -55,5 +55,7 @@ constants! {
         /// The last receive work request of a queue pair with an SRQ was consumed: `number` is the
         /// QP.
         QP_LAST_WQE_REACHED = 16,
+        /// Events of connections wait (IW_NEXT_EVENT); `number` is zero.
+        IW_EVENT = 32,
     }
 }

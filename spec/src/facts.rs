@@ -151,7 +151,10 @@ const fn types(types: &[u8]) -> u16 {
 const ACKNOWLEDGED: u16 = types(&[qp_type::RC, qp_type::XRC_INI]);
 /// Those that have a peer.
 const CONNECTED: u16 = ACKNOWLEDGED | types(&[qp_type::UC]);
+/// The same with the queue pairs of iWARP, which lacks some of their opcodes.
+const CONNECTED_ANYHOW: u16 = CONNECTED | IWARP;
 const SRD: u16 = types(&[qp_type::SRD]);
+const IWARP: u16 = types(&[qp_type::IWARP]);
 /// All that send.
 const ALL: u16 = CONNECTED | SRD | types(&[qp_type::UD, qp_type::GSI]);
 
@@ -160,11 +163,11 @@ const INVALIDATION: &[u32] = &[feature::MW, feature::FAST_REG];
 /// All opcodes.
 pub const OPCODES: &[Opcode] = &[
     Opcode {
-        qp_types: CONNECTED | SRD,
+        qp_types: CONNECTED_ANYHOW | SRD,
         ..opcode(wr_opcode::RDMA_WRITE, Kind::Write, wc_opcode::RDMA_WRITE)
     },
     Opcode {
-        qp_types: CONNECTED | SRD,
+        qp_types: CONNECTED_ANYHOW | SRD,
         imm: Imm::Data,
         ..opcode(
             wr_opcode::RDMA_WRITE_WITH_IMM,
@@ -173,7 +176,7 @@ pub const OPCODES: &[Opcode] = &[
         )
     },
     Opcode {
-        qp_types: ALL,
+        qp_types: ALL | IWARP,
         ..opcode(wr_opcode::SEND, Kind::Send, wc_opcode::SEND)
     },
     Opcode {
@@ -182,7 +185,7 @@ pub const OPCODES: &[Opcode] = &[
         ..opcode(wr_opcode::SEND_WITH_IMM, Kind::Send, wc_opcode::SEND)
     },
     Opcode {
-        qp_types: ACKNOWLEDGED | SRD,
+        qp_types: ACKNOWLEDGED | IWARP | SRD,
         ..opcode(wr_opcode::RDMA_READ, Kind::Read, wc_opcode::RDMA_READ)
     },
     opcode(
@@ -201,6 +204,7 @@ pub const OPCODES: &[Opcode] = &[
     },
     opcode(wr_opcode::BIND_MW, Kind::Bind, wc_opcode::BIND_MW),
     Opcode {
+        qp_types: CONNECTED_ANYHOW,
         imm: Imm::RemoteKey,
         features: INVALIDATION,
         ..opcode(wr_opcode::SEND_WITH_INV, Kind::Send, wc_opcode::SEND)
@@ -237,12 +241,13 @@ pub const OPCODES: &[Opcode] = &[
 const fn opcode(opcode: u8, kind: Kind, completes_as: u8) -> Opcode {
     let (qp_types, features): (u16, &[u32]) = match kind {
         Kind::Send | Kind::Write => (CONNECTED, &[]),
-        Kind::Read => (ACKNOWLEDGED, &[]),
-        Kind::Atomic | Kind::AtomicWrite => (ACKNOWLEDGED, &[feature::ATOMIC]),
+        Kind::Read => (ACKNOWLEDGED | IWARP, &[]),
+        Kind::Atomic => (ACKNOWLEDGED | IWARP, &[feature::ATOMIC]),
+        Kind::AtomicWrite => (ACKNOWLEDGED, &[feature::ATOMIC]),
         Kind::Flush => (ACKNOWLEDGED, &[feature::FLUSH]),
-        Kind::Bind => (CONNECTED, &[feature::MW]),
-        Kind::Invalidate => (CONNECTED, INVALIDATION),
-        Kind::Register => (CONNECTED, &[feature::FAST_REG]),
+        Kind::Bind => (CONNECTED_ANYHOW, &[feature::MW]),
+        Kind::Invalidate => (CONNECTED_ANYHOW, INVALIDATION),
+        Kind::Register => (CONNECTED_ANYHOW, &[feature::FAST_REG]),
     };
     Opcode {
         opcode,
@@ -390,6 +395,10 @@ pub const QP_TYPES: &[QpType] = &[
         failure: Failure::WorkRequest,
         feature: feature::SRD,
         ..connected(qp_type::SRD)
+    },
+    QpType {
+        feature: feature::IWARP,
+        ..connected(qp_type::IWARP)
     },
 ];
 

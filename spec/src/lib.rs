@@ -15,6 +15,7 @@ pub mod config;
 pub mod doorbell;
 pub mod event;
 pub mod facts;
+pub mod iwarp;
 pub mod layout;
 pub mod ring;
 pub mod verbs;

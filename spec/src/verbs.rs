@@ -247,6 +247,8 @@ constants! {
         XRC_TGT = 10,
         /// Scalable reliable datagram.
         SRD = 11,
+        /// iWARP: reliable connected, by a connection that the device makes.
+        IWARP = 12,
     }
 }
 

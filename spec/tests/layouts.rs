@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use proptest::prelude::*;
 use virtio_rdma_spec::doorbell::{self, Bit};
 use virtio_rdma_spec::layout::Layout;
-use virtio_rdma_spec::{command, config, event, ring, verbs};
+use virtio_rdma_spec::{command, config, event, iwarp, ring, verbs};
 
 /// For every structure: bytes to value to bytes, both ways of writing and reading, and a cut
 /// buffer.
@@ -46,7 +46,7 @@ macro_rules! round_trips {
         #[test]
         fn all_structures_are_tested() {
             let tested: HashSet<&str> = HashSet::from([$(<$path>::NAME),*]);
-            let modules = [config::LAYOUTS, ring::LAYOUTS, event::LAYOUTS, command::LAYOUTS];
+            let modules = [config::LAYOUTS, ring::LAYOUTS, event::LAYOUTS, command::LAYOUTS, iwarp::LAYOUTS];
             for (name, ..) in modules.into_iter().flatten() {
                 assert!(tested.contains(name), "{name} is not tested");
             }
@@ -71,6 +71,12 @@ round_trips! {
     cq_record: ring::CqRecord,
     completion_event: event::CompletionEvent,
     async_event: event::AsyncEvent,
+    iw_endpoint: iwarp::IwEndpoint,
+    iw_connect: iwarp::IwConnect,
+    iw_accept: iwarp::IwAccept,
+    iw_reject: iwarp::IwReject,
+    iw_listen: iwarp::IwListen,
+    iw_event: iwarp::IwEvent,
     command_header: command::CommandHeader,
     response_header: command::ResponseHeader,
     page_list: command::PageList,

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use virtio_rdma_spec::facts::{Opcode, QpType, OPCODES, QP_TYPES};
 use virtio_rdma_spec::verbs::{qp_type, wr_opcode};
-use virtio_rdma_spec::{command, config, doorbell, event, ring, verbs};
+use virtio_rdma_spec::{command, config, doorbell, event, iwarp, ring, verbs};
 
 const TEXT: &str = include_str!("../virtio-rdma.md");
 
@@ -169,6 +169,7 @@ fn structures_of_crate() -> BTreeMap<String, Structure> {
         ring::LAYOUTS,
         event::LAYOUTS,
         command::LAYOUTS,
+        iwarp::LAYOUTS,
     ];
     let mut all = BTreeMap::new();
     for (name, size, fields) in modules.into_iter().flatten() {
@@ -227,6 +228,7 @@ fn groups_of_crate() -> BTreeMap<String, Group> {
         config::feature,
         doorbell::worker_status,
         event::event_type,
+        iwarp::iw_event,
         verbs::access,
         verbs::flush_level,
         verbs::flush_type,
@@ -280,6 +282,7 @@ fn groups_of_crate() -> BTreeMap<String, Group> {
             doorbell::STATUS_STRIDE,
         ),
         plain!("verbs": verbs::MASK_24),
+        plain!("iwarp": iwarp::MAX_PRIVATE_DATA),
     ]);
     all
 }
@@ -376,6 +379,7 @@ fn declarations_agree() {
         ring::LAYOUTS,
         event::LAYOUTS,
         command::LAYOUTS,
+        iwarp::LAYOUTS,
     ];
     for (name, _, fields) in modules.into_iter().flatten() {
         let fields: Vec<_> = fields.iter().map(|f| c_field(f.of, f.name)).collect();

@@ -60,6 +60,14 @@ pub fn attributes(kind: u8, current: u8, next: u8) -> Option<(u32, u32)> {
             _ => return None,
         });
     }
+    if kind == qp_type::IWARP {
+        // From INIT the device takes it to RTS when its connection is there.
+        return Some(match (current, next) {
+            (RESET | INIT, INIT) => (0, PKEY_INDEX | PORT | ACCESS_FLAGS),
+            (RTS, RTS) => (0, CUR_STATE | ACCESS_FLAGS),
+            _ => return None,
+        });
+    }
     let path = AV | PATH_MTU | DEST_QPN | RQ_PSN;
     let responder = MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER;
     let requester = RETRY_CNT | RNR_RETRY | MAX_QP_RD_ATOMIC;
