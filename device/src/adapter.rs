@@ -60,6 +60,8 @@ pub struct AdapterSettings {
     pub sandbox: Sandbox,
     /// The ways out of this process, for VMs that have one.
     pub uplinks: Uplinks,
+    /// Some VMs have a port of iWARP.
+    pub iwarp: bool,
 }
 
 /// An object that an operator puts in error, by its number.
@@ -83,6 +85,7 @@ impl Default for AdapterSettings {
             reserved_gids: Vec::new(),
             sandbox: Sandbox::default(),
             uplinks: Uplinks::default(),
+            iwarp: false,
         }
     }
 }
@@ -130,6 +133,7 @@ impl Adapter {
                 cpu,
                 sandbox,
                 uplinks: settings.uplinks_of(index),
+                iwarp: settings.iwarp && index == 0,
             };
             let budget = settings.poll_budget;
             Worker::start(index, reader, shared, budget, options, failed.clone())
@@ -165,6 +169,9 @@ impl Adapter {
             let uplinks = settings.uplinks_of(index);
             if !uplinks.is_empty() {
                 work.set_uplinks(&uplinks)?;
+            }
+            if settings.iwarp && index == 0 {
+                work.set_iwarp()?;
             }
             loops.push(work);
             Ok(worker)

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -14,6 +15,7 @@ use serde::{Deserialize, Deserializer};
 use crate::adapter::AdapterSettings;
 use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
 use crate::engine::vm::{Congestion, Local, Segment, Uplink};
+use crate::fabric::iwarp::port::{PortSettings, MOST_CONNECTIONS};
 use crate::fabric::wire::layer::settings::{BadFaults, DeviceFaults, FaultSettings};
 use crate::fabric::wire::path_mtu_within;
 use crate::fabric::wire::port::interface::Interface;
@@ -156,6 +158,12 @@ pub enum Error {
     /// What a device has for faults makes no sense.
     #[error("the faults of {0}: {1}")]
     Faults(PathBuf, BadFaults),
+    /// An RNIC of iWARP needs an address, and another one has none of it.
+    #[error("{0}: transport = \"iwarp\" and [device.iwarp] with an address belong together")]
+    Iwarp(PathBuf),
+    /// Connections of iWARP are the only way out that it has.
+    #[error("{0} has transport = \"iwarp\": that goes with no vni, dgram or netdev")]
+    IwarpAndFrames(PathBuf),
     /// Two networks are the same one on the wire.
     #[error("vni {0} is given to two networks")]
     TwoNetworks(u32),
@@ -453,6 +461,45 @@ pub struct DeviceConfig {
     pub congestion: Option<Congestion>,
     /// Faults of its frames.
     pub faults: Option<FaultsConfig>,
+    /// What its RNIC is.
+    #[serde(default)]
+    pub transport: Transport,
+    /// Where its connections are from, if it is one of iWARP.
+    pub iwarp: Option<IwarpConfig>,
+}
+
+/// What an RNIC is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Transport {
+    /// One of RoCE.
+    #[default]
+    Roce,
+    /// One of iWARP.
+    Iwarp,
+}
+
+/// Connections of an RNIC of iWARP.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct IwarpConfig {
+    /// The address of this host that its connections are from, and at which it listens.
+    pub address: IpAddr,
+    /// Addresses of VMs, and those of hosts that stand for them.
+    #[serde(default)]
+    pub directory: HashMap<IpAddr, IpAddr>,
+    /// Whether it asks for a CRC of all that is sent.
+    pub crc: Option<bool>,
+}
+
+impl IwarpConfig {
+    fn settings(self) -> PortSettings {
+        PortSettings {
+            address: self.address,
+            directory: self.directory,
+            crc: self.crc.unwrap_or(true),
+        }
+    }
 }
 
 /// `true`, `false`, or "nothing".
@@ -503,6 +550,8 @@ impl FromStr for DeviceConfig {
             local: None,
             congestion: None,
             faults: None,
+            transport: Transport::default(),
+            iwarp: None,
         };
         let bytes = |n: &str| {
             let bytes = n.parse::<u64>();
@@ -980,6 +1029,8 @@ impl Config {
             return Err(Error::NoDevice);
         }
         let mut networks = HashMap::new();
+        let connections = devices.iter().filter(|(_, of)| of.iwarp.is_some()).count();
+        adapter.iwarp = connections != 0;
         for (_, device) in &devices {
             adapter.reserve_gids_of(device);
             let Some(Segment::Vxlan(vni)) = device.uplink.map(|uplink| uplink.segment) else {
@@ -996,7 +1047,10 @@ impl Config {
             mode: args.sandbox.or(file.sandbox).unwrap_or_default(),
             user: run_as.map(identity).transpose()?,
             directories: sockets.map(|path| directory(path)).collect(),
-            descriptors: DESCRIPTORS + DESCRIPTORS_EACH * devices.len() as u64,
+            descriptors: DESCRIPTORS
+                + DESCRIPTORS_EACH * devices.len() as u64
+                + (MOST_CONNECTIONS * connections) as u64,
+            connections: connections != 0,
         };
         Ok(Self {
             adapter,
@@ -1061,6 +1115,13 @@ impl DeviceConfig {
         if ways.iter().filter(|way| **way).count() > 1 {
             return Err(Error::TwoWays(self.socket));
         }
+        if self.iwarp.is_some() != (self.transport == Transport::Iwarp) {
+            return Err(Error::Iwarp(self.socket));
+        }
+        if self.iwarp.is_some() && ways.contains(&true) {
+            return Err(Error::IwarpAndFrames(self.socket));
+        }
+        settings.iwarp = self.iwarp.map(|iwarp| Arc::new(iwarp.settings()));
         let number = u32::try_from(uplinks.interfaces.len()).unwrap_or(u32::MAX);
         if let Some(dgram) = self.dgram {
             settings.uplink = Some(dgram.uplink(number)?);

@@ -37,7 +37,11 @@ impl EpollFd {
         self.add_for(fd, Events::EPOLLIN | Events::EPOLLET, data)
     }
 
-    fn add_for(&self, fd: &impl AsRawFd, events: Events, data: u64) -> io::Result<()> {
+    /// Waits for `events` of `fd`, too.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn add_for(&self, fd: &impl AsRawFd, events: Events, data: u64) -> io::Result<()> {
         let event = Event::new(events, data);
         epoll::ctl(self.0, ControlOptions::EPOLL_CTL_ADD, fd.as_raw_fd(), event)
     }

@@ -22,6 +22,7 @@ use crate::engine::settle;
 use crate::engine::share::ShareSettings;
 use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::{Link, Schedule, Uplink, Vm, VmSettings};
+use crate::fabric::iwarp::port::{Port, PortSettings, Request};
 use crate::fabric::local::Local;
 use crate::fabric::registry::Registry;
 use crate::fabric::wire::layer::settings::DeviceFaults;
@@ -63,6 +64,8 @@ pub struct RnicSettings {
     pub uplink: Option<Uplink>,
     /// The faults that its frames have from the start.
     pub faults: DeviceFaults,
+    /// It is an RNIC of iWARP, and where its connections are from.
+    pub iwarp: Option<Arc<PortSettings>>,
 }
 
 impl Default for RnicSettings {
@@ -80,6 +83,7 @@ impl Default for RnicSettings {
             share: ShareSettings::default(),
             uplink: None,
             faults: DeviceFaults::default(),
+            iwarp: None,
         }
     }
 }
@@ -97,6 +101,7 @@ pub struct Rnic {
     adapter: Weak<Adapter>,
     pub(crate) node_guid: u64,
     vm: Arc<Vm>,
+    iwarp: Option<Arc<Port>>,
     pub(crate) workers: Vec<Arc<Worker>>,
     registry: Arc<Registry>,
     pub(crate) next_worker: AtomicU16,
@@ -135,8 +140,11 @@ impl Rnic {
             workers: workers.iter().map(schedule).collect(),
             warnings: Box::new(settings.log.of(&settings.name)),
         };
+        let vm = Vm::new(readers, vm);
+        let port = |settings: &Arc<PortSettings>| Port::new(settings.clone(), vm.clone());
         Arc::new(Self {
-            vm: Vm::new(readers, vm),
+            iwarp: settings.iwarp.as_ref().map(port),
+            vm,
             adapter,
             node_guid: node_guid(&settings),
             workers,
@@ -150,6 +158,40 @@ impl Rnic {
     /// The VM, as the engine knows it.
     pub(crate) fn vm(&self) -> &Arc<Vm> {
         &self.vm
+    }
+
+    /// The port, if it is one of iWARP.
+    pub(crate) fn iwarp(&self) -> Option<&Arc<Port>> {
+        self.iwarp.as_ref()
+    }
+
+    /// Asks the worker that has the connections of iWARP.
+    pub(crate) fn ask_iwarp(&self, request: Request) {
+        if let Some(worker) = self.workers.first() {
+            worker.ask_iwarp(request);
+        }
+    }
+
+    /// Gives the VM of a port of iWARP the GID by which its queue pairs find each other in this process.
+    /// It is in no table of its driver.
+    pub(crate) fn claim_own_gid(&self) {
+        let has = |tables: &Tables| tables.gids.first().is_some_and(Option::is_some);
+        if has(&self.tables()) {
+            return;
+        }
+        let mut gid = [0; 16];
+        for (to, from) in gid.iter_mut().zip(b"\xfd-iwarp-") {
+            *to = *from;
+        }
+        for (to, from) in gid.iter_mut().rev().zip(self.vm.serial().to_le_bytes()) {
+            *to = from;
+        }
+        let mut tables = self.tables_mut();
+        if let Some(first) = tables.gids.first_mut() {
+            if self.registry.claim(gid, &self.vm) {
+                *first = Some(gid);
+            }
+        }
     }
 
     /// The configuration space.
@@ -286,6 +328,9 @@ impl Rnic {
         tables.sink = Some(sink);
         tables.running = true;
         self.tell_link(&mut tables);
+        if let Some(port) = &self.iwarp {
+            port.raise(&tables);
+        }
         // Until the workers said so themselves, they may be asleep.
         tables.announce_all(self.workers.len(), worker_status::SLEEPING);
         for (_, qp) in tables.qps.iter() {
@@ -324,6 +369,10 @@ impl Rnic {
             qp.forget_peer(&*self.registry);
         }
         tables.clear();
+        if let Some(port) = &self.iwarp {
+            port.clear();
+            self.ask_iwarp(Request::Forget { port: port.clone() });
+        }
         // A driver that begins reads the configuration.
         tables.link_told = self.settings.link.is_up();
         self.vm.set_up_for_driver(true);

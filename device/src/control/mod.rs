@@ -8,6 +8,7 @@ mod account;
 mod cq;
 #[cfg(test)]
 pub(crate) mod fixture;
+mod iwarp;
 mod memory;
 mod queue_pair;
 mod srq;
@@ -114,6 +115,12 @@ fn dispatch(rnic: &Arc<Rnic>, header: &CommandHeader, command: &[u8]) -> Result<
         opcode::DESTROY_XRCD => srq::destroy_domain(rnic, parse_handle(body)?),
         opcode::ATTACH_MCAST => queue_pair::attach(rnic, &parse(body)?),
         opcode::DETACH_MCAST => queue_pair::detach(rnic, &parse(body)?),
+        opcode::IW_CONNECT => iwarp::connect(rnic, &parse(body)?),
+        opcode::IW_ACCEPT => iwarp::accept(rnic, &parse(body)?),
+        opcode::IW_REJECT => iwarp::reject(rnic, &parse(body)?),
+        opcode::IW_LISTEN => iwarp::listen(rnic, &parse(body)?),
+        opcode::IW_DESTROY_LISTEN => iwarp::destroy_listen(rnic, parse_handle(body)?),
+        opcode::IW_NEXT_EVENT => no_body(body).and_then(|()| iwarp::next_event(rnic)),
         _ => Err(Error::NotSupported),
     }
 }
@@ -240,6 +247,10 @@ fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
 }
 
 fn set_gid(rnic: &Arc<Rnic>, body: &SetGid) -> Result<Vec<u8>, Error> {
+    if rnic.iwarp().is_some() {
+        // The table is the driver's to make up.
+        return Err(Error::NotSupported);
+    }
     zero(body.port_num == 1 && body.reserved == [0; 12])?;
     zero(body.gid_type == gid_type::ROCE_V1 || body.gid_type == gid_type::ROCE_V2)?;
     zero(body.vlan <= MAX_VLAN || body.vlan == NO_VLAN)?;

@@ -120,6 +120,9 @@ pub(super) fn create(rnic: &Arc<Rnic>, body: &CreateQp) -> Result<Vec<u8>, Error
     let kind = QpType::of(body.qp_type).ok_or(Error::NotSupported)?;
     needs(rnic, feature::RC)?;
     needs(rnic, kind.feature)?;
+    if rnic.vm().accepted(feature::IWARP) && body.qp_type != qp_type::IWARP {
+        return Err(Error::NotSupported);
+    }
     if body.srq != 0 {
         needs(rnic, feature::SRQ)?;
     }
@@ -257,9 +260,10 @@ fn insert(
 /// The worker of the next queue, and its index. (The next one comes when the queue is made.)
 pub(super) fn next_worker(rnic: &Rnic) -> Result<(u16, Arc<Worker>), Error> {
     // The way out of this process belongs to the first worker.
-    let index = match rnic.vm().uplink() {
-        Some(_) => 0,
-        None => rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16),
+    let leaves = rnic.vm().uplink().is_some() || rnic.iwarp().is_some();
+    let index = match leaves {
+        true => 0,
+        false => rnic.next_worker.load(Ordering::Relaxed) % (rnic.workers.len().max(1) as u16),
     };
     let worker = rnic.workers.get(usize::from(index)).ok_or(Error::Invalid)?;
     Ok((index, worker.clone()))
@@ -358,6 +362,7 @@ pub(super) fn destroy(rnic: &Arc<Rnic>, number: u32) -> Result<Vec<u8>, Error> {
     let qp = tables.qps.remove(number).ok_or(Error::NotFound)?;
     qp.dead.store(true, Ordering::SeqCst);
     qp.forget_peer(rnic.registry());
+    qp.comes_back();
     if qp.leaves() {
         // Its worker forgets what the wire keeps of it.
         qp.schedule();

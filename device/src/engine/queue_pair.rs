@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vhost_device_rdma_sync::lock;
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::facts::{Failure, QpType};
-use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, MASK_24};
+use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, MASK_24};
 
 use super::binding::{serial, Binding, Peers};
 use super::gather::Gather;
@@ -225,8 +225,11 @@ impl Qp {
         let (send_queue, responder) = (parts.send_queue, parts.responder);
         Self {
             capped: vm.caps().is_some(),
-            // Where a datagram goes, each says itself.
-            leaves: AtomicBool::new(facts.datagram && vm.uplink().is_some()),
+            // Where a datagram goes, each says itself. That a queue pair of iWARP stays, its connection
+            // shows.
+            leaves: AtomicBool::new(
+                facts.qp_type == qp_type::IWARP || (facts.datagram && vm.uplink().is_some()),
+            ),
             number,
             serial: serial(),
             vm_serial: vm.serial(),
@@ -314,9 +317,18 @@ impl Qp {
             })
             .is_ok();
         if changed {
+            self.comes_back();
             self.schedule();
         }
         changed
+    }
+
+    /// A queue pair of iWARP whose messages stayed in this process goes to another state than RTS, or is
+    /// destroyed: its connection has to know.
+    pub(crate) fn comes_back(&self) {
+        if self.qp_type == qp_type::IWARP {
+            self.leaves.store(true, Ordering::Relaxed);
+        }
     }
 
     /// A send work request failed: the queue pair goes to the error state, or, where nobody is told
@@ -423,6 +435,10 @@ impl Qp {
             *attr = initial(self.facts);
             drop((send_queue, responder));
             self.forget_peer(peers);
+            if self.qp_type == qp_type::IWARP {
+                self.comes_back();
+                self.schedule();
+            }
             return Ok(());
         }
         let merged = merge(mask, &attr, new);
@@ -467,8 +483,58 @@ impl Qp {
         }
         *attr = merged;
         drop(attr);
+        if next != qp_state::RTS {
+            self.comes_back();
+        }
         self.schedule();
         Ok(())
+    }
+
+    /// The connection of a queue pair of iWARP is there: it goes from INIT to RTS. `partner` is the
+    /// other end, by the GID of its VM and its number, if messages go to it directly; `ord` and `ird`
+    /// are how many RDMA READs either end may have under way. Returns false if the queue pair is not in
+    /// INIT any longer.
+    pub(crate) fn establish(
+        self: &Arc<Self>,
+        peers: &impl Peers,
+        partner: Option<(Gid, u32)>,
+        [ord, ird]: [u8; 2],
+    ) -> bool {
+        let mut attr = lock(&self.attr);
+        let mut with = QpAttr {
+            max_rd_atomic: ord,
+            max_dest_rd_atomic: ird,
+            ..*attr
+        };
+        let mut binding = Binding::default();
+        if let Some((gid, number)) = partner {
+            with.av.dgid = gid;
+            with.dest_qp_num = number;
+            with.path_mtu = mtu::MTU_4096;
+            // The other end is there, or will never be: 70 ms, four times.
+            with.timeout = 14;
+            with.retry_cnt = 3;
+            self.forget_peer(peers);
+            let (found, kept) = peers.connect(&self.vm, gid);
+            *lock(&self.kept_gid) = kept.then_some(gid);
+            binding = found;
+        }
+        let mut send_queue = self.send_queue();
+        let mut responder = self.responder();
+        send_queue.configure(&with);
+        responder.configure(&with);
+        send_queue.binding = binding;
+        responder.binding = binding;
+        let (from, to) = (qp_state::INIT, qp_state::RTS);
+        let (order, state) = (Ordering::SeqCst, &self.state);
+        let changed = state.compare_exchange(from, to, order, order).is_ok();
+        if changed {
+            self.leaves.store(partner.is_none(), Ordering::Relaxed);
+            *attr = with;
+        }
+        drop((send_queue, responder, attr));
+        self.schedule();
+        changed
     }
 
     /// Finds out who its peer is when it goes to RTR. Later the path to the peer may change, the

@@ -21,6 +21,7 @@
 //! under way, and learns of their fate later.
 #[cfg(test)]
 mod differential;
+pub mod iwarp;
 pub mod local;
 pub mod registry;
 #[cfg(test)]

@@ -14,13 +14,17 @@ use landlock::{
 /// they have.
 const TESTED: ABI = ABI::V7;
 
-/// Rules that allow to remove files in `directories`, and nothing else.
-pub(super) fn rules(directories: &[PathBuf]) -> Result<RulesetCreated, RulesetError> {
-    let mut rules = Ruleset::default()
-        .handle_access(AccessFs::from_all(TESTED))?
-        .handle_access(AccessNet::from_all(TESTED))?
-        .scope(Scope::from_all(TESTED))?
-        .create()?;
+/// Rules that allow to remove files in `directories`, and TCP if there are `connections`: to which
+/// ports, drivers say. Nothing else.
+pub(super) fn rules(
+    directories: &[PathBuf],
+    connections: bool,
+) -> Result<RulesetCreated, RulesetError> {
+    let mut rules = Ruleset::default().handle_access(AccessFs::from_all(TESTED))?;
+    if !connections {
+        rules = rules.handle_access(AccessNet::from_all(TESTED))?;
+    }
+    let mut rules = rules.scope(Scope::from_all(TESTED))?.create()?;
     let directories: BTreeSet<&Path> = directories.iter().map(PathBuf::as_path).collect();
     for directory in directories {
         match PathFd::new(directory) {
@@ -58,7 +62,8 @@ mod tests {
             fs::write(directory.join("file"), "text").unwrap();
         }
         let mut open = File::open(other.join("file")).unwrap();
-        let rules = rules(&[ours.to_owned(), ours.to_owned(), "/no/such".into()]).unwrap();
+        let directories = [ours.to_owned(), ours.to_owned(), "/no/such".into()];
+        let rules = rules(&directories, false).unwrap();
         std::thread::scope(|scope| {
             let confined = scope.spawn(|| {
                 if rules.restrict_self().unwrap().ruleset == RulesetStatus::NotEnforced {

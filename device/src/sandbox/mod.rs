@@ -70,6 +70,8 @@ pub struct Settings {
     pub directories: Vec<PathBuf>,
     /// File descriptors that are enough.
     pub descriptors: u64,
+    /// It makes and takes TCP connections.
+    pub connections: bool,
 }
 
 /// Why there is no sandbox.
@@ -136,8 +138,10 @@ impl Sandbox {
 
     fn prepare(settings: &Settings) -> Result<Confinement, Error> {
         Ok(Confinement {
-            files: files::rules(&settings.directories).map_err(Error::Files)?,
-            filters: Filters::new(settings.mode).map_err(Error::SystemCalls)?,
+            files: files::rules(&settings.directories, settings.connections)
+                .map_err(Error::Files)?,
+            filters: Filters::new(settings.mode, settings.connections)
+                .map_err(Error::SystemCalls)?,
             told: AtomicBool::new(false),
         })
     }

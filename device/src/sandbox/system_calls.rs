@@ -96,6 +96,40 @@ const WORKER: &[Call] = &[
     (libc::SYS_timerfd_settime, Any),
 ];
 
+/// What a worker does besides that has connections of TCP: it takes them over, moves their bytes, and
+/// ends them.
+const WORKER_OF_CONNECTIONS: &[Call] = &[
+    (libc::SYS_accept4, Any),
+    (libc::SYS_epoll_ctl, Any),
+    (libc::SYS_getpeername, Any),
+    (libc::SYS_getsockname, Any),
+    (libc::SYS_getsockopt, Any),
+    (libc::SYS_recvfrom, Any),
+    (
+        libc::SYS_setsockopt,
+        OneOf(
+            2,
+            &[
+                libc::TCP_NODELAY as u32,
+                libc::SO_KEEPALIVE as u32,
+                libc::UDP_SEGMENT as u32,
+            ],
+        ),
+    ),
+    (libc::SYS_shutdown, Any),
+];
+
+/// What front ends' threads do besides whose VMs have connections of TCP: they begin them.
+const FRONT_END_OF_CONNECTIONS: &[Call] = &[
+    (libc::SYS_bind, Any),
+    (libc::SYS_connect, Any),
+    (libc::SYS_listen, Any),
+    (
+        libc::SYS_socket,
+        OneOf(0, &[libc::AF_INET as u32, libc::AF_INET6 as u32]),
+    ),
+];
+
 /// Starting threads, but no processes. (What [`UNKNOWN`] has is tried before.)
 const START: &[Call] = &[
     (libc::SYS_clone, All(0, THREAD)),
@@ -151,7 +185,18 @@ const MAIN: &[Call] = &[
 /// whose arguments can be judged.
 const UNKNOWN: &[c_long] = &[libc::SYS_clone3];
 
-/// What a kind of thread may do.
+/// What a kind of thread may do; a later call that is there twice counts. `connections`: the process
+/// has some of TCP.
+fn allowed_with(kind: Kind, connections: bool) -> impl Iterator<Item = Call> {
+    let more = match kind {
+        Kind::Worker if connections => WORKER_OF_CONNECTIONS,
+        Kind::FrontEnd if connections => FRONT_END_OF_CONNECTIONS,
+        _ => &[],
+    };
+    allowed(kind).chain(more.iter().copied())
+}
+
+/// What a kind of thread may do in any process.
 fn allowed(kind: Kind) -> impl Iterator<Item = Call> {
     let lists: &[&[Call]] = match kind {
         Kind::Worker => &[MEMORY, THREADS, EVENTS, WORKER],
@@ -195,7 +240,7 @@ pub(super) struct Filters {
 
 impl Filters {
     /// What is not listed ends the process, or is logged.
-    pub(super) fn new(mode: Mode) -> Result<Self, Error> {
+    pub(super) fn new(mode: Mode, connections: bool) -> Result<Self, Error> {
         let otherwise = match mode {
             Mode::On => SeccompAction::KillProcess,
             Mode::Log | Mode::Off => SeccompAction::Log,
@@ -207,7 +252,7 @@ impl Filters {
             allowed: Vec::new(),
         };
         for kind in Kind::ALL {
-            let mut calls: BTreeMap<_, _> = allowed(kind)
+            let mut calls: BTreeMap<_, _> = allowed_with(kind, connections)
                 .map(|(call, with)| Ok((call, with.rules()?)))
                 .collect::<Result<_, Error>>()?;
             // They get past this one, to have the other's answer.
@@ -310,7 +355,7 @@ mod tests {
             "start a thread" => Kind::FrontEnd,
             _ => Kind::Worker,
         };
-        let filters = Filters::new(mode).unwrap();
+        let filters = Filters::new(mode, false).unwrap();
         let confined = move || {
             filters.install(kind).unwrap();
             match act.as_str() {

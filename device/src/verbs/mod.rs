@@ -84,6 +84,15 @@ pub enum Error {
         Ipv6Addr::from(*.0)
     )]
     GidTaken(Gid),
+    /// The host does not allow it.
+    #[error("the host does not allow it")]
+    NotAllowed,
+    /// The address is in use.
+    #[error("the address is in use")]
+    AddressInUse,
+    /// The address is none of the device's.
+    #[error("the device has no such address")]
+    NoSuchAddress,
     /// The operator does not allow this VM the GID.
     #[error(transparent)]
     GidNotAllowed(#[from] gid_policy::Refusal),
@@ -101,7 +110,9 @@ impl Error {
             Self::Busy | Self::GidTaken(_) => status::EBUSY,
             Self::Invalid => status::EINVAL,
             Self::NotSupported => status::EOPNOTSUPP,
-            Self::GidNotAllowed(_) => status::EPERM,
+            Self::AddressInUse => status::EADDRINUSE,
+            Self::NoSuchAddress => status::EADDRNOTAVAIL,
+            Self::GidNotAllowed(_) | Self::NotAllowed => status::EPERM,
         }
     }
 }

@@ -24,7 +24,7 @@ use crate::error::sentence;
 use crate::eventfd;
 use crate::limits::Limits;
 use crate::memory::GuestMemory;
-use crate::virtio::{self, Ring, VirtioDevice, FEATURES, MAX_RING_SIZE};
+use crate::virtio::{self, Ring, VirtioDevice, MAX_RING_SIZE};
 use crate::warnings::Named;
 
 /// The feature of which vhost-user itself makes use.
@@ -247,7 +247,7 @@ impl VhostUserBackend for Backend {
     }
 
     fn features(&self) -> u64 {
-        FEATURES | PROTOCOL_FEATURES
+        self.with_device(|device| device.features()) | PROTOCOL_FEATURES
     }
 
     fn acked_features(&self, features: u64) {

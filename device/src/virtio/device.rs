@@ -45,6 +45,14 @@ pub const FEATURES: u64 = 1 << feature::RC
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_F_VERSION_1;
 
+/// What a port of iWARP lacks of that.
+const NOT_OF_IWARP: u64 = 1 << feature::UD
+    | 1 << feature::UC
+    | 1 << feature::XRC
+    | 1 << feature::FLUSH
+    | 1 << feature::HEADER_TYPE
+    | 1 << feature::SRD;
+
 /// The driver accepted features that do not go together, or that were not offered.
 #[derive(Debug, thiserror::Error)]
 #[error("the features {0:#x} were not offered, or one lacks another that it needs")]
@@ -129,6 +137,15 @@ impl VirtioDevice {
         bytes
     }
 
+    /// The features that the device offers.
+    #[must_use]
+    pub fn features(&self) -> u64 {
+        match self.rnic.iwarp() {
+            Some(_) => FEATURES & !NOT_OF_IWARP | 1 << feature::IWARP,
+            None => FEATURES,
+        }
+    }
+
     /// Takes the features that the driver accepted.
     ///
     /// # Errors
@@ -138,7 +155,7 @@ impl VirtioDevice {
         let needs_srq = has(feature::XRC) || has(feature::SRQ_RESIZE);
         let lacks =
             needs_srq && !has(feature::SRQ) || has(feature::FAST_REG) && !has(feature::PHYSICAL_MR);
-        if features & !FEATURES != 0 || lacks {
+        if features & !self.features() != 0 || lacks {
             return Err(FeatureError(features));
         }
         self.rnic.set_features(features);

@@ -13,8 +13,9 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::busy_poll::{BusyPoller, POLLS};
 use super::doorbell::Doorbell;
-use super::handle::{count, Worker, KICK, WIRE};
+use super::handle::{count, Worker, IWARP, KICK, WIRE};
 use super::idle_policy::{Idle, IdlePolicy};
+use super::iwarp::IwarpEnd;
 use super::scheduler::{QpQueue, Scan, Scheduler};
 use super::timers::{Holds, Parked};
 use super::watched::{Watched, FEW};
@@ -91,6 +92,8 @@ pub struct Loop {
     idle_policy: IdlePolicy,
     /// The ways out of this process, if they are this worker's.
     wire: Option<WireEnd>,
+    /// Connections of iWARP, if they are this worker's.
+    iwarp: Option<IwarpEnd>,
     /// What is known of queue pairs whose messages are captured.
     positions: Positions,
 }
@@ -176,6 +179,7 @@ impl Loop {
             timed: false,
             idle_policy: IdlePolicy::new(poll_budget),
             wire: None,
+            iwarp: None,
             positions: Positions::default(),
         }
     }
@@ -192,6 +196,17 @@ impl Loop {
         self.wire = Some(WireEnd::new(port, view, self.worker.index));
         // The list of VMs is taken over anew.
         self.generation = u64::MAX;
+        Ok(())
+    }
+
+    /// Connections of iWARP are this worker's.
+    ///
+    /// # Errors
+    /// If the system has no file descriptors left.
+    pub fn set_iwarp(&mut self) -> io::Result<()> {
+        let iwarp = IwarpEnd::new(self.worker.index)?;
+        iwarp.wait_in(&self.worker.epoll, IWARP)?;
+        self.iwarp = Some(iwarp);
         Ok(())
     }
 
@@ -265,7 +280,7 @@ impl Loop {
     fn iterate(&mut self, most: usize, polling: Polling) -> Iteration {
         self.refresh();
         self.take_inbox();
-        let came = self.look_at_wire();
+        let came = self.look_at_wire() | self.look_at_connections();
         let mut iteration = self.scan(most, polling);
         iteration.served += usize::from(came);
         if let Some(wire) = self.wire.as_mut().filter(|_| self.queue.is_empty()) {
@@ -286,6 +301,16 @@ impl Loop {
         let section = self.reader.enter();
         let (queue, worker) = (&mut self.queue, self.worker.index);
         wire.look(self.time, &section, &self.registry, queue, worker)
+    }
+
+    /// Looks at connections of iWARP. Returns whether there was anything to do.
+    #[inline(always)]
+    fn look_at_connections(&mut self) -> bool {
+        let Some(iwarp) = &mut self.iwarp else {
+            return false;
+        };
+        let section = self.reader.enter();
+        iwarp.look(self.time, &section, &self.registry, &mut self.queue)
     }
 
     /// What the worker does again and again while it polls: a poll iteration, and then the run
@@ -373,7 +398,12 @@ impl Loop {
         }
         let cqs = std::mem::take(&mut inbox.cqs);
         let try_again = std::mem::take(&mut inbox.try_again);
+        let requests = std::mem::take(&mut inbox.iwarp);
         drop(inbox);
+        if let Some(iwarp) = self.iwarp.as_mut().filter(|_| !requests.is_empty()) {
+            let section = self.reader.enter();
+            iwarp.ask(requests, &section, &self.registry, clock());
+        }
         if try_again {
             for qp in self.parked.take() {
                 self.again(qp);
@@ -394,6 +424,7 @@ impl Loop {
             .into_iter()
             .chain(self.holds.next())
             .chain(self.wire.as_ref().and_then(WireEnd::timer))
+            .chain(self.iwarp.as_ref().and_then(IwarpEnd::timer))
             .min()
     }
 
@@ -415,6 +446,7 @@ impl Loop {
                 cost: 0,
                 since: None,
                 wire: self.wire.as_mut(),
+                iwarp: self.iwarp.as_mut(),
                 positions: &mut self.positions,
             },
             served: 0,
@@ -544,6 +576,7 @@ impl Loop {
                     cost,
                     since,
                     wire: self.wire.as_mut(),
+                    iwarp: self.iwarp.as_mut(),
                     positions: &mut self.positions,
                 };
                 match qp.vm.read_in(&section) {
@@ -594,6 +627,9 @@ impl Loop {
         self.worker.watchdog_sleep.end();
         if let Some(wire) = &mut self.wire {
             wire.look_soon();
+        }
+        if let Some(iwarp) = &mut self.iwarp {
+            iwarp.look_soon();
         }
         match events {
             Ok(events) => {
@@ -648,6 +684,7 @@ impl Loop {
     fn anything(&mut self) -> bool {
         let section = self.reader.enter();
         self.worker.inbox_filled.load(Ordering::SeqCst)
+            || self.iwarp.as_ref().is_some_and(IwarpEnd::has_more)
             || self.worker.stopping.load(Ordering::SeqCst)
             || self.worker.generation.load(Ordering::SeqCst) != self.generation
             || self.vms.iter().any(|vm| match vm.read_in(&section) {

@@ -20,6 +20,7 @@ use crate::engine::queue_pair::Qp;
 use crate::engine::vm::{Schedule, Vm};
 use crate::epoll_fd::EpollFd;
 use crate::eventfd;
+use crate::fabric::iwarp::port::Request;
 use crate::fabric::registry::Registry;
 use crate::fabric::wire::capture::Capture;
 use crate::fabric::wire::egress::View;
@@ -38,6 +39,8 @@ pub(super) const WAKE: u64 = 0;
 pub(super) const TIMER: u64 = 2;
 /// Epoll data of frames that have come.
 pub(super) const WIRE: u64 = 3;
+/// Epoll data of connections of iWARP.
+pub(super) const IWARP: u64 = 4;
 
 /// What others hand to a worker.
 #[derive(Debug, Default)]
@@ -48,6 +51,8 @@ pub(super) struct Inbox {
     pub(super) cqs: Vec<Held>,
     /// A port came up: queue pairs that wait may have a way to their peers now.
     pub(super) try_again: bool,
+    /// What drivers want of connections of iWARP.
+    pub(super) iwarp: Vec<Request>,
 }
 
 /// What a worker counts. Only the worker writes.
@@ -113,6 +118,8 @@ pub struct ThreadOptions {
     pub sandbox: Sandbox,
     /// The ways out of this process, as far as they are this worker's.
     pub uplinks: Uplinks,
+    /// Connections of iWARP are this worker's.
+    pub iwarp: bool,
 }
 
 impl Worker {
@@ -132,6 +139,9 @@ impl Worker {
         let (worker, mut work) = Self::without_thread(index, reader, shared, poll_budget)?;
         if !options.uplinks.is_empty() {
             work.set_uplinks(&options.uplinks)?;
+        }
+        if options.iwarp {
+            work.set_iwarp()?;
         }
         worker.run(work, options, failed, Loop::run)?;
         Ok(worker)
@@ -228,6 +238,11 @@ impl Worker {
     /// Has all parked queue pairs polled: they look for their peers again.
     pub fn try_again(&self) {
         self.put(|inbox| inbox.try_again = true);
+    }
+
+    /// A driver wants something of connections of iWARP, which are this worker's.
+    pub(crate) fn ask_iwarp(&self, request: Request) {
+        self.put(|inbox| inbox.iwarp.push(request));
     }
 
     /// Whether anything but doorbells wants the worker, which knows of the changes up to

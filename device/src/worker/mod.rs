@@ -35,6 +35,7 @@ mod doorbell;
 mod event_loop;
 mod handle;
 mod idle_policy;
+mod iwarp;
 mod run_queue;
 mod scheduler;
 mod supervision;

@@ -5,10 +5,12 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use vhost_device_rdma_sync::ReadSection;
+use virtio_rdma_spec::verbs::qp_type;
 
 use super::busy_poll::BusyPoller;
 use super::doorbell::Doorbell;
 use super::handle::{count, Worker};
+use super::iwarp::IwarpEnd;
 use super::run_queue::RunQueue;
 use super::timers::Parked;
 use super::wire::WireEnd;
@@ -174,6 +176,8 @@ pub(super) struct Scheduler<'a> {
     pub(super) since: Option<u64>,
     /// The way out of this process, if it is this worker's.
     pub(super) wire: Option<&'a mut WireEnd>,
+    /// Connections of iWARP, if they are this worker's.
+    pub(super) iwarp: Option<&'a mut IwarpEnd>,
     /// What is known of queue pairs whose messages are captured.
     pub(super) positions: &'a mut Positions,
 }
@@ -274,6 +278,15 @@ impl<'a> Scheduler<'a> {
     where
         'a: 'b,
     {
+        if qp.qp_type == qp_type::IWARP {
+            if let Some(iwarp) = &mut self.iwarp {
+                let registry = cache.registry;
+                let polled = iwarp.poll(tables, qp, self.section, registry, self.time, budget);
+                if let Some(polled) = polled {
+                    return polled;
+                }
+            }
+        }
         let mut no = BusyPoller::never(self.section, self.worker);
         let mut wire = self.wire.as_deref_mut().filter(|_| qp.leaves());
         let before = wire.as_ref().map_or(Budget::NONE, |wire| wire.sent());
@@ -286,7 +299,9 @@ impl<'a> Scheduler<'a> {
                 };
                 fabric::poll(wire.fabric(), tables, qp, self.time, budget)
             }
-            None if qp.leaves() => return (Polled::Idle, Budget::NONE),
+            None if qp.leaves() && qp.qp_type != qp_type::IWARP => {
+                return (Polled::Idle, Budget::NONE);
+            }
             wire => {
                 let mut imagined = Imagined::new(&self.worker.capture, self.positions);
                 let mut carrier = LocalCarrier {

@@ -13,6 +13,7 @@ mod fail;
 mod fast;
 mod frontend;
 mod hostile;
+mod iwarp;
 mod lifecycle;
 mod limits;
 mod link;

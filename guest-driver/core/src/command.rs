@@ -4,6 +4,7 @@
 use core::fmt;
 
 use virtio_rdma_spec::command::{self as spec, opcode, status, CommandHeader, ResponseHeader};
+use virtio_rdma_spec::iwarp;
 use virtio_rdma_spec::layout::Layout;
 
 /// A control command: what goes there and what comes back.
@@ -79,6 +80,12 @@ commands! {
     DestroySrq, DESTROY_SRQ, spec::Handle, Empty;
     AttachMcast, ATTACH_MCAST, spec::Multicast, Empty;
     DetachMcast, DETACH_MCAST, spec::Multicast, Empty;
+    IwConnect, IW_CONNECT, iwarp::IwConnect, spec::HandleResponse;
+    IwAccept, IW_ACCEPT, iwarp::IwAccept, Empty;
+    IwReject, IW_REJECT, iwarp::IwReject, Empty;
+    IwListen, IW_LISTEN, iwarp::IwListen, spec::HandleResponse;
+    IwDestroyListen, IW_DESTROY_LISTEN, spec::Handle, Empty;
+    IwNextEvent, IW_NEXT_EVENT, Empty, iwarp::IwEvent;
 }
 
 const fn max(lengths: &[usize]) -> usize {
@@ -203,7 +210,7 @@ mod tests {
 
     #[test]
     fn the_longest_command_and_response_are_known() {
-        assert_eq!(MAX_COMMAND_LEN, 112);
-        assert_eq!(MAX_RESPONSE_LEN, 152);
+        assert_eq!(MAX_COMMAND_LEN, 336);
+        assert_eq!(MAX_RESPONSE_LEN, 336);
     }
 }

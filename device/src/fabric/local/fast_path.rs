@@ -261,7 +261,8 @@ impl<'r, 'a> Flow<'r, 'a> {
         budget: Budget,
         cache: &'r mut LookupCache<'a>,
     ) -> Option<Self> {
-        if send_queue.qp_type != qp_type::RC || send_queue.max_sge == 0 {
+        let fast = matches!(send_queue.qp_type, qp_type::RC | qp_type::IWARP);
+        if !fast || send_queue.max_sge == 0 {
             return None;
         }
         let cq = qp.send_cq.as_ref()?;

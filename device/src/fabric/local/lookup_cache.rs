@@ -18,7 +18,7 @@ use crate::verbs::keys::CachedRange;
 #[derive(Debug)]
 pub(crate) struct LookupCache<'a> {
     pub(super) section: &'a ReadSection<'a>,
-    pub(super) registry: &'a Registry,
+    pub(crate) registry: &'a Registry,
     /// The worker's VMs, of which peers may be.
     vms: &'a [Arc<Vm>],
     /// The last peer.

@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A VM's port of iWARP: what its driver knows of connections, and what waits for it to be told.
+//!
+//! Commands are judged here, in the thread of the front end, against what the driver knows. The
+//! connections themselves are the worker's ([`super::Iwarp`]), which a command reaches as a
+//! [`Request`]; what became of it comes back as an event.
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use arrayvec::ArrayVec;
+use vhost_device_rdma_sync::lock;
+use virtio_rdma_spec::event::event_type;
+use virtio_rdma_spec::iwarp::{iw_event, IwEndpoint, IwEvent, MAX_PRIVATE_DATA};
+
+use crate::engine::events::raise;
+use crate::engine::queue_pair::Qp;
+use crate::engine::tables::Tables;
+use crate::engine::vm::Vm;
+use crate::footprint::Share;
+use crate::verbs::Error;
+
+/// Connections and listeners that a VM may have, at most: each is a file descriptor of the process.
+pub const MOST_CONNECTIONS: usize = 4096;
+/// Connections of a listener that wait to be accepted, at most.
+pub(crate) const MOST_BACKLOG: u32 = 1024;
+/// What a connection takes of its VM's account beside its buffers, bytes.
+const CONNECTION: u64 = 4096;
+
+/// Private data of one side of a connection.
+pub(crate) type PrivateData = ArrayVec<u8, { MAX_PRIVATE_DATA as usize }>;
+
+/// Where connections of a VM are from, and where the addresses that its driver names are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PortSettings {
+    /// The address of the host that they are from, and at which the VM listens.
+    pub address: IpAddr,
+    /// Addresses that drivers name, and those of hosts that stand for them. Others stand for
+    /// themselves.
+    pub directory: HashMap<IpAddr, IpAddr>,
+    /// Each FPDU has a CRC, unless the peer wants it and this is false.
+    pub crc: bool,
+}
+
+impl PortSettings {
+    /// Where an address is that a driver names.
+    fn host_of(&self, address: IpAddr) -> IpAddr {
+        self.directory.get(&address).copied().unwrap_or(address)
+    }
+
+    /// How drivers name the address of a host.
+    fn name_of(&self, host: IpAddr) -> IpAddr {
+        let mut names = self.directory.iter().filter(|(_, of)| **of == host);
+        names.next().map_or(host, |(name, _)| *name)
+    }
+}
+
+/// How often RDMA READs may be under way, in either direction, as the driver wants it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Depths {
+    /// From here.
+    pub ord: u8,
+    /// From the peer.
+    pub ird: u8,
+}
+
+/// What a driver asks of the worker that has the connections.
+#[derive(Debug)]
+pub(crate) enum Request {
+    /// Connections come in by this socket.
+    Listen {
+        port: Arc<Port>,
+        listener: u32,
+        socket: Arc<TcpListener>,
+    },
+    /// They do so no longer.
+    DestroyListen { port: Arc<Port>, listener: u32 },
+    /// A connection begins by this socket, which is connecting.
+    Connect {
+        port: Arc<Port>,
+        id: u32,
+        qp: Arc<Qp>,
+        socket: TcpStream,
+        depths: Depths,
+        private: PrivateData,
+    },
+    /// One that came in is accepted.
+    Accept {
+        port: Arc<Port>,
+        id: u32,
+        qp: Arc<Qp>,
+        depths: Depths,
+        private: PrivateData,
+    },
+    /// Or rejected.
+    Reject {
+        port: Arc<Port>,
+        id: u32,
+        private: PrivateData,
+    },
+    /// All that the port has is closed: its VM was reset.
+    Forget { port: Arc<Port> },
+}
+
+/// What the driver knows of a connection.
+#[derive(Debug)]
+struct Known {
+    cookie: u64,
+    /// The serial number of its queue pair; none while it waits to be accepted.
+    qp: Option<u64>,
+    /// Of a connection that waits to be accepted: its listener.
+    listener: Option<u32>,
+    _share: Share,
+}
+
+/// What the driver knows of a listener.
+#[derive(Debug)]
+struct Listening {
+    cookie: u64,
+    backlog: u32,
+    /// The worker's, too, which lets it go later.
+    socket: Arc<TcpListener>,
+    _share: Share,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    connections: HashMap<u32, Known>,
+    listeners: HashMap<u32, Listening>,
+    /// For the driver; each connection has few.
+    events: VecDeque<IwEvent>,
+    last: u32,
+}
+
+impl Inner {
+    /// A number that no connection or listener has.
+    fn number(&mut self) -> Result<u32, Error> {
+        if self.connections.len() + self.listeners.len() >= MOST_CONNECTIONS {
+            return Err(Error::NoMemory);
+        }
+        loop {
+            self.last = self.last.wrapping_add(1).max(1);
+            let known = self.connections.contains_key(&self.last);
+            if !known && !self.listeners.contains_key(&self.last) {
+                return Ok(self.last);
+            }
+        }
+    }
+}
+
+/// A VM's port of iWARP.
+pub(crate) struct Port {
+    pub settings: Arc<PortSettings>,
+    pub vm: Arc<Vm>,
+    inner: Mutex<Inner>,
+}
+
+impl fmt::Debug for Port {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Port").finish_non_exhaustive()
+    }
+}
+
+/// An endpoint as drivers name it.
+pub(crate) fn endpoint(address: SocketAddr) -> IwEndpoint {
+    let addr = match address.ip() {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+        IpAddr::V6(v6) => v6,
+    };
+    IwEndpoint {
+        addr: addr.octets(),
+        port: address.port(),
+        ..IwEndpoint::default()
+    }
+}
+
+/// The address of an endpoint.
+///
+/// # Errors
+/// If a reserved field is not zero.
+pub(crate) fn address(endpoint: &IwEndpoint) -> Result<SocketAddr, Error> {
+    if endpoint.reserved != [0; 6] {
+        return Err(Error::Invalid);
+    }
+    let address = Ipv6Addr::from(endpoint.addr).to_canonical();
+    Ok(SocketAddr::new(address, endpoint.port))
+}
+
+impl Port {
+    /// The port of a VM.
+    pub(crate) fn new(settings: Arc<PortSettings>, vm: Arc<Vm>) -> Arc<Self> {
+        let inner = Mutex::default();
+        Arc::new(Self {
+            settings,
+            vm,
+            inner,
+        })
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        lock(&self.inner)
+    }
+
+    /// Where a connection goes to that the driver wants to this address.
+    pub(crate) fn remote(&self, to: SocketAddr) -> SocketAddr {
+        SocketAddr::new(self.settings.host_of(to.ip()), to.port())
+    }
+
+    /// Connections come in by this socket; the number of the listener.
+    ///
+    /// # Errors
+    /// If there are too many, or the account has no room.
+    pub(crate) fn listen(
+        &self,
+        cookie: u64,
+        backlog: u32,
+        socket: Arc<TcpListener>,
+    ) -> Result<u32, Error> {
+        let share = self.vm.footprint().share(CONNECTION)?;
+        let mut inner = self.inner();
+        let number = inner.number()?;
+        let listening = Listening {
+            cookie,
+            backlog,
+            socket,
+            _share: share,
+        };
+        inner.listeners.insert(number, listening);
+        Ok(number)
+    }
+
+    /// A listener ends. Nothing of it is told any longer.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub(crate) fn destroy_listen(&self, listener: u32) -> Result<(), Error> {
+        let mut inner = self.inner();
+        let Inner {
+            connections,
+            listeners,
+            events,
+            ..
+        } = &mut *inner;
+        let gone = listeners.remove(&listener).ok_or(Error::NotFound)?;
+        // Its address is free at once.
+        let _ = rustix::net::shutdown(&gone.socket, rustix::net::Shutdown::Read);
+        let of_it = |known: &Known| known.listener == Some(listener);
+        events.retain(|event| {
+            let known = connections.get(&event.connection);
+            event.kind != iw_event::CONNECT_REQUEST || !known.is_some_and(of_it)
+        });
+        connections.retain(|_, known| !of_it(known));
+        Ok(())
+    }
+
+    /// A connection of a queue pair; its number.
+    ///
+    /// # Errors
+    /// If the queue pair has one, there are too many, or the account has no room.
+    pub(crate) fn connect(&self, cookie: u64, qp: &Qp) -> Result<u32, Error> {
+        let share = self.vm.footprint().share(CONNECTION)?;
+        let mut inner = self.inner();
+        self.check_free(&inner, qp)?;
+        let number = inner.number()?;
+        let known = Known {
+            cookie,
+            qp: Some(qp.serial()),
+            listener: None,
+            _share: share,
+        };
+        inner.connections.insert(number, known);
+        Ok(number)
+    }
+
+    fn check_free(&self, inner: &Inner, qp: &Qp) -> Result<(), Error> {
+        let serial = Some(qp.serial());
+        if inner.connections.values().any(|known| known.qp == serial) {
+            return Err(Error::Invalid);
+        }
+        Ok(())
+    }
+
+    /// A connection came in at a listener. Returns its number, unless the listener has gone, or as many
+    /// wait as may.
+    pub(crate) fn incoming(&self, listener: u32) -> Option<u32> {
+        let share = self.vm.footprint().share(CONNECTION).ok()?;
+        let mut inner = self.inner();
+        let Listening {
+            cookie, backlog, ..
+        } = inner.listeners.get(&listener)?;
+        let (cookie, backlog) = (*cookie, *backlog);
+        let waits = |known: &&Known| known.listener == Some(listener);
+        if inner.connections.values().filter(waits).count() >= backlog as usize {
+            return None;
+        }
+        let number = inner.number().ok()?;
+        let known = Known {
+            cookie,
+            qp: None,
+            listener: Some(listener),
+            _share: share,
+        };
+        inner.connections.insert(number, known);
+        Some(number)
+    }
+
+    /// The driver accepts a connection that waits for that.
+    ///
+    /// # Errors
+    /// If it does not, or the queue pair has another one.
+    pub(crate) fn accept(&self, id: u32, cookie: u64, qp: &Qp) -> Result<(), Error> {
+        let mut inner = self.inner();
+        let waits = inner.connections.get(&id).is_some_and(|known| {
+            // Of one that was not told of, the driver cannot know.
+            known.listener.is_some()
+        });
+        if !waits {
+            return Err(Error::NotFound);
+        }
+        self.check_free(&inner, qp)?;
+        if let Some(known) = inner.connections.get_mut(&id) {
+            (known.cookie, known.qp, known.listener) = (cookie, Some(qp.serial()), None);
+        }
+        Ok(())
+    }
+
+    /// The driver rejects a connection that waits to be accepted.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub(crate) fn reject(&self, id: u32) -> Result<(), Error> {
+        let mut inner = self.inner();
+        let known = inner.connections.get(&id);
+        known
+            .filter(|known| known.listener.is_some())
+            .ok_or(Error::NotFound)?;
+        inner.connections.remove(&id);
+        Ok(())
+    }
+
+    /// Whether a connection is still to be had: its listener has not gone.
+    pub(crate) fn knows(&self, id: u32) -> bool {
+        self.inner().connections.contains_key(&id)
+    }
+
+    /// The driver knows nothing of a connection any longer.
+    pub(crate) fn forget(&self, id: u32) {
+        self.inner().connections.remove(&id);
+    }
+
+    /// Something happened to a connection: the driver is told, if it knows of it. What ends it, it is
+    /// forgotten by.
+    pub(crate) fn tell(&self, id: u32, mut event: IwEvent) {
+        let mut inner = self.inner();
+        let Some(known) = inner.connections.get(&id) else {
+            return;
+        };
+        event.cookie = known.cookie;
+        event.connection = id;
+        let ends = match event.kind {
+            iw_event::CLOSE => true,
+            iw_event::CONNECT_REPLY => event.status != 0,
+            _ => false,
+        };
+        if ends {
+            inner.connections.remove(&id);
+        }
+        inner.events.push_back(event);
+    }
+
+    /// How the driver names the ends of a connection of this host.
+    pub(crate) fn ends(&self, local: SocketAddr, remote: SocketAddr) -> (IwEndpoint, IwEndpoint) {
+        let named =
+            |of: SocketAddr| endpoint(SocketAddr::new(self.settings.name_of(of.ip()), of.port()));
+        (named(local), named(remote))
+    }
+
+    /// The next event; one of kind NONE if there is none.
+    pub(crate) fn next_event(&self) -> IwEvent {
+        let mut inner = self.inner();
+        let event = inner.events.pop_front().unwrap_or_default();
+        if inner.events.is_empty() {
+            inner.events.shrink_to(16);
+        }
+        event
+    }
+
+    /// Tells the driver that there are events, if there are any.
+    pub(crate) fn raise(&self, tables: &Tables) {
+        if !self.inner().events.is_empty() {
+            raise(tables, event_type::IW_EVENT, 0, 0);
+        }
+    }
+
+    /// Nothing of it is known any longer: the VM was reset.
+    pub(crate) fn clear(&self) {
+        let mut inner = self.inner();
+        let last = inner.last;
+        *inner = Inner {
+            last,
+            ..Inner::default()
+        };
+    }
+}

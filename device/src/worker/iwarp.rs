@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Connections of iWARP, as a worker has them: when it looks at them.
+use std::io;
+use std::sync::Arc;
+
+use vhost_device_rdma_sync::ReadSection;
+
+use super::scheduler::QpQueue;
+use crate::engine::queue_pair::Qp;
+use crate::engine::send_queue::Polled;
+use crate::engine::tables::Tables;
+use crate::engine::Budget;
+use crate::epoll_fd::EpollFd;
+use crate::fabric::iwarp::port::Request;
+use crate::fabric::iwarp::{Here, Iwarp};
+use crate::fabric::registry::Registry;
+
+/// For so long after something was sent or came, each poll iteration looks for more, nanoseconds;
+const BUSY: u64 = 100_000;
+/// after that, one each so many nanoseconds: a look is a system call.
+const SELDOM: u64 = 20_000;
+
+/// The connections of iWARP that are a worker's.
+#[derive(Debug)]
+pub(super) struct IwarpEnd {
+    iwarp: Iwarp,
+    worker: u16,
+    /// Nothing is looked for before this time.
+    look_at: u64,
+    /// Until then, each poll iteration looks.
+    busy_until: u64,
+}
+
+impl IwarpEnd {
+    pub(super) fn new(worker: u16) -> io::Result<Self> {
+        Ok(Self {
+            iwarp: Iwarp::new()?,
+            worker,
+            look_at: 0,
+            busy_until: 0,
+        })
+    }
+
+    /// Has `epoll` wait for them, with the number `data`.
+    pub(super) fn wait_in(&self, epoll: &EpollFd, data: u64) -> io::Result<()> {
+        epoll.add(&self.iwarp, data)
+    }
+
+    /// Drivers want something.
+    pub(super) fn ask(
+        &mut self,
+        requests: Vec<Request>,
+        section: &ReadSection<'_>,
+        registry: &Registry,
+        now: u64,
+    ) {
+        let here = Here {
+            section,
+            registry,
+            now,
+        };
+        for request in requests {
+            self.iwarp.ask(request, here);
+        }
+        self.look_soon();
+    }
+
+    /// The next poll iteration looks at them.
+    pub(super) fn look_soon(&mut self) {
+        self.look_at = 0;
+    }
+
+    /// When one of them is to be looked at whatever happens, nanoseconds.
+    pub(super) fn timer(&self) -> Option<u64> {
+        self.iwarp.timer()
+    }
+
+    /// Whether there is something to do that nothing tells of.
+    pub(super) fn has_more(&self) -> bool {
+        self.iwarp.has_more()
+    }
+
+    /// Looks at them, if it is time to. Returns whether there was anything to do.
+    #[inline(always)]
+    pub(super) fn look(
+        &mut self,
+        now: u64,
+        section: &ReadSection<'_>,
+        registry: &Registry,
+        queue: &mut QpQueue,
+    ) -> bool {
+        if self.iwarp.is_empty() || (now < self.look_at && !self.iwarp.has_more()) {
+            return false;
+        }
+        self.look_now(now, section, registry, queue)
+    }
+
+    #[inline(never)]
+    fn look_now(
+        &mut self,
+        now: u64,
+        section: &ReadSection<'_>,
+        registry: &Registry,
+        queue: &mut QpQueue,
+    ) -> bool {
+        let here = Here {
+            section,
+            registry,
+            now,
+        };
+        let came = self.iwarp.look(here);
+        for (vm, bytes) in self.iwarp.charges() {
+            queue.charge_frame(&vm, self.worker, bytes);
+        }
+        if came {
+            self.busy_until = now.saturating_add(BUSY);
+        }
+        self.look_at = if now < self.busy_until {
+            0
+        } else {
+            now.saturating_add(SELDOM)
+        };
+        came
+    }
+
+    /// Polls a queue pair of iWARP. Returns what it led to, and what was done; `None` if its messages
+    /// go another way.
+    pub(super) fn poll(
+        &mut self,
+        tables: &Tables,
+        qp: &Arc<Qp>,
+        section: &ReadSection<'_>,
+        registry: &Registry,
+        now: u64,
+        budget: Budget,
+    ) -> Option<(Polled, Budget)> {
+        let here = Here {
+            section,
+            registry,
+            now,
+        };
+        let polled = self.iwarp.poll(tables, qp, here, budget)?;
+        if polled.1.messages != 0 {
+            // Most messages have an answer.
+            self.busy_until = now.saturating_add(BUSY);
+            self.look_at = 0;
+        }
+        Some(polled)
+    }
+}
