@@ -216,6 +216,18 @@ fn query_device(rnic: &Rnic) -> Vec<u8> {
         max_cq_moderation_period: MAX_MODERATION_PERIOD,
         ..QueryDeviceResponse::default()
     };
+    if rnic.iwarp().is_some() {
+        // What it does not offer, and a table that the driver makes up.
+        let without = QueryDeviceResponse {
+            gid_table_len: 1,
+            max_ah: 0,
+            max_mcast_grp: 0,
+            max_mcast_qp_attach: 0,
+            max_xrcd: 0,
+            ..response
+        };
+        return encode(without.to_bytes());
+    }
     encode(response.to_bytes())
 }
 

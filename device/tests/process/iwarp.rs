@@ -698,6 +698,12 @@ fn a_device_of_iwarp_has_no_other_queue_pairs() {
     let bed = Bed::new(false);
     let vm = &bed.vms[0];
     assert!(vm.accepted(feature::IWARP));
+    let limits = vm.query_device().unwrap();
+    assert_eq!(
+        (limits.max_ah, limits.max_xrcd, limits.max_mcast_grp),
+        (0, 0, 0)
+    );
+    assert_eq!(limits.gid_table_len, 1);
     let gid = vm.set_gid(0, [7; 16]);
     assert_eq!(gid.unwrap_err().status(), Some(status::EOPNOTSUPP));
     let options = QpOptions::of(qp_type::RC);

@@ -18,6 +18,7 @@ mod bandwidth;
 mod bed;
 mod cache;
 mod idle;
+mod iwarp;
 mod latency;
 mod lookup;
 mod model;
@@ -109,7 +110,7 @@ impl Settings {
 type Experiment = fn(&Settings) -> Result<Vec<Figure>>;
 
 /// All experiments, by the names of their sections.
-pub const EXPERIMENTS: [(&str, Experiment); 13] = [
+pub const EXPERIMENTS: [(&str, Experiment); 14] = [
     ("latency", latency::run),
     ("message rate", rate::run),
     ("active queue pairs", qps::run),
@@ -120,6 +121,7 @@ pub const EXPERIMENTS: [(&str, Experiment); 13] = [
     ("VMs", vms::run),
     ("wire", wire::run),
     ("SRD", srd::run),
+    ("iWARP", iwarp::run),
     ("neighbours", neighbours::run),
     ("tuning", tuning::run),
     ("idle", idle::run),

@@ -29,7 +29,7 @@ const MTU: usize = 9000;
 const PAYLOAD: usize = 4096;
 const HEADERS: usize = 14 + 20 + 8 + 12 + 16 + 4;
 /// Sizes of messages.
-const SIZES: [u32; 3] = [4096, 64 << 10, 1 << 20];
+pub const SIZES: [u32; 3] = [4096, 64 << 10, 1 << 20];
 /// Bytes outstanding, about.
 const OUTSTANDING: u32 = 8 << 20;
 /// How long the thread that drives sleeps when nothing has completed: that is short beside the time of
@@ -37,14 +37,14 @@ const OUTSTANDING: u32 = 8 << 20;
 const SLEEP: Duration = Duration::from_micros(100);
 const LONG_SLEEP: Duration = Duration::from_micros(500);
 /// Memory that is read and written.
-const MEMORY: usize = 4 << 20;
+pub const MEMORY: usize = 4 << 20;
 /// Work requests of a list of small messages, how many are outstanding (more than are sent while the
 /// thread that drives sleeps, which is on the sender's core), and their size.
-const LIST: u64 = 32;
-const SMALL_DEPTH: u64 = 2048;
-const SMALL: u32 = 64;
+pub const LIST: u64 = 32;
+pub const SMALL_DEPTH: u64 = 2048;
+pub const SMALL: u32 = 64;
 /// Size of messages that go one after the other, and how long one may take.
-const SHORTEST: u32 = 8;
+pub const SHORTEST: u32 = 8;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// What is lost of what one end sends.
 const LOSSES: [(&str, f64); 2] = [("0.1 %", 0.9), ("1 %", 0.5)];
@@ -219,12 +219,18 @@ impl Hosts {
         let queue = SMALL_DEPTH as u32;
         let qps = [from.qp(queue, queue)?, to.qp(queue, queue)?];
         connect(&qps)?;
-        Ok(Self {
+        let processes = started.map(|(process, _)| process);
+        Ok(Self::of(from, to, qps, processes))
+    }
+
+    /// Two processes whose queue pairs are connected.
+    pub fn of(from: Side, to: Side, qps: [Qp; 2], processes: [DeviceProcess; 2]) -> Self {
+        Self {
             from,
             to,
             qps,
-            processes: started.map(|(process, _)| process),
-        })
+            processes,
+        }
     }
 
     /// What the first process keeps in memory of its own, KiB.
@@ -259,9 +265,14 @@ impl Hosts {
 
     /// Sorted times of WRITEs of the shortest size one after the other, µs.
     pub fn round_trips(&self, rounds: usize) -> Result<Vec<f64>> {
+        self.round_trips_of(wr_opcode::RDMA_WRITE, rounds)
+    }
+
+    /// The same of another opcode.
+    pub fn round_trips_of(&self, opcode: u8, rounds: usize) -> Result<Vec<f64>> {
         let polling = self.from.send_cq.polling();
         let (wqe, sge) = self.wqe(SHORTEST);
-        let wqe = bed::signaled(wqe);
+        let wqe = bed::signaled(SendWqe { opcode, ..wqe });
         let qp = &self.qps[0];
         one_by_one(rounds, qp, &polling, || {
             Ok(qp.send_queue().post(&wqe, [sge])?)
@@ -316,7 +327,7 @@ impl Hosts {
     }
 
     /// GB/s of WRITEs.
-    fn write(&self, size: u32, settings: &Settings) -> Result<f64> {
+    pub fn write(&self, size: u32, settings: &Settings) -> Result<f64> {
         let list = if size <= 4096 { 32 } else { 1 };
         let depth = u64::from(OUTSTANDING / size).clamp(2, bed::DEPTH);
         let millions = self.rate(size, list, depth, settings)?;
@@ -324,7 +335,7 @@ impl Hosts {
     }
 
     /// Millions of WRITEs per second, in lists, with so many outstanding.
-    fn rate(&self, size: u32, list: u64, depth: u64, settings: &Settings) -> Result<f64> {
+    pub fn rate(&self, size: u32, list: u64, depth: u64, settings: &Settings) -> Result<f64> {
         let mut polling = self.from.send_cq.polling();
         let (wqe, sge) = self.wqe(size);
         let qp = &self.qps[0];
@@ -518,7 +529,7 @@ fn round_trips(settings: &Settings, rounds: usize) -> Result<Vec<f64>> {
 }
 
 /// How long each of so many rounds takes, µs, sorted, after some that do not count.
-fn sorted_times(rounds: usize, mut run: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+pub fn sorted_times(rounds: usize, mut run: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
     let mut times = Vec::with_capacity(rounds);
     for round in 0..rounds + rounds / 4 {
         let begin = Instant::now();
