@@ -28,11 +28,12 @@ types='ib_device|ib_device_ops|ib_cq|ib_qp|ib_pd|ib_mr|ib_ucontext|ib_event|ib_g
 types="$types|ib_mw|ib_srq|ib_srq_init_attr|ib_srq_attr|ib_xrcd|ib_dm|ib_dm_alloc_attr|ib_dm_mr_attr|rdma_hw_stats"
 types="$types|ib_ah|ib_wc|ib_sge|ib_send_wr|ib_ud_wr|ib_rdma_wr|ib_atomic_wr|ib_reg_wr|ib_recv_wr|rdma_ah_attr"
 types="$types|ib_port_immutable|ib_qp_attr|ib_qp_init_attr|ib_cq_init_attr|rdma_user_mmap_entry|virtqueue|virtio_device"
+types="$types|iw_cm_id|iw_cm_event|iw_cm_conn_param"
 bindgen "$header" --output "$out/bindings.rs.new" \
     --use-core --ctypes-prefix core::ffi --no-doc-comments --no-prepend-enum-name --no-derive-debug --formatter prettyplease \
     --allowlist-type "$types|vrdma_.*|ib_event_type|ib_access_flags|ib_device_cap_flags|rdma_link_layer|ib_port_state" \
     --allowlist-type 'ib_port_phys_state|ib_gid_type|rdma_ah_attr_type|ib_atomic_cap|ib_sig_type|rdma_driver_id' \
-    --allowlist-type 'ib_ah_flags|ib_send_flags|ib_wc_flags|ib_port_capability_mask_bits|ib_qp_attr_mask|rdma_nl_dev_type|ib_mr_type|ib_kernel_cap_flags|rdma_user_mmap_entry' \
+    --allowlist-type 'ib_ah_flags|ib_send_flags|ib_wc_flags|ib_port_capability_mask_bits|ib_qp_attr_mask|rdma_nl_dev_type|ib_mr_type|iw_cm_event_type|ib_kernel_cap_flags|rdma_user_mmap_entry' \
     --allowlist-var 'VRDMA_.*|RDMA_NODE_.*' \
     --allowlist-function 'vrdma_.*|kfree|kvfree|complete|down|up|rtnl_lock|rtnl_unlock|xa_load' \
     --allowlist-function 'virtqueue_(kick|get_buf|disable_cb|enable_cb|is_broken|detach_unused_buf|get_vring_size)' \

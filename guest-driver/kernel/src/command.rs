@@ -5,49 +5,35 @@ use crate::sys::error::{Errno, Result};
 use virtio_rdma_spec::command::{opcode, CommandHeader, Handle, ResponseHeader};
 use virtio_rdma_spec::layout::Layout;
 
-/// Room for the largest command and response.
-const MAX_BYTES: usize = 256;
 /// The body of a response that has none.
 type Empty = [u8; 0];
 
 impl Device {
     /// Sends a command and waits for its response. May sleep, for as long as the device takes.
     pub(crate) fn command<C: Layout, R: Layout>(&self, code: u16, body: &C) -> Result<R> {
-        const {
-            assert!(CommandHeader::SIZE + <C as Layout>::SIZE <= MAX_BYTES);
-            assert!(ResponseHeader::SIZE + <R as Layout>::SIZE <= MAX_BYTES);
-        }
         let length = CommandHeader::SIZE + <C as Layout>::SIZE;
         let header = CommandHeader {
             opcode: code,
             reserved: 0,
             length: length as u32,
         };
-        let mut command = [0; MAX_BYTES];
-        header.put(&mut command);
-        if let Some(at) = command.get_mut(CommandHeader::SIZE..) {
-            body.put(at);
-        }
-        let mut response = [0; MAX_BYTES];
         let room = ResponseHeader::SIZE + <R as Layout>::SIZE;
-        let (Some(command), Some(answer)) = (command.get(..length), response.get_mut(..room))
-        else {
-            return Err(Errno::EINVAL);
-        };
-        let used = self
+        let answer = self
             .commands()
-            .execute(command, answer)
+            .execute(length, room, |command| {
+                header.put(command);
+                if let Some(at) = command.get_mut(CommandHeader::SIZE..) {
+                    body.put(at);
+                }
+            })
             .inspect_err(|_| self.note_loss())?;
         // A chain that the device cannot make sense of comes back empty.
-        if used < ResponseHeader::SIZE {
-            return Err(Errno::EIO);
-        }
-        let header: ResponseHeader = Layout::get(&response);
+        let response = answer.bytes();
+        let body = response.get(ResponseHeader::SIZE..).ok_or(Errno::EIO)?;
+        let header: ResponseHeader = Layout::get(response);
         Errno::check_status(header.status)?;
-        // What the device knows no answer for stays zero.
-        Ok(response
-            .get(ResponseHeader::SIZE..)
-            .map_or_else(|| R::get(&[]), R::get))
+        // What the device knows no answer for counts as zero.
+        Ok(R::get(body))
     }
 
     /// Sends a command whose response has no body.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! A device from its discovery to its end.
+use crate::connections::Connections;
 use crate::kverbs::KernelContext;
 use crate::sys::alloc::{Arc, Array};
 use crate::sys::dma::{DmaBuffer, DmaDevice, DmaPage, Words};
@@ -70,9 +71,9 @@ impl Features {
     }
 
     /// Can the kernel itself use the device? It needs a key for all of its memory, and the
-    /// communication managers need datagrams.
+    /// communication managers need datagrams, or the device's own connections.
     pub(crate) fn kernel_verbs(self) -> bool {
-        self.has(feature::PHYSICAL_MR) && self.has(feature::UD)
+        self.has(feature::PHYSICAL_MR) && (self.has(feature::UD) || self.has(feature::IWARP))
     }
 }
 
@@ -87,6 +88,7 @@ pub(crate) struct Device {
     pairing: Pairing<Device>,
     refresh: Work<Device>,
     async_work: Work<Device>,
+    connection_work: Work<Device>,
     lost_work: Work<Device>,
 
     virtio: VirtioDevice,
@@ -104,6 +106,8 @@ pub(crate) struct Device {
     cqs: Table<CqTarget>,
     qps: Table<QpTarget>,
     srqs: Table<SrqTarget>,
+    /// Of iWARP.
+    connections: Connections,
     /// What the kernel's own queue pairs ring with; none if the kernel cannot use the device.
     kernel: SetOnce<Option<KernelContext>>,
     notifiers: Array<Notifier>,
@@ -138,6 +142,9 @@ pub(crate) struct Device {
     /// The driver lets go of the device: nothing new.
     closing: AtomicBool,
     registered: AtomicBool,
+    /// It answers, and is as the driver wants it; and interfaces are watched.
+    prepared: AtomicBool,
+    watching: AtomicBool,
     next_key: AtomicU32,
     /// Of device memory.
     dm_budget: Budget,
@@ -224,6 +231,7 @@ impl Device {
             pairing: Pairing::new(ib, Device::netdev_changed)?,
             refresh: Work::new(ib, Device::refresh)?,
             async_work: Work::new(ib, Device::deliver_async)?,
+            connection_work: Work::new(ib, Device::take_connection_events)?,
             lost_work: Work::new(ib, Device::after_loss)?,
             virtio,
             dma,
@@ -236,6 +244,7 @@ impl Device {
             cqs: Table::new()?,
             qps: Table::new()?,
             srqs: Table::new()?,
+            connections: Connections::new()?,
             kernel: SetOnce::new(None),
             notifiers,
             commands: CommandQueue::new(&queues, CONTROL_QUEUE)?,
@@ -256,6 +265,8 @@ impl Device {
             kernel_qps: AtomicU32::new(0),
             closing: AtomicBool::new(false),
             registered: AtomicBool::new(false),
+            prepared: AtomicBool::new(false),
+            watching: AtomicBool::new(false),
             next_key: AtomicU32::new(0),
             dm_budget: Budget(AtomicU64::new(DM_TOTAL)),
         })
@@ -301,6 +312,60 @@ impl Device {
     }
 
     fn try_bring_up(&self) -> Result<()> {
+        if self.is_closing() || self.registered.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        if !self.prepared.load(Ordering::Relaxed) {
+            self.prepare()?;
+            self.prepared.store(true, Ordering::Release);
+        }
+        self.pairing.pair(&self.config.mac);
+        let iwarp = self.features.has(feature::IWARP);
+        if iwarp && !self.is_paired() {
+            // The core has no port of iWARP without an interface.
+            if !self.watching.load(Ordering::Relaxed) {
+                self.virtio
+                    .warning("the RDMA device comes up when its network interface does");
+            }
+            return self.watch();
+        }
+        self.tell_port_state();
+        self.port_active
+            .store(self.port_is_active(), Ordering::Relaxed);
+        let vectors = self.config.num_completion_queues;
+        let guid = self.config.node_guid;
+        let ops = (self.ops)(self.features);
+        if iwarp {
+            self.ib.set_iwarp();
+        }
+        self.ib.register(self.dma, guid, vectors, &ops)?;
+        self.registered.store(true, Ordering::Release);
+        if self.watching.load(Ordering::Relaxed) {
+            // What happened since `pair` was not for a device that is known.
+            self.schedule_refresh();
+        }
+        self.watch()?;
+        if self.take_failed() {
+            // Nobody was there to be told.
+            self.schedule_refresh();
+        }
+        self.virtio.info(
+            "RDMA device ready; doorbell queues",
+            i64::from(self.config.num_doorbell_queues),
+        );
+        Ok(())
+    }
+
+    /// Watches interfaces from here on; first comes what happened since they were paired.
+    fn watch(&self) -> Result<()> {
+        if self.watching.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.pairing.start()
+    }
+
+    /// Asks the device for its limits, and sets up what they allow.
+    fn prepare(&self) -> Result<()> {
         let limits: QueryDeviceResponse = self.command(opcode::QUERY_DEVICE, &[0u8; 0])?;
         self.commands.expect_answers();
         if limits.gid_table_len == 0
@@ -319,26 +384,6 @@ impl Device {
         if self.features.kernel_verbs() {
             self.kernel.set(Some(KernelContext::new(self)?));
         }
-
-        self.pairing.pair(&self.config.mac);
-        self.tell_port_state();
-        self.port_active
-            .store(self.port_is_active(), Ordering::Relaxed);
-        let vectors = self.config.num_completion_queues;
-        let guid = self.config.node_guid;
-        let ops = (self.ops)(self.features);
-        self.ib.register(self.dma, guid, vectors, &ops)?;
-        self.registered.store(true, Ordering::Release);
-        // Also replays what happened to interfaces since `pair`.
-        self.pairing.start()?;
-        if self.take_failed() {
-            // Nobody was there to be told.
-            self.schedule_refresh();
-        }
-        self.virtio.info(
-            "RDMA device ready; doorbell queues",
-            i64::from(self.config.num_doorbell_queues),
-        );
         Ok(())
     }
 
@@ -351,8 +396,13 @@ impl Device {
         }
         self.starting.cancel();
         self.pairing.stop();
+        // An interface may have come in between.
+        self.starting.cancel();
         self.refresh.cancel();
         self.async_work.cancel();
+        self.connection_work.cancel();
+        // From here on nobody takes events, and those who wait for one must not wait for ever.
+        self.connections.close(self);
         if self.registered.swap(false, Ordering::AcqRel) {
             self.wait_for_kernel_users();
             self.ib.unregister();
@@ -363,6 +413,7 @@ impl Device {
         // Interrupts are over; these may have come in between.
         self.refresh.cancel();
         self.async_work.cancel();
+        self.connection_work.cancel();
         self.lost_work.cancel();
     }
 
@@ -458,6 +509,7 @@ impl Device {
         self.cqs.for_each(CqTarget::flushed);
         if first {
             self.qps.for_each(QpTarget::lost);
+            self.connections.lost(self);
             if !self.is_closing() {
                 self.rebind.schedule(LOST_DELAY_MS);
             }
@@ -496,6 +548,11 @@ impl Device {
 
     /// A network interface came, went or changed. Any context.
     pub(crate) fn netdev_changed(&self) {
+        let waits =
+            self.watching.load(Ordering::Relaxed) && !self.registered.load(Ordering::Acquire);
+        if waits && !self.is_closing() {
+            self.starting.schedule();
+        }
         self.schedule_refresh();
     }
 
@@ -509,6 +566,13 @@ impl Device {
     pub(crate) fn schedule_async(&self) {
         if !self.is_closing() {
             self.async_work.schedule();
+        }
+    }
+
+    /// Lets the work item for events of connections run.
+    pub(crate) fn schedule_connection_events(&self) {
+        if !self.is_closing() {
+            self.connection_work.schedule();
         }
     }
 
@@ -540,6 +604,11 @@ impl Device {
     /// sleep.
     pub(crate) fn pair(&self) -> bool {
         self.pairing.pair(&self.config.mac)
+    }
+
+    /// Is the port paired with an interface?
+    pub(crate) fn is_paired(&self) -> bool {
+        self.pairing.is_paired()
     }
 
     /// Is the paired interface up?
@@ -592,6 +661,11 @@ impl Device {
 
     pub(crate) fn srqs(&self) -> &Table<SrqTarget> {
         &self.srqs
+    }
+
+    /// Connections of iWARP.
+    pub(crate) fn connections(&self) -> &Connections {
+        &self.connections
     }
 
     /// Queue pairs of users in the kernel.

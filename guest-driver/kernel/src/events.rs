@@ -53,6 +53,7 @@ impl Device {
             }
             event_type::DEVICE_FATAL => self.fail_later(),
             event_type::PORT_ACTIVE | event_type::PORT_ERR => self.config_changed(),
+            event_type::IW_EVENT => self.schedule_connection_events(),
             _ => self
                 .virtio()
                 .error("an event of unknown type", i64::from(kind)),

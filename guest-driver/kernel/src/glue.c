@@ -7,6 +7,7 @@
 #include <linux/delay.h>
 #include <linux/cpumask.h>
 #include <linux/etherdevice.h>
+#include <linux/inetdevice.h>
 #include <linux/if_arp.h>
 #include <linux/io.h>
 #include <linux/ktime.h>
@@ -26,6 +27,9 @@
 #include <rdma/iter.h>
 #endif
 
+#include <net/addrconf.h>
+#include <net/if_inet6.h>
+#include <net/ipv6.h>
 #include <net/netlink.h>
 #include <rdma/restrack.h>
 #include <rdma/uverbs_std_types.h>
@@ -68,13 +72,29 @@ static const unsigned int vrdma_features[] = {
 	VRDMA_FEATURE_HEADER_TYPE,
 	VRDMA_FEATURE_COUNTERS,
 	VRDMA_FEATURE_SRD,
+	VRDMA_FEATURE_IWARP,
 };
 /* The rest of the driver asks for each, and asking for one that is not here is a BUG. */
 static_assert(ARRAY_SIZE(vrdma_features) == VRDMA_FEATURES);
 
-/* A device must not offer these without what they need. If one does, we go without. */
+/* None of these goes with connections of iWARP. */
+static const unsigned int vrdma_not_iwarp[] = {
+	VRDMA_FEATURE_UD,
+	VRDMA_FEATURE_UC,
+	VRDMA_FEATURE_XRC,
+	VRDMA_FEATURE_FLUSH,
+	VRDMA_FEATURE_HEADER_TYPE,
+	VRDMA_FEATURE_SRD,
+};
+
+/* A device must not offer these without what they need, or with what they exclude. If one does, we go without. */
 static int vrdma_validate(struct virtio_device *vdev)
 {
+	size_t i;
+
+	if (virtio_has_feature(vdev, VRDMA_FEATURE_IWARP))
+		for (i = 0; i < ARRAY_SIZE(vrdma_not_iwarp); i++)
+			__virtio_clear_bit(vdev, vrdma_not_iwarp[i]);
 	if (!virtio_has_feature(vdev, VRDMA_FEATURE_SRQ)) {
 		__virtio_clear_bit(vdev, VRDMA_FEATURE_XRC);
 		__virtio_clear_bit(vdev, VRDMA_FEATURE_SRQ_RESIZE);
@@ -255,6 +275,7 @@ static const char *const vrdma_lock_names[VRDMA_LOCKS] = {
 	[VRDMA_LOCK_SEND] = "vrdma send",
 	[VRDMA_LOCK_RECV] = "vrdma recv",
 	[VRDMA_LOCK_REGION] = "vrdma region",
+	[VRDMA_LOCK_CONNECTIONS] = "vrdma connections",
 };
 
 spinlock_t *vrdma_spinlock_new(enum vrdma_lock which)
@@ -458,13 +479,13 @@ void vrdma_table_free(struct xarray *table)
 	kfree(table);
 }
 
-int vrdma_table_insert(struct xarray *table, u32 index, void *entry)
+int vrdma_table_insert(struct xarray *table, u64 index, void *entry)
 {
 	return xa_err(xa_store_irq(table, index, entry, GFP_KERNEL));
 }
 
 /* Only if it is still there: the device may already have given the number to a newer object. */
-void vrdma_table_remove(struct xarray *table, u32 index, void *entry)
+void vrdma_table_remove(struct xarray *table, u64 index, void *entry)
 {
 	xa_cmpxchg_irq(table, index, entry, NULL, GFP_KERNEL);
 }
@@ -1074,4 +1095,139 @@ void vrdma_delete_gids(struct ib_device *ib)
 			roce_del_all_netdev_gids(ib, 1, ndev);
 		dev_put(ndev);
 	}
+}
+
+bool vrdma_netdev_mac(struct ib_device *ib, u8 *mac)
+{
+	struct net_device *ndev = ib_device_get_netdev(ib, 1);
+
+	if (!ndev)
+		return false;
+	ether_addr_copy(mac, ndev->dev_addr);
+	dev_put(ndev);
+	return true;
+}
+
+/* Connections of iWARP. */
+
+/* Before the device is registered; the port is paired. The ports of TCP are those that users ask for. */
+void vrdma_iwarp_setup(struct ib_device *ib)
+{
+	struct net_device *ndev = ib_device_get_netdev(ib, 1);
+
+	ib->iw_driver_flags = IW_F_NO_PORT_MAP;
+	if (ndev)
+		strscpy(ib->iw_ifname, ndev->name, sizeof(ib->iw_ifname));
+	dev_put(ndev);
+}
+
+bool vrdma_address_get(const struct sockaddr_storage *from, u8 *addr, u16 *port)
+{
+	const struct sockaddr_in *v4 = (const struct sockaddr_in *)from;
+	const struct sockaddr_in6 *v6 = (const struct sockaddr_in6 *)from;
+	struct in6_addr ip;
+
+	switch (from->ss_family) {
+	case AF_INET:
+		ipv6_addr_set_v4mapped(v4->sin_addr.s_addr, &ip);
+		*port = ntohs(v4->sin_port);
+		break;
+	case AF_INET6:
+		ip = v6->sin6_addr;
+		*port = ntohs(v6->sin6_port);
+		break;
+	default:
+		return false;
+	}
+	memcpy(addr, &ip, sizeof(ip));
+	return true;
+}
+
+void vrdma_address_set(struct ib_device *ib, struct sockaddr_storage *to, const u8 *addr, u16 port)
+{
+	struct sockaddr_in *v4 = (struct sockaddr_in *)to;
+	struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)to;
+	struct net_device *ndev;
+	struct in6_addr ip;
+
+	memset(to, 0, sizeof(*to));
+	memcpy(&ip, addr, sizeof(ip));
+	if (ipv6_addr_v4mapped(&ip)) {
+		v4->sin_family = AF_INET;
+		v4->sin_addr.s_addr = ip.s6_addr32[3];
+		v4->sin_port = htons(port);
+		return;
+	}
+	v6->sin6_family = AF_INET6;
+	v6->sin6_addr = ip;
+	v6->sin6_port = htons(port);
+	if (ipv6_addr_type(&ip) & IPV6_ADDR_LINKLOCAL) {
+		ndev = ib_device_get_netdev(ib, 1);
+		if (ndev)
+			v6->sin6_scope_id = ndev->ifindex;
+		dev_put(ndev);
+	}
+}
+
+/* Under RCU. */
+static bool vrdma_local_v4(struct net_device *ndev, struct in6_addr *local)
+{
+	struct in_device *in_dev = __in_dev_get_rcu(ndev);
+	const struct in_ifaddr *ifa;
+	__be32 first = 0;
+
+	if (!in_dev)
+		return false;
+	in_dev_for_each_ifa_rcu(ifa, in_dev) {
+		if (ifa->ifa_local == local->s6_addr32[3])
+			return true;
+		if (!first)
+			first = ifa->ifa_local;
+	}
+	ipv6_addr_set_v4mapped(first, local);
+	return first;
+}
+
+/* Under RCU. Of the addresses one with the scope of `remote`. */
+static bool vrdma_local_v6(struct net_device *ndev, const struct in6_addr *remote, struct in6_addr *local)
+{
+	struct inet6_dev *in6_dev = __in6_dev_get(ndev);
+	bool link_local = ipv6_addr_type(remote) & IPV6_ADDR_LINKLOCAL;
+	const struct inet6_ifaddr *ifa;
+	struct in6_addr found = {};
+
+	if (!in6_dev)
+		return false;
+	read_lock_bh(&in6_dev->lock);
+	list_for_each_entry(ifa, &in6_dev->addr_list, if_list) {
+		if (ifa->flags & IFA_F_TENTATIVE)
+			continue;
+		if (ipv6_addr_equal(&ifa->addr, local)) {
+			found = ifa->addr;
+			break;
+		}
+		if (ipv6_addr_any(&found) && !!(ipv6_addr_type(&ifa->addr) & IPV6_ADDR_LINKLOCAL) == link_local)
+			found = ifa->addr;
+	}
+	read_unlock_bh(&in6_dev->lock);
+	*local = found;
+	return !ipv6_addr_any(&found);
+}
+
+bool vrdma_local_address(struct ib_device *ib, const u8 *remote, u8 *local)
+{
+	struct net_device *ndev = ib_device_get_netdev(ib, 1);
+	struct in6_addr to, from;
+	bool found;
+
+	if (!ndev)
+		return false;
+	memcpy(&from, remote, sizeof(from));
+	memcpy(&to, local, sizeof(to));
+	rcu_read_lock();
+	found = ipv6_addr_v4mapped(&from) ? vrdma_local_v4(ndev, &to) : vrdma_local_v6(ndev, &from, &to);
+	rcu_read_unlock();
+	dev_put(ndev);
+	memcpy(local, &to, sizeof(to));
+	return found;
 }

@@ -19,6 +19,7 @@
 #include <rdma/ib_mad.h>
 #include <rdma/ib_umem.h>
 #include <rdma/ib_verbs.h>
+#include <rdma/iw_cm.h>
 #include <rdma/uverbs_ioctl.h>
 #include <rdma/ib_user_ioctl_cmds.h>
 
@@ -44,12 +45,14 @@ enum vrdma_numbers {
 	VRDMA_FEATURE_HEADER_TYPE = 16,
 	VRDMA_FEATURE_COUNTERS = 17,
 	VRDMA_FEATURE_SRD = 18,
-	VRDMA_FEATURES = 19,
+	VRDMA_FEATURE_IWARP = 19,
+	VRDMA_FEATURES = 20,
 	VRDMA_EVENT_QUEUE = 1,
 	VRDMA_FIRST_COMPLETION_QUEUE = 2,
 	VRDMA_MAX_QUEUES = 64,
 	VRDMA_PAGE_SIZE = PAGE_SIZE,
 	VRDMA_CORE_CAPS = RDMA_CORE_PORT_IBA_ROCE_UDP_ENCAP,
+	VRDMA_CORE_CAPS_IWARP = RDMA_CORE_PORT_IWARP,
 	VRDMA_MAD_SIZE = IB_MGMT_MAD_SIZE,
 	VRDMA_CQ_TIMESTAMPS = IB_UVERBS_CQ_FLAGS_TIMESTAMP_COMPLETION,
 	/* Of the driver's own in the ioctl interface. */
@@ -105,6 +108,7 @@ enum vrdma_lock {
 	VRDMA_LOCK_SEND,
 	VRDMA_LOCK_RECV,
 	VRDMA_LOCK_REGION,
+	VRDMA_LOCK_CONNECTIONS,
 	VRDMA_LOCKS
 };
 
@@ -133,8 +137,8 @@ void vrdma_rebind_free(struct vrdma_rebind *rebind);
 
 struct xarray *vrdma_table_new(void);
 void vrdma_table_free(struct xarray *table);
-int vrdma_table_insert(struct xarray *table, u32 index, void *entry);
-void vrdma_table_remove(struct xarray *table, u32 index, void *entry);
+int vrdma_table_insert(struct xarray *table, u64 index, void *entry);
+void vrdma_table_remove(struct xarray *table, u64 index, void *entry);
 void *vrdma_table_next(struct xarray *table, unsigned long *index);
 unsigned long vrdma_table_lock(struct xarray *table);
 void vrdma_table_unlock(struct xarray *table, unsigned long flags);
@@ -201,5 +205,15 @@ void vrdma_netdev_watch_stop(struct vrdma_netdev_watch *watch);
 struct net_device *vrdma_netdev_find(const u8 *mac);
 bool vrdma_netdev_is_up(struct ib_device *ib);
 void vrdma_delete_gids(struct ib_device *ib);
+bool vrdma_netdev_mac(struct ib_device *ib, u8 *mac);
+
+/*
+ * Connections of iWARP. Addresses are 16 bytes: one of IPv6, or one of IPv4 mapped to that; ports are numbers.
+ */
+void vrdma_iwarp_setup(struct ib_device *ib);
+bool vrdma_address_get(const struct sockaddr_storage *from, u8 *addr, u16 *port);
+void vrdma_address_set(struct ib_device *ib, struct sockaddr_storage *to, const u8 *addr, u16 port);
+/* Replaces `local` by an address of the paired interface if it is none; `remote` is who talks to it. */
+bool vrdma_local_address(struct ib_device *ib, const u8 *remote, u8 *local);
 
 #endif

@@ -4,9 +4,9 @@
 //! The driver is the control path: it finds the device ([`device`]), talks to it through the
 //! control queue ([`command`]), answers the verbs of the RDMA core ([`verbs`]), gives the device
 //! lists of the pages that user space registered ([`pages`]), keeps the port in step with its
-//! network interface ([`port`]) and delivers events ([`events`]). The data path of applications is
-//! not here: they share rings and doorbells with the device. That of users in the kernel is
-//! ([`kverbs`]).
+//! network interface ([`port`]), delivers events ([`events`]) and has connections of iWARP made
+//! ([`connections`]). The data path of applications is not here: they share rings and doorbells
+//! with the device. That of users in the kernel is ([`kverbs`]).
 //!
 //! Everything unsafe lives in [`sys`], what the kernel offers, and in [`callbacks`], what it calls;
 //! the other modules forbid it. What the layouts and numbers
@@ -18,6 +18,7 @@
 
 mod callbacks;
 mod command;
+mod connections;
 mod device;
 mod events;
 mod kverbs;

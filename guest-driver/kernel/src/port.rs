@@ -40,11 +40,24 @@ impl Device {
         }
         self.link_up()
             .store(self.virtio().link_up(), Ordering::Relaxed);
-        if self.pair() {
-            self.ib().rescan_gids();
-        }
+        self.pair_again();
         self.tell_port_state();
         self.report_port();
+    }
+
+    /// Pairs the port anew if interfaces have changed, and makes the GID table follow.
+    fn pair_again(&self) {
+        let changed = self.pair();
+        if !self.features().has(feature::IWARP) {
+            if changed {
+                self.ib().rescan_gids();
+            }
+        } else if !self.is_paired() {
+            // The entry holds the interface that went, which waits for that.
+            self.ib().delete_gids();
+        } else if changed {
+            self.ib().renew_gid();
+        }
     }
 
     /// Tells the device when the interface came up or went down, so that the port's traffic goes on

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! What events of the device are for: objects of the core, with the data path of those that users
 //! in the kernel have.
+use crate::connections::QpReferences;
 use crate::kverbs::{KernelCq, KernelQp, KernelSrq};
 use crate::sys::alloc::Arc;
 use crate::sys::rdma::{CqHandle, QpHandle, SrqHandle};
@@ -18,6 +19,8 @@ pub(crate) struct QpTarget {
     kernel: Option<Arc<KernelQp>>,
     /// Of an XRC target: its domain, as the device calls it.
     xrcd: Option<u32>,
+    /// Of one of iWARP.
+    references: Option<QpReferences>,
 }
 
 /// The shared receive queue that events and completions are for.
@@ -77,6 +80,7 @@ impl QpTarget {
             qp,
             kernel: None,
             xrcd: None,
+            references: None,
         }
     }
 
@@ -88,6 +92,16 @@ impl QpTarget {
     /// With the domain of an XRC target.
     pub(crate) fn in_domain(self, xrcd: Option<u32>) -> Self {
         Self { xrcd, ..self }
+    }
+
+    /// With a count of those who refer to it.
+    pub(crate) fn referenced(self, references: Option<QpReferences>) -> Self {
+        Self { references, ..self }
+    }
+
+    /// Who refers to it, if it is one of iWARP.
+    pub(crate) fn references(&self) -> Option<&QpReferences> {
+        self.references.as_ref()
     }
 
     /// The domain, if it is an XRC target.

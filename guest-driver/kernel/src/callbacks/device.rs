@@ -4,11 +4,13 @@
 use super::{create, destroy, device, write_attr, Object};
 use crate::sys::bindings::*;
 use crate::sys::error::{code, Errno};
+use crate::sys::iw::interface_mac;
 use crate::sys::rdma::{Udata, UserContext};
 use crate::verbs;
 use core::ffi::{c_char, c_int, c_void};
 use core::ptr::NonNull;
 use virtio_rdma_spec::command::gid_type;
+use virtio_rdma_spec::config::feature;
 
 pub(super) unsafe extern "C" fn query_device(
     ib: *mut ib_device,
@@ -30,7 +32,7 @@ pub(super) unsafe extern "C" fn query_port(
     code(unsafe {
         device(ib).and_then(|device| {
             let attr = &mut *attr;
-            attr.set_ip_gids(1);
+            attr.set_ip_gids(u32::from(!device.features().has(feature::IWARP)));
             verbs::query_port(device, port, attr)
         })
     })
@@ -45,11 +47,14 @@ pub(super) unsafe extern "C" fn get_port_immutable(
     code(unsafe {
         device(ib).map(|device| {
             let immutable = &mut *immutable;
-            let limits = device.limits();
-            immutable.core_cap_flags = VRDMA_CORE_CAPS;
-            immutable.max_mad_size = VRDMA_MAD_SIZE;
-            immutable.gid_tbl_len = limits.gid_table_len as c_int;
-            immutable.pkey_tbl_len = limits.pkey_table_len as c_int;
+            if device.features().has(feature::IWARP) {
+                immutable.core_cap_flags = VRDMA_CORE_CAPS_IWARP;
+            } else {
+                immutable.core_cap_flags = VRDMA_CORE_CAPS;
+                immutable.max_mad_size = VRDMA_MAD_SIZE;
+            }
+            immutable.gid_tbl_len = verbs::gid_table_len(device) as c_int;
+            immutable.pkey_tbl_len = c_int::from(verbs::pkey_table_len(device));
         })
     })
 }
@@ -101,11 +106,31 @@ pub(super) unsafe extern "C" fn query_pkey(
     // SAFETY: see the module.
     code(unsafe {
         device(ib).and_then(|device| {
-            if u32::from(index) >= device.limits().pkey_table_len {
+            if index >= verbs::pkey_table_len(device) {
                 return Err(Errno::EINVAL);
             }
             *pkey = 0xffff;
             Ok(())
+        })
+    })
+}
+
+/// The GID of a port of iWARP: the MAC address of its interface.
+pub(super) unsafe extern "C" fn query_gid(
+    ib: *mut ib_device,
+    _port: u32,
+    _index: c_int,
+    gid: *mut ib_gid,
+) -> c_int {
+    // SAFETY: see the module; the GID is plain bytes.
+    code(unsafe {
+        device(ib).map(|device| {
+            let mut raw = [0; 16];
+            let mac = interface_mac(device.ib()).unwrap_or_default();
+            for (to, from) in raw.iter_mut().zip(mac) {
+                *to = from;
+            }
+            (*gid).raw = raw;
         })
     })
 }

@@ -9,6 +9,7 @@
 #![allow(unsafe_code)]
 
 mod addresses;
+mod connections;
 mod data;
 mod device;
 mod driver;
@@ -194,8 +195,6 @@ fn table(features: Features) -> DeviceOps {
     ops.get_link_layer = Some(device::get_link_layer);
     ops.get_dev_fw_str = Some(device::get_dev_fw_str);
     ops.query_pkey = Some(device::query_pkey);
-    ops.add_gid = Some(device::add_gid);
-    ops.del_gid = Some(device::del_gid);
     #[cfg(has_query_port_speed)]
     {
         ops.query_port_speed = Some(vrdma_query_port_speed);
@@ -206,7 +205,6 @@ fn table(features: Features) -> DeviceOps {
     }
     ops.alloc_hw_port_stats = Some(device::alloc_hw_port_stats);
     ops.get_hw_stats = Some(device::get_hw_stats);
-    ops.process_mad = Some(device::process_mad);
 
     ops.alloc_ucontext = Some(device::alloc_ucontext);
     ops.query_ucontext = Some(device::query_ucontext);
@@ -248,6 +246,21 @@ fn table(features: Features) -> DeviceOps {
 
 /// Operations that the device need not have.
 fn add_features(ops: &mut ib_device_ops, features: Features) {
+    if features.has(feature::IWARP) {
+        ops.query_gid = Some(device::query_gid);
+        ops.iw_add_ref = Some(connections::add_ref);
+        ops.iw_rem_ref = Some(connections::rem_ref);
+        ops.iw_get_qp = Some(connections::get_qp);
+        ops.iw_connect = Some(connections::connect);
+        ops.iw_accept = Some(connections::accept);
+        ops.iw_reject = Some(connections::reject);
+        ops.iw_create_listen = Some(connections::create_listen);
+        ops.iw_destroy_listen = Some(connections::destroy_listen);
+    } else {
+        ops.add_gid = Some(device::add_gid);
+        ops.del_gid = Some(device::del_gid);
+        ops.process_mad = Some(device::process_mad);
+    }
     if features.has(feature::UD) {
         ops.create_ah = Some(addresses::create_ah);
         ops.create_user_ah = Some(addresses::create_ah);

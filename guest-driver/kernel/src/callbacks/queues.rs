@@ -131,6 +131,13 @@ pub(super) unsafe extern "C" fn create_qp(
             attr.cap.max_inline_data = data.caps().max_inline;
             Ok(data)
         })
+        .map(|()| {
+            // Only now is there all that those find who refer to it.
+            let data = NonNull::new(qp).map(|qp| Object::data(qp));
+            if let Some(references) = data.and_then(verbs::Qp::references) {
+                references.publish();
+            }
+        })
     })
 }
 

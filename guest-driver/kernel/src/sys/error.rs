@@ -18,7 +18,9 @@ impl Errno {
     pub(crate) const EBUSY: Self = Self(status::EBUSY);
     pub(crate) const ENODEV: Self = Self(19);
     pub(crate) const EINVAL: Self = Self(status::EINVAL);
+    pub(crate) const EAFNOSUPPORT: Self = Self(97);
     pub(crate) const ENETDOWN: Self = Self(100);
+    pub(crate) const ECONNRESET: Self = Self(status::ECONNRESET);
     pub(crate) const EOPNOTSUPP: Self = Self(status::EOPNOTSUPP);
 
     /// The error that the kernel returned as a negative number.

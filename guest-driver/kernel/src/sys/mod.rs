@@ -17,6 +17,7 @@
 pub(crate) mod alloc;
 pub(crate) mod dma;
 pub(crate) mod error;
+pub(crate) mod iw;
 pub(crate) mod net;
 pub(crate) mod rdma;
 pub(crate) mod sync;
@@ -54,6 +55,7 @@ const _: () = {
     assert!(bindings::VRDMA_FEATURE_HEADER_TYPE == feature::HEADER_TYPE);
     assert!(bindings::VRDMA_FEATURE_COUNTERS == feature::COUNTERS);
     assert!(bindings::VRDMA_FEATURE_SRD == feature::SRD);
+    assert!(bindings::VRDMA_FEATURE_IWARP == feature::IWARP);
     assert!(bindings::VRDMA_FEATURES as usize == feature::ALL.len());
     assert!(bindings::VRDMA_EVENT_QUEUE == config::EVENT_QUEUE as u32);
     assert!(bindings::VRDMA_FIRST_COMPLETION_QUEUE == config::FIRST_COMPLETION_QUEUE as u32);

@@ -76,6 +76,11 @@ impl<D> Pairing<D> {
         changed
     }
 
+    /// Is there a paired interface?
+    pub(crate) fn is_paired(&self) -> bool {
+        !self.context.paired.load(Ordering::Relaxed).is_null()
+    }
+
     /// Is the paired interface up, with carrier?
     pub(crate) fn is_up(&self) -> bool {
         // SAFETY: the device is allocated, and has one port.

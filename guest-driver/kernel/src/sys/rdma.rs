@@ -87,6 +87,16 @@ impl<D> IbDevice<D> {
         unsafe { (*self.0.as_ptr()).device.assume_init_ref() }
     }
 
+    /// Before it is known: it is a device of iWARP.
+    pub(crate) fn set_iwarp(self) {
+        let ib = self.as_ptr();
+        // SAFETY: allocated and not registered yet, so nobody else looks at it.
+        unsafe {
+            (*ib).node_type = bindings::RDMA_NODE_RNIC as u8;
+            bindings::vrdma_iwarp_setup(ib);
+        }
+    }
+
     /// Makes the device known: one port, with this GUID and as many completion vectors.
     pub(crate) fn register(
         self,
@@ -120,6 +130,12 @@ impl<D> IbDevice<D> {
     pub(crate) fn rescan_gids(self) {
         // SAFETY: registered.
         unsafe { bindings::rdma_roce_rescan_device(self.as_ptr()) }
+    }
+
+    /// Makes the core ask again for the GID of a port of iWARP, and pair it with the interface. Any
+    /// context.
+    pub(crate) fn renew_gid(self) {
+        self.dispatch(bindings::IB_EVENT_GID_CHANGE as u16);
     }
 
     /// Empties the GID table: new connections do not find the device. May sleep; not with the RTNL

@@ -43,9 +43,9 @@ pub(crate) type Which = bindings::vrdma_lock;
 /// The kinds of locks.
 pub(crate) mod which {
     pub(crate) use super::bindings::{
-        VRDMA_LOCK_COMMANDS as COMMANDS, VRDMA_LOCK_CQ as CQ, VRDMA_LOCK_DYING as DYING,
-        VRDMA_LOCK_OBJECT as OBJECT, VRDMA_LOCK_RECV as RECV, VRDMA_LOCK_REGION as REGION,
-        VRDMA_LOCK_SEND as SEND,
+        VRDMA_LOCK_COMMANDS as COMMANDS, VRDMA_LOCK_CONNECTIONS as CONNECTIONS,
+        VRDMA_LOCK_CQ as CQ, VRDMA_LOCK_DYING as DYING, VRDMA_LOCK_OBJECT as OBJECT,
+        VRDMA_LOCK_RECV as RECV, VRDMA_LOCK_REGION as REGION, VRDMA_LOCK_SEND as SEND,
     };
 }
 
@@ -101,8 +101,13 @@ unsafe impl<T: Send> Sync for Locked<T> {}
 
 impl<T> Locked<T> {
     pub(crate) fn new(value: T) -> Result<Self> {
+        Self::new_of(which::OBJECT, value)
+    }
+
+    /// With a lock of this kind.
+    pub(crate) fn new_of(which: Which, value: T) -> Result<Self> {
         Ok(Self {
-            lock: Mutex::new(which::OBJECT)?,
+            lock: Mutex::new(which)?,
             value: UnsafeCell::new(value),
         })
     }

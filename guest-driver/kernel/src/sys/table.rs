@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! From the number of an object, as events name it, to the object: and the object does not go while
-//! an event is being delivered to it.
+//! an event is being delivered to it ([`Table`]). The same for what a lock guards ([`Map`]).
 use super::alloc::Box;
 use super::bindings;
 use super::error::{Errno, Result};
@@ -58,7 +58,7 @@ impl<T> Table<T> {
         })?;
         // SAFETY: the entry lives until the registration is dropped, which takes it out first.
         Errno::check(unsafe {
-            bindings::vrdma_table_insert(self.0.as_ptr(), number, entry.as_ptr().cast())
+            bindings::vrdma_table_insert(self.0.as_ptr(), number.into(), entry.as_ptr().cast())
         })?;
         Ok(Registration {
             table: self.0,
@@ -141,7 +141,7 @@ impl<T> Registration<T> {
         unsafe {
             bindings::vrdma_table_remove(
                 self.table.as_ptr(),
-                self.number,
+                self.number.into(),
                 self.entry.as_ptr().cast(),
             );
         }
@@ -159,6 +159,72 @@ impl<T> Drop for Registration<T> {
 impl<T> Drop for Table<T> {
     fn drop(&mut self) {
         // SAFETY: owned; no registrations are left.
+        unsafe { bindings::vrdma_table_free(self.0.as_ptr()) }
+    }
+}
+
+/// Values by number, which one thread at a time has: a lock guards it.
+pub(crate) struct Map<T>(NonNull<bindings::xarray>, core::marker::PhantomData<Box<T>>);
+
+// SAFETY: a map owns its values.
+unsafe impl<T: Send> Send for Map<T> {}
+
+impl<T> Map<T> {
+    pub(crate) fn new() -> Result<Self> {
+        // SAFETY: no preconditions; null if there is no memory.
+        let table = unsafe { bindings::vrdma_table_new() };
+        NonNull::new(table)
+            .map(|table| Self(table, core::marker::PhantomData))
+            .ok_or(Errno::ENOMEM)
+    }
+
+    /// Enters a value, in place of one that has the number.
+    pub(crate) fn insert(&mut self, number: u64, value: T) -> Result<()> {
+        drop(self.remove(number));
+        let value = Box::new(value)?;
+        // SAFETY: the map owns the value until `remove`.
+        Errno::check(unsafe {
+            bindings::vrdma_table_insert(self.0.as_ptr(), number, value.as_ptr().cast())
+        })?;
+        value.into_raw();
+        Ok(())
+    }
+
+    fn find(&self, number: u64) -> Option<NonNull<T>> {
+        // SAFETY: initialized; a pointer from `insert`, or null.
+        NonNull::new(unsafe { bindings::xa_load(self.0.as_ptr(), number) }.cast())
+    }
+
+    /// The value with this number.
+    pub(crate) fn get(&mut self, number: u64) -> Option<&mut T> {
+        // SAFETY: a value that the map owns, and the map is borrowed exclusively.
+        self.find(number).map(|mut value| unsafe { value.as_mut() })
+    }
+
+    /// Takes the value with this number out.
+    pub(crate) fn remove(&mut self, number: u64) -> Option<Box<T>> {
+        let value = self.find(number)?;
+        // SAFETY: initialized; the pointer is the one that is there.
+        unsafe { bindings::vrdma_table_remove(self.0.as_ptr(), number, value.as_ptr().cast()) };
+        // SAFETY: made by into_raw (insert), and no longer in the map.
+        Some(unsafe { Box::from_raw(value) })
+    }
+
+    /// The first number that there is.
+    pub(crate) fn first(&self) -> Option<u64> {
+        let mut number = 0;
+        // SAFETY: initialized; nobody else changes it meanwhile.
+        let value = unsafe { bindings::vrdma_table_next(self.0.as_ptr(), &mut number) };
+        (!value.is_null()).then_some(number)
+    }
+}
+
+impl<T> Drop for Map<T> {
+    fn drop(&mut self) {
+        while let Some(number) = self.first() {
+            drop(self.remove(number));
+        }
+        // SAFETY: owned, and empty.
         unsafe { bindings::vrdma_table_free(self.0.as_ptr()) }
     }
 }

@@ -277,20 +277,38 @@ impl Notifier {
 const COMMAND_TIMEOUT_MS: u32 = 60_000;
 /// How often the wait looks whether the device is still there.
 const COMMAND_POLL_MS: u32 = 500;
-/// Room for the largest command and for the largest response.
-const COMMAND_BYTES: usize = 256;
+/// Most bytes of a command and its response together: less than a page, so that they are
+/// physically contiguous.
+const COMMAND_BYTES: usize = 1024;
 
 /// A command on its way: shared with the device until `done`.
 struct Request {
     done: Completion,
     /// Bytes of the response that the device wrote, or [`Request::ABORTED`].
     used: AtomicU32,
-    command: [u8; COMMAND_BYTES],
-    response: [u8; COMMAND_BYTES],
+    /// The command, then room for the response.
+    bytes: Array<u8>,
 }
 
 impl Request {
     const ABORTED: u32 = u32::MAX;
+}
+
+/// The response to a command.
+pub(crate) struct Answer {
+    request: Box<Request>,
+    start: usize,
+    length: usize,
+}
+
+impl Answer {
+    /// What the device wrote of it.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        let response = self.request.bytes.get(self.start..);
+        response
+            .and_then(|response| response.get(..self.length))
+            .unwrap_or(&[])
+    }
 }
 
 /// The control queue: any number of commands at a time, each waits for its own response.
@@ -341,41 +359,46 @@ impl CommandQueue {
         self.dead.load(Ordering::Acquire)
     }
 
-    /// Sends a command and waits for its response; returns how much of `response` the device wrote.
-    /// Fails with EIO when the device does not answer any more, and then it is dead.
-    pub(crate) fn execute(&self, command: &[u8], response: &mut [u8]) -> Result<usize> {
+    /// Sends a command of `command` bytes, which `write` puts into zeroed memory, and waits for its
+    /// response of at most `response` bytes. Fails with EIO when the device does not answer any
+    /// more, and then it is dead.
+    pub(crate) fn execute(
+        &self,
+        command: usize,
+        response: usize,
+        write: impl FnOnce(&mut [u8]),
+    ) -> Result<Answer> {
+        let total = command.saturating_add(response);
+        if command == 0 || response == 0 || total > COMMAND_BYTES {
+            return Err(Errno::EINVAL);
+        }
         let mut request = Box::new(Request {
             done: Completion::new()?,
             used: AtomicU32::new(Request::ABORTED),
-            command: [0; COMMAND_BYTES],
-            response: [0; COMMAND_BYTES],
+            bytes: Array::new(total, |_| Ok(0))?,
         })?;
-        let to = request
-            .command
-            .get_mut(..command.len())
-            .ok_or(Errno::EINVAL)?;
-        for (to, from) in to.iter_mut().zip(command) {
-            *to = *from;
-        }
-        if response.len() > COMMAND_BYTES {
-            return Err(Errno::EINVAL);
-        }
-        self.room
-            .with(|| self.transfer(&request, command.len() as u32, response.len() as u32))?;
+        write(request.bytes.get_mut(..command).ok_or(Errno::EINVAL)?);
+        let start = request.bytes.as_mut_ptr();
+        // SAFETY: inside of the buffer, whose length is the sum.
+        let buffers = unsafe { [(start, command), (start.add(command), response)] };
+        self.room.with(|| self.transfer(&request, buffers))?;
 
-        let used = match request.used.load(Ordering::Acquire) {
+        let length = match request.used.load(Ordering::Acquire) {
             Request::ABORTED => return Err(Errno::EIO),
-            used => (used as usize).min(response.len()),
+            used => (used as usize).min(response),
         };
-        for (to, from) in response.iter_mut().zip(&request.response).take(used) {
-            *to = *from;
-        }
-        Ok(used)
+        Ok(Answer {
+            request,
+            start: command,
+            length,
+        })
     }
 
-    /// Gives a request to the device and returns when it has it back, answered or not.
-    fn transfer(&self, request: &Box<Request>, command: u32, response: u32) -> Result<()> {
+    /// Gives a request to the device, with its buffers for command and response, and returns when
+    /// it has them back, answered or not.
+    fn transfer(&self, request: &Box<Request>, buffers: [(*mut u8, usize); 2]) -> Result<()> {
         let request_ptr = request.as_ptr();
+        let [(command, command_length), (response, response_length)] = buffers;
         let (added, notify) = self.lock.with(|| {
             if self.is_dead() {
                 return (Err(Errno::EIO), false);
@@ -385,10 +408,10 @@ impl CommandQueue {
             unsafe {
                 let added = Errno::check(bindings::vrdma_vq_add(
                     self.queue.as_ptr(),
-                    (&raw mut (*request_ptr).command).cast(),
-                    command,
-                    (&raw mut (*request_ptr).response).cast(),
-                    response,
+                    command.cast(),
+                    command_length as u32,
+                    response.cast(),
+                    response_length as u32,
                     request_ptr.cast(),
                 ));
                 let notify = added.is_ok() && bindings::virtqueue_kick_prepare(self.queue.as_ptr());

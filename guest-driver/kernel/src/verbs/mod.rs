@@ -40,7 +40,8 @@ use crate::sys::rdma::{
 use virtio_rdma_driver_core::abi;
 use virtio_rdma_driver_core::buffer::RingLayout;
 use virtio_rdma_spec::command::{
-    opcode, CreateContext, HandleResponse, QueryClockResponse, QueryCountersResponse, QueryPort, QueryPortResponse, SetGid,
+    opcode, CreateContext, HandleResponse, QueryClockResponse, QueryCountersResponse, QueryPort,
+    QueryPortResponse, SetGid,
 };
 use virtio_rdma_spec::config::{feature, first_doorbell_queue};
 use virtio_rdma_spec::doorbell::BLOCK_PAGES;
@@ -53,6 +54,24 @@ const CLOCK_KHZ: u64 = 1_000_000;
 /// A limit of the device, in fields that are signed on some kernels.
 fn limit(value: u32) -> u32 {
     value.min(i32::MAX as u32)
+}
+
+/// Entries of the port's table of GIDs. One of iWARP has one, which only the kernel looks at.
+pub(crate) fn gid_table_len(device: &Device) -> u32 {
+    if device.features().has(feature::IWARP) {
+        1
+    } else {
+        device.limits().gid_table_len
+    }
+}
+
+/// Entries of the port's table of P_Keys.
+pub(crate) fn pkey_table_len(device: &Device) -> u16 {
+    if device.features().has(feature::IWARP) {
+        1
+    } else {
+        u16::try_from(device.limits().pkey_table_len).unwrap_or(u16::MAX)
+    }
 }
 
 /// Attributes and limits of the device.
@@ -78,10 +97,11 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
     attr.hw_ver = revision;
     attr.max_mr_size = limits.max_mr_size;
     attr.page_size_cap = limits.page_size_cap;
-    attr.device_cap_flags = device_cap::RC_RNR_NAK_GEN
-        | device_cap::SYS_IMAGE_GUID
-        | device_cap::PORT_ACTIVE_EVENT
-        | device_cap::CURR_QP_STATE_MOD;
+    attr.device_cap_flags =
+        device_cap::SYS_IMAGE_GUID | device_cap::PORT_ACTIVE_EVENT | device_cap::CURR_QP_STATE_MOD;
+    if !features.has(feature::IWARP) {
+        attr.device_cap_flags |= device_cap::RC_RNR_NAK_GEN;
+    }
     if features.has(feature::UD) {
         attr.device_cap_flags |= device_cap::BAD_QKEY_CNTR;
         attr.max_ah = limit(limits.max_ah) as _;
@@ -113,7 +133,9 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
         // The device uses atomic instructions of the CPU.
         attr.atomic_cap = ATOMIC_GLOB;
         attr.masked_atomic_cap = ATOMIC_GLOB;
-        attr.device_cap_flags |= device_cap::ATOMIC_WRITE;
+        if !features.has(feature::IWARP) {
+            attr.device_cap_flags |= device_cap::ATOMIC_WRITE;
+        }
     } else {
         attr.atomic_cap = ATOMIC_NONE;
         attr.masked_atomic_cap = ATOMIC_NONE;
@@ -142,7 +164,7 @@ pub(crate) fn query_device(device: &Device, attr: &mut DeviceAttr, udata: Udata<
     attr.max_qp_rd_atom = limit(limits.max_qp_rd_atom) as _;
     attr.max_res_rd_atom = limit(limits.max_res_rd_atom) as _;
     attr.max_qp_init_rd_atom = limit(limits.max_qp_init_rd_atom) as _;
-    attr.max_pkeys = u16::try_from(limits.pkey_table_len).unwrap_or(u16::MAX);
+    attr.max_pkeys = pkey_table_len(device);
     attr.local_ca_ack_delay = limits.local_ca_ack_delay as u8;
     Ok(())
 }
@@ -213,12 +235,12 @@ pub(crate) fn query_port(device: &Device, port: u32, attr: &mut PortAttr) -> Res
     attr.phys_state = if active { PHYS_LINK_UP } else { PHYS_DISABLED };
     attr.max_mtu = u32::from(answer.max_mtu);
     attr.active_mtu = u32::from(answer.active_mtu);
-    attr.gid_tbl_len = limit(device.limits().gid_table_len) as _;
+    attr.gid_tbl_len = limit(gid_table_len(device)) as _;
     attr.port_cap_flags = PORT_CM_SUP;
     attr.max_msg_sz = answer.max_msg_sz;
     attr.bad_pkey_cntr = answer.bad_pkey_cntr;
     attr.qkey_viol_cntr = answer.qkey_viol_cntr;
-    attr.pkey_tbl_len = u16::try_from(device.limits().pkey_table_len).unwrap_or(u16::MAX);
+    attr.pkey_tbl_len = pkey_table_len(device);
     attr.max_vl_num = 1;
     attr.active_width = answer.active_width;
     attr.active_speed = answer.active_speed as _;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 OR BSD-3-Clause
 //! Queue pairs.
 use super::{check_ring, Cq, Pd, QueueMemory, Srq, Xrcd};
+use crate::connections::QpReferences;
 use crate::device::Device;
 use crate::kverbs::{self, KernelQp, KernelQpInit};
 use crate::sys::alloc::Arc;
@@ -30,7 +31,7 @@ pub(crate) struct Qp {
     /// Doorbell queue and slot.
     doorbell: (u32, u32),
     /// Goes first: events before memory.
-    _registration: Registration<QpTarget>,
+    registration: Registration<QpTarget>,
     kernel: Option<Arc<KernelQp>>,
     _memory: QueueMemory,
 }
@@ -65,6 +66,11 @@ impl Qp {
         self.kernel.as_deref()
     }
 
+    /// Who refers to it, if it is one of iWARP.
+    pub(crate) fn references(&self) -> Option<&QpReferences> {
+        self.registration.target().references()
+    }
+
     /// Does this change succeed on a device that was lost?
     fn may_become(&self, mask: u32, state: u8) -> bool {
         const RESUME: u32 = qp_attr::STATE | qp_attr::CUR_STATE;
@@ -72,6 +78,8 @@ impl Qp {
             // Everything is flushed there, which is what these states mean. Users drain their
             // queues by going there.
             qp_state::ERR | qp_state::RESET => mask == qp_attr::STATE,
+            // Its connection is over, which is what this asks for.
+            qp_state::SQD => mask == qp_attr::STATE && self.references().is_some(),
             // What the core does when a management datagram failed.
             qp_state::RTS => mask == RESUME && self.caps.qp_type == qp_type::GSI,
             _ => false,
@@ -130,7 +138,11 @@ impl QpInit<'_> {
         let gsi = self.qp_type == qp_type::GSI;
         // (The core keeps an XRC target itself for those that share it: whichever process asked for
         // it, it is the kernel's.)
-        let fits_user = if is_user { !gsi } else { self.qp_type != qp_type::SRD };
+        let fits_user = if is_user {
+            !gsi
+        } else {
+            self.qp_type != qp_type::SRD
+        };
         let supported = features.has(of.feature) && fits_user;
         let shares = of.receives && !gsi;
         let flags = match self.qp_type {
@@ -198,6 +210,10 @@ pub(crate) fn create_qp(
     } else {
         None
     };
+    let iwarp = device.features().has(feature::IWARP);
+    if iwarp && init.qp_type == qp_type::RC {
+        init.qp_type = qp_type::IWARP;
+    }
     init.check(device, udata.is_user())?;
     let rings = if init.qp_type == qp_type::XRC_TGT {
         udata.none()?;
@@ -230,7 +246,11 @@ pub(crate) fn create_qp(
             QueueMemory::User(_) | QueueMemory::None => None,
         };
         let domain = init.xrcd.map(Xrcd::handle);
-        let target = target.served_by(kernel.clone()).in_domain(domain);
+        let references = iwarp.then(QpReferences::new).transpose()?;
+        let target = target
+            .served_by(kernel.clone())
+            .in_domain(domain)
+            .referenced(references);
         let registration = device.qps().insert(made.qpn, target)?;
         let answer = abi::CreateQpResponse {
             qpn: made.qpn,
@@ -255,7 +275,7 @@ pub(crate) fn create_qp(
                     signal_all: init.signal_all,
                 },
                 doorbell: (made.doorbell_queue, made.slot),
-                _registration: registration,
+                registration,
                 kernel,
                 _memory: rings.memory,
             };
@@ -442,6 +462,13 @@ pub(crate) fn modify_qp(device: &Device, qp: &Qp, mask: u32, attr: QpAttr) -> Re
     if mask & !KNOWN != 0 {
         return Err(Errno::EOPNOTSUPP);
     }
+    let mask = match qp.references() {
+        Some(_) => iwarp_mask(mask, attr.qp_state)?,
+        None => Some(mask),
+    };
+    let Some(mask) = mask else {
+        return Ok(());
+    };
     let body = ModifyQp {
         qpn: qp.handle,
         attr_mask: mask,
@@ -449,12 +476,47 @@ pub(crate) fn modify_qp(device: &Device, qp: &Qp, mask: u32, attr: QpAttr) -> Re
     };
     match device.simple_command(opcode::MODIFY_QP, &body) {
         Err(_) if device.commands().is_dead() && qp.may_become(mask, attr.qp_state) => {}
+        Err(Errno::EINVAL) if is_closing(device, qp, mask, attr.qp_state) => return Ok(()),
         result => result?,
+    }
+    if let Some(references) = qp.references() {
+        if mask & qp_attr::STATE != 0 && matches!(attr.qp_state, qp_state::ERR | qp_state::RESET) {
+            device.connections().ended(device, references);
+        }
     }
     if let (Some(kernel), true) = (&qp.kernel, mask & qp_attr::STATE != 0) {
         kernel.changed(attr.qp_state);
     }
     Ok(())
+}
+
+/// Does a user ask for the end of a connection of iWARP that is closed, or being closed, already?
+/// The peer may have been first; and first librdmacm asks, and then iw_cm.
+fn is_closing(device: &Device, qp: &Qp, mask: u32, state: u8) -> bool {
+    let asked = qp.references().is_some() && mask & qp_attr::STATE != 0 && state == qp_state::SQD;
+    asked
+        && query_qp(device, qp)
+            .is_ok_and(|attr| matches!(attr.qp_state, qp_state::SQD | qp_state::ERR))
+}
+
+/// What of a change of a queue pair of iWARP goes to the device; none: nothing. From INIT to RTS
+/// the device takes it by itself. The communication manager asks for RTR and RTS all the same.
+fn iwarp_mask(mask: u32, state: u8) -> Result<Option<u32>> {
+    const KNOWN: u32 = qp_attr::STATE
+        | qp_attr::CUR_STATE
+        | qp_attr::EN_SQD_ASYNC_NOTIFY
+        | qp_attr::ACCESS_FLAGS
+        | qp_attr::PKEY_INDEX
+        | qp_attr::PORT;
+    if mask & !KNOWN != 0 {
+        return Err(Errno::EINVAL);
+    }
+    if mask & qp_attr::STATE != 0 && !matches!(state, qp_state::RTR | qp_state::RTS) {
+        return Ok(Some(mask));
+    }
+    // In the state in which it is.
+    let access = mask & qp_attr::ACCESS_FLAGS;
+    Ok((access != 0).then_some(access))
 }
 
 /// The attributes of a queue pair.
@@ -472,6 +534,9 @@ pub(crate) fn destroy_qp(device: &Device, qp: &Qp) -> Result<()> {
     device.destroy(opcode::DESTROY_QP, qp.handle)?;
     if let Some(kernel) = &qp.kernel {
         kernel.forget();
+    }
+    if let Some(references) = qp.references() {
+        device.connections().qp_gone(device, references);
     }
     if qp.of_kernel_user() {
         device.kernel_qps().fetch_sub(1, Ordering::AcqRel);

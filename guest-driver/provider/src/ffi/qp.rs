@@ -96,7 +96,7 @@ pub struct Queues {
     qpn: u32,
     // The memory of all that, so after it.
     _buffer: Option<Mapping>,
-    _context: Arc<context::Shared>,
+    context: Arc<context::Shared>,
 }
 
 impl Queues {
@@ -196,7 +196,7 @@ impl Queues {
             opcodes: u32::MAX,
             qpn,
             _buffer: Some(buffer),
-            _context: Arc::clone(shared),
+            context: Arc::clone(shared),
         }
     }
 
@@ -212,6 +212,15 @@ impl Queues {
 #[inline(always)]
 fn may_send(state: sys::ibv_qp_state) -> bool {
     may_receive(state) && !matches!(state, sys::IBV_QPS_INIT | sys::IBV_QPS_RTR)
+}
+
+/// The state that says what may be posted. From INIT the device takes a queue pair of iWARP to RTS
+/// when it is connected, and nobody asks us.
+fn posting_state(state: sys::ibv_qp_state, iwarp: bool) -> sys::ibv_qp_state {
+    match state {
+        sys::IBV_QPS_INIT | sys::IBV_QPS_RTR if iwarp => sys::IBV_QPS_RTS,
+        state => state,
+    }
 }
 
 /// Whether the receive queue may be posted to in a state.
@@ -255,11 +264,14 @@ pub struct Beyond {
 }
 
 impl Request {
-    /// What is so of its type: verbs and the device number them alike, but for the driver's own.
-    fn facts(&self) -> Option<&'static QpType> {
+    /// What is so of its type: verbs and the device number them alike, but for the driver's own,
+    /// and what iWARP has in the place of RC.
+    fn facts(&self, shared: &context::Shared) -> Option<&'static QpType> {
         let own = self.qp_type == sys::IBV_QPT_DRIVER;
         let number = if own {
             self.beyond.driver_qp_type
+        } else if self.qp_type == sys::IBV_QPT_RC && shared.has(feature::IWARP) {
+            qp_type::IWARP
         } else {
             u8::try_from(self.qp_type).ok()?
         };
@@ -317,10 +329,10 @@ unsafe fn create(
         sys::IBV_QPT_RC | sys::IBV_QPT_UC => Kind::Connected,
         sys::IBV_QPT_UD => Kind::Datagram,
         sys::IBV_QPT_XRC_SEND | sys::IBV_QPT_XRC_RECV => Kind::Xrc,
-        sys::IBV_QPT_DRIVER if request.facts().is_some() => Kind::Reliable,
+        sys::IBV_QPT_DRIVER if request.facts(&shared).is_some() => Kind::Reliable,
         _ => return Err(EOPNOTSUPP),
     };
-    let facts = request.facts();
+    let facts = request.facts(&shared);
     let opcodes = opcodes(facts, &shared);
     let reliable = facts.is_some_and(|of| of.sends && of.acknowledged && !of.datagram);
     let masked = request.beyond.masked != 0;
@@ -418,7 +430,7 @@ unsafe fn create(
         opcodes: opcodes | request.beyond.masked,
         qpn,
         _buffer: buffer,
-        _context: shared,
+        context: shared,
     });
     // SAFETY: the completion queues are ours and alive. With the three fields written the value is
     // complete.
@@ -580,7 +592,7 @@ pub unsafe extern "C" fn open_qp(
                 opcodes: 0,
                 qpn: (*attr).qp_num,
                 _buffer: None,
-                _context: context::shared(context),
+                context: context::shared(context),
             }),
             cqs: [ptr::null_mut(); 2],
             wr: UnsafeCell::default(),
@@ -639,7 +651,10 @@ pub unsafe extern "C" fn modify_qp(
             }
             queues.reset();
         }
-        queues.state.store(state, Ordering::Relaxed);
+        let iwarp = queues.context.has(feature::IWARP);
+        queues
+            .state
+            .store(posting_state(state, iwarp), Ordering::Relaxed);
     }
     0
 }
@@ -1039,6 +1054,10 @@ mod tests {
         ] {
             assert_eq!((may_send(state), may_receive(state)), (send, receive));
         }
+        let posting = posting_state(IBV_QPS_INIT, true);
+        assert_eq!((may_send(posting), may_receive(posting)), (true, true));
+        assert!(!may_receive(posting_state(IBV_QPS_RESET, true)));
+        assert!(!may_send(posting_state(IBV_QPS_INIT, false)));
         // (That a queue is full the driver's core finds.)
         let full = virtio_rdma_driver_core::PostError::Full;
         assert_eq!(Errno::from(full), Errno(libc::ENOMEM));
