@@ -73,9 +73,20 @@ pub struct Everything {
     modules: Vec<(Kernel, Modules)>,
     providers: Vec<(Suite, PathBuf)>,
     verbs_test: PathBuf,
+    soft_iwarp: Vec<(Kernel, [PathBuf; 2])>,
 }
 
 impl Everything {
+    /// Adds Soft-iWARP for some kernels, which Debian's leave out, to what guests get.
+    pub fn add_soft_iwarp(&mut self, kernels: &[Kernel]) -> Result<()> {
+        for (kernel, root) in build_roots(kernels)? {
+            let entry = format!("module-siw-{kernel}");
+            let modules = build_modules(&root, kernel, &entry, ["siw", "siw_crc"], &["ci/siw"])?;
+            self.soft_iwarp.push((kernel, modules));
+        }
+        Ok(())
+    }
+
     /// The stack for a guest kernel; puts together its payload.
     pub fn stack(&self, kernel: Kernel) -> Result<Stack> {
         let suite = kernel.suite();
@@ -98,6 +109,10 @@ impl Everything {
         }
         copy(&module.driver, &payload)?;
         for module in &module.tests {
+            copy(module, &payload)?;
+        }
+        let soft_iwarp = self.soft_iwarp.iter().filter(|(of, _)| *of == kernel);
+        for module in soft_iwarp.flat_map(|(_, modules)| modules) {
             copy(module, &payload)?;
         }
         copy(provider, &payload)?;
@@ -202,6 +217,7 @@ pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
             modules,
             providers,
             verbs_test: verbs_test?,
+            soft_iwarp: Vec::new(),
         })
     })
 }

@@ -9,8 +9,10 @@
 pub mod bench;
 mod boot;
 mod columns;
+mod decode;
 mod hostile;
 mod interop;
+mod iwarp;
 mod kernel_verbs;
 mod perftest;
 mod recovery;
@@ -151,6 +153,7 @@ pub fn all() -> Vec<Lane> {
         wire::tap(),
         interop::lane(),
         interop::at_taps(),
+        iwarp::lane(),
         perftest::lane(),
         ulp::lane(),
         recovery::lane(),
@@ -379,6 +382,9 @@ impl Means {
                 if lanes.iter().any(|lane| lane.image == image) {
                     everything.images.add(image, &kernels)?;
                 }
+            }
+            if lanes.iter().any(|lane| lane.name == iwarp::NAME) {
+                everything.add_soft_iwarp(&kernels)?;
             }
             Ok(Means::All(Box::new(everything)))
         } else {

@@ -14,7 +14,7 @@ use anyhow::{bail, ensure, Context, Result};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::{mac, namespace, signal_child, spawn, switch, wait_for};
+use super::{iwarp_address, mac, namespace, signal_child, spawn, switch, wait_for};
 
 /// The longest IP packet between hosts, bytes: those of the loopback interface are longer.
 const WIRE_MTU: u16 = 9000;
@@ -118,6 +118,49 @@ impl DeviceProcess {
             mac(number)
         );
         fs::write(&file, text)?;
+        Self::start_with_file((prefix, binary), &file, vec![socket], &status, log)
+    }
+
+    /// Starts the process that serves some VMs with ports of iWARP, by a command with this prefix:
+    /// each has an address of the host. The directory leads from the addresses of `all` VMs to
+    /// those, wherever these are.
+    pub fn start_iwarp(
+        command: (Vec<String>, &Path),
+        directory: &Path,
+        vms: &[u8],
+        all: &[u8],
+        log: &Path,
+    ) -> Result<Self> {
+        let host = vms.first().context("no VMs")?;
+        let at = |name: &str, number: &u8| directory.join(format!("{name}-{number}"));
+        let mut text = String::new();
+        for vm in vms {
+            let _ = write!(
+                text,
+                "[[device]]\nsocket = '{}'\nmac = '{}'\ntransport = 'iwarp'\n\
+                 [device.iwarp]\naddress = '{}'\n[device.iwarp.directory]\n",
+                at("rdma", vm).display(),
+                mac(*vm),
+                iwarp_address(*vm)
+            );
+            for peer in all {
+                let _ = writeln!(text, "'10.10.0.{peer}' = '{}'", iwarp_address(*peer));
+            }
+        }
+        let (file, status) = (at("config", host), at("status", host));
+        fs::write(&file, text)?;
+        let sockets = vms.iter().map(|vm| at("rdma", vm)).collect();
+        Self::start_with_file(command, &file, sockets, &status, log)
+    }
+
+    /// Starts the process with a configuration file, by a command with this prefix.
+    fn start_with_file(
+        (prefix, binary): (Vec<String>, &Path),
+        file: &Path,
+        sockets: Vec<PathBuf>,
+        status: &Path,
+        log: &Path,
+    ) -> Result<Self> {
         let mut command = prefix;
         command.extend([
             binary.display().to_string(),
@@ -126,7 +169,7 @@ impl DeviceProcess {
             "--status-socket".to_owned(),
             status.display().to_string(),
         ]);
-        Self::start_by(binary, command, vec![socket], &status, log)
+        Self::start_by(binary, command, sockets, status, log)
     }
 
     fn start_by(

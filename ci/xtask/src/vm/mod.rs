@@ -6,6 +6,7 @@
 //! restarted from the main thread.
 
 mod agent;
+mod capture;
 mod device;
 pub mod namespace;
 mod qmp;
@@ -21,6 +22,7 @@ use rustix::process::{kill_process, Pid, Signal};
 use serde_json::{json, Value};
 
 pub use agent::{Job, Output};
+pub use capture::Capture;
 pub use device::DeviceProcess;
 pub use switch::Switch;
 
@@ -58,6 +60,32 @@ pub enum Hosts {
     /// its host, a network namespace; IP packets have so many bytes at most, and the device has
     /// these faults.
     Tap(u16, &'static str),
+    /// Ports of iWARP, whose connections device processes make by TCP of their hosts. Hosts and the
+    /// VMs' network interfaces are as with [`Self::Tap`]; IP packets have [`IWARP_MTU`] bytes at most.
+    Iwarp(Processes),
+}
+
+/// How many device processes make connections of iWARP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Processes {
+    /// One for all VMs, on the host of the first.
+    One,
+    /// One for each VM, on its host.
+    Each,
+}
+
+/// MTU of the network between hosts with iWARP.
+pub const IWARP_MTU: u16 = 1500;
+
+impl Hosts {
+    /// The MTU if hosts are network namespaces with bridges and TAPs.
+    fn namespaces(self) -> Option<u16> {
+        match self {
+            Hosts::Tap(mtu, _) => Some(mtu),
+            Hosts::Iwarp(_) => Some(IWARP_MTU),
+            Hosts::One | Hosts::Vxlan | Hosts::Loop | Hosts::Switch(_) => None,
+        }
+    }
 }
 
 /// What to start.
@@ -103,6 +131,13 @@ pub struct Bed {
 }
 
 impl Bed {
+    /// The words before those of a command that is to run on the host of a VM, by its number from
+    /// 1: none if hosts are no network namespaces.
+    pub fn host_prefix(&self, number: u8) -> Vec<String> {
+        let hosts = self.hosts.as_ref();
+        hosts.map_or_else(Vec::new, |hosts| hosts.prefix(number))
+    }
+
     /// Runs a command on the host of a VM, by its number from 1, if hosts are network namespaces.
     pub fn on_host(&self, number: u8, command: &str) -> Result<()> {
         let hosts = self.hosts.as_ref();
@@ -129,12 +164,29 @@ impl Bed {
         if let Hosts::Switch(_) = plan.hosts {
             bed.switch = Some(Switch::start(&bed.directory, plan.vms)?);
         }
-        if let Hosts::Tap(mtu, _) = plan.hosts {
+        if let Some(mtu) = plan.hosts.namespaces() {
             bed.hosts = Some(namespace::Hosts::start(plan.vms, mtu)?);
         }
-        let hosts = bed.hosts.as_ref();
-        let prefix = |number| hosts.map_or_else(Vec::new, |hosts| hosts.prefix(number));
-        if let Some(stack) = plan.stack.filter(|_| plan.hosts != Hosts::One) {
+        if let (Some(stack), Hosts::Iwarp(processes)) = (plan.stack, plan.hosts) {
+            let all: Vec<u8> = (1..=plan.vms).collect();
+            let served: Vec<&[u8]> = match processes {
+                Processes::One => vec![&all],
+                Processes::Each => all.chunks(1).collect(),
+            };
+            for (vms, host) in served.into_iter().zip(1..) {
+                let log = plan.logs.join(format!("device-{host}.log"));
+                for vm in vms {
+                    let add = format!("ip addr add {}/24 dev bridge", iwarp_address(*vm));
+                    bed.on_host(host, &add)?;
+                }
+                let command = (bed.host_prefix(host), stack.device.as_path());
+                let device = DeviceProcess::start_iwarp(command, &bed.directory, vms, &all, &log)?;
+                match &bed.device {
+                    None => bed.device = Some(device),
+                    Some(_) => bed.others.push(device),
+                }
+            }
+        } else if let Some(stack) = plan.stack.filter(|_| plan.hosts != Hosts::One) {
             for number in 1..=plan.vms {
                 let log = plan.logs.join(format!("device-{number}.log"));
                 let wire = match plan.hosts {
@@ -144,7 +196,7 @@ impl Bed {
                     _ => device::Wire::Vxlan(plan.vms),
                 };
                 let directory = &bed.directory;
-                let command = (prefix(number), stack.device.as_path());
+                let command = (bed.host_prefix(number), stack.device.as_path());
                 let device = DeviceProcess::start_on_host(command, directory, number, wire, &log)?;
                 match &bed.device {
                     None => bed.device = Some(device),
@@ -164,7 +216,7 @@ impl Bed {
             )?);
         }
         for number in 1..=plan.vms {
-            let vm = Vm::start(plan, number, prefix(number), &bed.directory)?;
+            let vm = Vm::start(plan, number, bed.host_prefix(number), &bed.directory)?;
             bed.vms.push(vm);
         }
         for vm in &mut bed.vms {
@@ -217,6 +269,11 @@ impl Drop for Bed {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// The address of a host from which connections of iWARP of a VM come, and at which they arrive.
+pub fn iwarp_address(number: u8) -> String {
+    format!("10.10.0.{}", 100 + u16::from(number))
 }
 
 /// The MAC address of a VM's network device, which its RDMA NIC is paired with.
@@ -274,10 +331,11 @@ impl Vm {
             qemu_log,
             control: path("control"),
             qmp_path: path("qmp"),
-            links: if number == 1 && !matches!(plan.hosts, Hosts::Switch(_) | Hosts::Tap(..)) {
-                (2..=plan.vms).map(|peer| link(directory, peer)).collect()
-            } else {
-                Vec::new()
+            links: match plan.hosts {
+                Hosts::One | Hosts::Vxlan | Hosts::Loop if number == 1 => {
+                    (2..=plan.vms).map(|peer| link(directory, peer)).collect()
+                }
+                _ => Vec::new(),
             },
             qmp: None,
             agent: None,
@@ -625,13 +683,13 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     add("-qmp", format!("unix:{},server=on,wait=off", socket("qmp")));
 
     let switched = match plan.hosts {
-        Hosts::Switch(mtu) | Hosts::Tap(mtu, _) => Some(mtu),
-        Hosts::One | Hosts::Vxlan | Hosts::Loop => None,
+        Hosts::Switch(mtu) => Some(mtu),
+        hosts => hosts.namespaces(),
     };
     let host_mtu = switched.map_or_else(String::new, |mtu| format!(",host_mtu={mtu}"));
     // vm1 is the hub that connects the network devices of all, unless a switch does.
     let device_net = match (number, plan.vms) {
-        _ if matches!(plan.hosts, Hosts::Tap(..)) => {
+        _ if plan.hosts.namespaces().is_some() => {
             let tap = namespace::TAP;
             let more = "script=no,downscript=no,vhost=off";
             add("-netdev", format!("tap,id=net,ifname={tap},{more}"));
