@@ -64,7 +64,7 @@ impl Checks {
 
 /// The VM lanes that have to pass, which of their cases, and which of these run on a second kernel, too:
 /// what has to do with a kernel. What rxe makes of rdma-core's tests is no matter of a change.
-const LANES: [(&str, Option<&str>, Option<&str>); 7] = [
+const LANES: [(&str, Option<&str>, Option<&str>); 8] = [
     ("smoke", None, Some(SMOKE_AGAIN)),
     ("rdma-core-56", Some("the tests on our device"), None),
     ("recovery", Some(RECOVERY), Some(RECOVERY_AGAIN)),
@@ -80,7 +80,13 @@ const LANES: [(&str, Option<&str>, Option<&str>); 7] = [
     ),
     ("srd", Some("nothing lost|path of four is dead"), None),
     ("rxe-interop", Some("rping|ibv_ud_pingpong"), Some("rping")),
+    ("iwarp", Some(IWARP), None),
 ];
+
+/// Ports of iWARP with each other. Soft-iWARP, which takes longer, is left to the whole lane.
+const IWARP: &str = "one process: rping|one process: ib_write_bw -R|one process: ib_send_bw -R|\
+     one process: ib_read_lat -R|two hosts: rping|two hosts: ib_write_bw -R|\
+     two hosts: ib_send_bw -R|two hosts: ib_read_lat -R";
 
 const SMOKE_AGAIN: &str = "tools show|rc_pingpong with|counters|data arrives|ib_send_bw|\
      system call|kill -9|rmmod|reset";
