@@ -142,19 +142,26 @@ pub(super) fn listen(rnic: &Arc<Rnic>, body: &IwListen) -> Result<Vec<u8>, Error
     zero(local.port() != 0)?;
     let at = SocketAddr::new(own_address(port, local)?, local.port());
     let backlog = body.backlog.clamp(1, MOST_BACKLOG);
-    let socket = tcp::listen(at, backlog).map_err(|error| match error.kind() {
-        ErrorKind::AddrInUse => Error::AddressInUse,
-        ErrorKind::AddrNotAvailable => Error::NoSuchAddress,
-        ErrorKind::PermissionDenied => Error::NotAllowed,
-        _ => Error::NoMemory,
-    })?;
-    let socket = Arc::new(socket);
+    let other_family = local.ip().is_ipv4() != at.ip().is_ipv4();
+    let socket = match tcp::listen(at, backlog) {
+        Ok(socket) => Some(Arc::new(socket)),
+        Err(error) => match error.kind() {
+            // Who listens everywhere may do so for each family by itself. The port has one.
+            ErrorKind::AddrInUse if other_family && port.listens_at(local.port()) => None,
+            ErrorKind::AddrInUse => return Err(Error::AddressInUse),
+            ErrorKind::AddrNotAvailable => return Err(Error::NoSuchAddress),
+            ErrorKind::PermissionDenied => return Err(Error::NotAllowed),
+            _ => return Err(Error::NoMemory),
+        },
+    };
     let listener = port.listen(body.cookie, backlog, socket.clone())?;
-    rnic.ask_iwarp(Request::Listen {
-        port: port.clone(),
-        listener,
-        socket,
-    });
+    if let Some(socket) = socket {
+        rnic.ask_iwarp(Request::Listen {
+            port: port.clone(),
+            listener,
+            socket,
+        });
+    }
     Ok(handle_response(listener))
 }
 

@@ -123,6 +123,7 @@ const WORKER_OF_CONNECTIONS: &[Call] = &[
 const FRONT_END_OF_CONNECTIONS: &[Call] = &[
     (libc::SYS_bind, Any),
     (libc::SYS_connect, Any),
+    (libc::SYS_getsockname, Any),
     (libc::SYS_listen, Any),
     (
         libc::SYS_socket,

@@ -111,6 +111,8 @@ struct Known {
     qp: Option<u64>,
     /// Of a connection that waits to be accepted: its listener.
     listener: Option<u32>,
+    /// The driver has taken the event about it.
+    told: bool,
     _share: Share,
 }
 
@@ -119,8 +121,8 @@ struct Known {
 struct Listening {
     cookie: u64,
     backlog: u32,
-    /// The worker's, too, which lets it go later.
-    socket: Arc<TcpListener>,
+    /// The worker's, too, which lets it go later. None: another listener of the VM has the address.
+    socket: Option<Arc<TcpListener>>,
     _share: Share,
 }
 
@@ -215,7 +217,7 @@ impl Port {
         &self,
         cookie: u64,
         backlog: u32,
-        socket: Arc<TcpListener>,
+        socket: Option<Arc<TcpListener>>,
     ) -> Result<u32, Error> {
         let share = self.vm.footprint().share(CONNECTION)?;
         let mut inner = self.inner();
@@ -228,6 +230,13 @@ impl Port {
         };
         inner.listeners.insert(number, listening);
         Ok(number)
+    }
+
+    /// Whether the VM listens at a TCP port.
+    pub(crate) fn listens_at(&self, port: u16) -> bool {
+        let inner = self.inner();
+        let mut sockets = inner.listeners.values().filter_map(|of| of.socket.as_ref());
+        sockets.any(|socket| socket.local_addr().is_ok_and(|at| at.port() == port))
     }
 
     /// A listener ends. Nothing of it is told any longer.
@@ -243,9 +252,12 @@ impl Port {
             ..
         } = &mut *inner;
         let gone = listeners.remove(&listener).ok_or(Error::NotFound)?;
-        // Its address is free at once.
-        let _ = rustix::net::shutdown(&gone.socket, rustix::net::Shutdown::Read);
-        let of_it = |known: &Known| known.listener == Some(listener);
+        if let Some(socket) = gone.socket {
+            // Its address is free at once.
+            let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Read);
+        }
+        // What the driver was told of, it will accept or reject.
+        let of_it = |known: &Known| known.listener == Some(listener) && !known.told;
         events.retain(|event| {
             let known = connections.get(&event.connection);
             event.kind != iw_event::CONNECT_REQUEST || !known.is_some_and(of_it)
@@ -267,6 +279,7 @@ impl Port {
             cookie,
             qp: Some(qp.serial()),
             listener: None,
+            told: true,
             _share: share,
         };
         inner.connections.insert(number, known);
@@ -299,6 +312,7 @@ impl Port {
             cookie,
             qp: None,
             listener: Some(listener),
+            told: false,
             _share: share,
         };
         inner.connections.insert(number, known);
@@ -339,7 +353,7 @@ impl Port {
         Ok(())
     }
 
-    /// Whether a connection is still to be had: its listener has not gone.
+    /// Whether the driver knows of a connection, or will: its listener has not gone.
     pub(crate) fn knows(&self, id: u32) -> bool {
         self.inner().connections.contains_key(&id)
     }
@@ -380,6 +394,9 @@ impl Port {
     pub(crate) fn next_event(&self) -> IwEvent {
         let mut inner = self.inner();
         let event = inner.events.pop_front().unwrap_or_default();
+        if let Some(known) = inner.connections.get_mut(&event.connection) {
+            known.told = true;
+        }
         if inner.events.is_empty() {
             inner.events.shrink_to(16);
         }
