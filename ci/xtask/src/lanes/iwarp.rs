@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use anyhow::{ensure, Context, Result};
 
-use super::stock::LONG;
 use super::storage::{Fio, Protocol, CLIENT, SERVER};
 use super::tools::{Ready, Table};
 use super::{decode, Case, Fixture, Lane};
@@ -23,6 +22,9 @@ use crate::vm::{iwarp_address, Capture, Hosts, Processes, IWARP_MTU};
 
 /// Its name.
 pub const NAME: &str = "iwarp";
+
+/// How long one run of a tool may take on a busy machine without KVM.
+const LONG: Duration = Duration::from_secs(120);
 
 /// How long storage is worked on with blocks of a size, seconds, and how many MiB of it.
 const STORAGE_SECONDS: u64 = 10;
