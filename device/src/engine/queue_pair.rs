@@ -38,14 +38,21 @@ const PEER_LINES: usize = 3;
 /// Entries that are prefetched before a poll, at most.
 const ENTRIES_AHEAD: usize = 8;
 
+/// All that a peer may be granted.
+const GRANTABLE: u32 = access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
+
 /// The attributes of a queue pair in RESET. One with many peers has no access flags of its own, and
-/// waits for receives as long as it takes, unless it is told otherwise.
+/// waits for receives as long as it takes, unless it is told otherwise. One of iWARP has none, either.
 fn initial(facts: &QpType) -> QpAttr {
-    let all = access::REMOTE_WRITE | access::REMOTE_READ;
     let many = facts.datagram && facts.acknowledged;
+    let access_flags = match facts.qp_type {
+        qp_type::IWARP => GRANTABLE,
+        _ if many => GRANTABLE & !access::REMOTE_ATOMIC,
+        _ => 0,
+    };
     QpAttr {
         port_num: 1,
-        access_flags: if many { all } else { 0 },
+        access_flags,
         max_rd_atomic: u8::from(many),
         max_dest_rd_atomic: u8::from(many),
         rnr_retry: if many { 7 } else { 0 },
@@ -441,7 +448,12 @@ impl Qp {
             }
             return Ok(());
         }
-        let merged = merge(mask, &attr, new);
+        // Of iWARP, drivers say nothing that is meant.
+        let meant = match self.qp_type {
+            qp_type::IWARP => mask & !qp_attr::ACCESS_FLAGS,
+            _ => mask,
+        };
+        let merged = merge(meant, &attr, new);
         let binding = self.bind(peers, current, next, &merged, attr.av.dgid);
         {
             let mut send_queue = self.send_queue();
