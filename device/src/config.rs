@@ -488,6 +488,9 @@ pub struct IwarpConfig {
     /// Addresses of VMs, and those of hosts that stand for them.
     #[serde(default)]
     pub directory: HashMap<IpAddr, IpAddr>,
+    /// Others to which the VM may connect.
+    #[serde(default)]
+    pub peers: Vec<Range>,
     /// Whether it asks for a CRC of all that is sent.
     pub crc: Option<bool>,
 }
@@ -497,6 +500,11 @@ impl IwarpConfig {
         PortSettings {
             address: self.address,
             directory: self.directory,
+            peers: self
+                .peers
+                .into_iter()
+                .map(|of| (of.address, of.bits))
+                .collect(),
             crc: self.crc.unwrap_or(true),
         }
     }

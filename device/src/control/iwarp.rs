@@ -70,9 +70,10 @@ pub(super) fn connect(rnic: &Arc<Rnic>, body: &IwConnect) -> Result<Vec<u8>, Err
     zero(!local.ip().is_unspecified() && !remote.ip().is_unspecified() && remote.port() != 0)?;
     let qp = queue_pair(rnic, body.qpn)?;
     let from = own_address(port, local)?;
+    let to = port.remote(remote)?;
     let id = port.connect(body.cookie, &qp)?;
     rnic.claim_own_gid();
-    match tcp::begin_connect(from, port.remote(remote)) {
+    match tcp::begin_connect(from, to) {
         Ok(socket) => rnic.ask_iwarp(Request::Connect {
             port: port.clone(),
             id,

@@ -583,6 +583,10 @@ fn nobody_listens() {
     connect(&bed.vms[0], &a, 1, 1, b"");
     let reply = event(&bed.vms[0], iw_event::CONNECT_REPLY);
     assert_eq!((reply.status, reply.cookie), (status::ECONNREFUSED, ACTIVE));
+    // The host itself is nobody whom a VM may connect to.
+    let host = endpoint(Ipv4Addr::LOCALHOST.into(), PORT);
+    let refused = try_connect(&bed.vms[0], &a, host, 1, b"");
+    assert_eq!(refused.unwrap_err().status(), Some(status::EPERM));
     // An address is in use once, and free again at once.
     let vm = &bed.vms[1];
     let first = listen(vm, PORT).unwrap();

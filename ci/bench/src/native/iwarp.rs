@@ -148,7 +148,7 @@ fn process(
     };
     let device = format!(
         "{more}[[device]]\nsocket = '{}'\nmac = '52:54:00:00:02:01'\ntransport = 'iwarp'\n\
-         iwarp = {{ address = '{address}' }}\n",
+         iwarp = {{ address = '{address}', peers = ['127.0.0.0/8'] }}\n",
         socket.display()
     );
     Ok((bed::device(on, 0, &device)?, socket))

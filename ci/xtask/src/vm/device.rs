@@ -138,7 +138,7 @@ impl DeviceProcess {
             let _ = write!(
                 text,
                 "[[device]]\nsocket = '{}'\nmac = '{}'\ntransport = 'iwarp'\n\
-                 [device.iwarp]\naddress = '{}'\n[device.iwarp.directory]\n",
+                 [device.iwarp]\naddress = '{}'\npeers = ['10.10.0.0/24']\n[device.iwarp.directory]\n",
                 at("rdma", vm).display(),
                 mac(*vm),
                 iwarp_address(*vm)

@@ -39,14 +39,24 @@ pub struct PortSettings {
     /// Addresses that drivers name, and those of hosts that stand for them. Others stand for
     /// themselves.
     pub directory: HashMap<IpAddr, IpAddr>,
+    /// Ranges of addresses, each with the bits that all have in common, to which the VM may connect
+    /// beside those of the directory.
+    pub peers: Vec<(IpAddr, u8)>,
     /// Each FPDU has a CRC, unless the peer wants it and this is false.
     pub crc: bool,
 }
 
 impl PortSettings {
-    /// Where an address is that a driver names.
-    fn host_of(&self, address: IpAddr) -> IpAddr {
-        self.directory.get(&address).copied().unwrap_or(address)
+    /// Where an address is that a driver names, if the VM may connect to it: the process has a way to
+    /// more than its VMs should.
+    fn host_of(&self, address: IpAddr) -> Option<IpAddr> {
+        if let Some(host) = self.directory.get(&address) {
+            return Some(*host);
+        }
+        let mut ranges = self.peers.iter();
+        let permits = ranges.any(|(first, bits)| within(*first, *bits, address));
+        let host = self.directory.values().any(|host| *host == address);
+        (permits || host).then_some(address)
     }
 
     /// How drivers name the address of a host.
@@ -54,6 +64,17 @@ impl PortSettings {
         let mut names = self.directory.iter().filter(|(_, of)| **of == host);
         names.next().map_or(host, |(name, _)| *name)
     }
+}
+
+/// Whether an address has its first bits in common with another one.
+fn within(first: IpAddr, bits: u8, address: IpAddr) -> bool {
+    let number = |ip: IpAddr| match ip {
+        // All of the highest bits.
+        IpAddr::V4(v4) => u128::from(v4.to_bits()) << 96,
+        IpAddr::V6(v6) => v6.to_bits(),
+    };
+    let differ = number(first) ^ number(address);
+    first.is_ipv4() == address.is_ipv4() && differ.leading_zeros() >= bits.into()
 }
 
 /// How often RDMA READs may be under way, in either direction, as the driver wants it.
@@ -205,8 +226,12 @@ impl Port {
     }
 
     /// Where a connection goes to that the driver wants to this address.
-    pub(crate) fn remote(&self, to: SocketAddr) -> SocketAddr {
-        SocketAddr::new(self.settings.host_of(to.ip()), to.port())
+    ///
+    /// # Errors
+    /// If the VM may not connect to it.
+    pub(crate) fn remote(&self, to: SocketAddr) -> Result<SocketAddr, Error> {
+        let host = self.settings.host_of(to.ip()).ok_or(Error::NotAllowed)?;
+        Ok(SocketAddr::new(host, to.port()))
     }
 
     /// Connections come in by this socket; the number of the listener.
@@ -418,5 +443,36 @@ impl Port {
             last,
             ..Inner::default()
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_connects_to_what_it_may() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let settings = PortSettings {
+            address: ip("10.0.0.1"),
+            directory: HashMap::from([(ip("192.168.0.2"), ip("10.0.0.2"))]),
+            peers: vec![(ip("10.7.0.0"), 16), (ip("fd00::"), 8)],
+            crc: true,
+        };
+        for (to, host) in [
+            ("192.168.0.2", Some("10.0.0.2")),
+            ("10.0.0.2", Some("10.0.0.2")),
+            ("10.7.255.1", Some("10.7.255.1")),
+            ("fd77::1", Some("fd77::1")),
+            ("10.8.0.1", None),
+            ("127.0.0.1", None),
+            ("::1", None),
+            ("a07::", None),
+        ] {
+            assert_eq!(settings.host_of(ip(to)), host.map(ip), "{to}");
+        }
+        assert_eq!(settings.name_of(ip("10.0.0.2")), ip("192.168.0.2"));
+        assert_eq!(settings.name_of(ip("10.7.0.1")), ip("10.7.0.1"));
+        assert!(within(ip("0.0.0.0"), 0, ip("1.2.3.4")) && !within(ip("::"), 0, ip("1.2.3.4")));
     }
 }
