@@ -431,6 +431,9 @@ impl Qp {
         }
         state::check(self.qp_type, current, next, mask)?;
         check_values(mask, new)?;
+        if self.qp_type == qp_type::IWARP && next == qp_state::SQD && current != qp_state::RTS {
+            return Ok(());
+        }
         if next == qp_state::RESET {
             // Both halves at once, so that nobody sees one of them in the old life.
             let mut send_queue = self.send_queue();

@@ -65,6 +65,8 @@ pub fn attributes(kind: u8, current: u8, next: u8) -> Option<(u32, u32)> {
         return Some(match (current, next) {
             (RESET | INIT, INIT) => (0, PKEY_INDEX | PORT | ACCESS_FLAGS),
             (RTS, RTS) => (0, CUR_STATE | ACCESS_FLAGS),
+            // It closes already, or has.
+            (SQD, SQD) | (ERR, SQD) => (0, EN_SQD_ASYNC_NOTIFY),
             _ => return None,
         });
     }
