@@ -493,6 +493,9 @@ pub struct IwarpConfig {
     pub peers: Vec<Range>,
     /// Whether it asks for a CRC of all that is sent.
     pub crc: Option<bool>,
+    /// Whether it offers that either end of a connection sends first.
+    #[serde(default)]
+    pub peer_to_peer: bool,
 }
 
 impl IwarpConfig {
@@ -506,6 +509,7 @@ impl IwarpConfig {
                 .map(|of| (of.address, of.bits))
                 .collect(),
             crc: self.crc.unwrap_or(true),
+            peer_to_peer: self.peer_to_peer,
         }
     }
 }

@@ -40,7 +40,8 @@ const ACCEPTED: usize = 16;
 /// How long each step of the beginning of a connection may take, nanoseconds; and its end.
 const BEGIN: u64 = 10_000_000_000;
 const END: u64 = 3_000_000_000;
-/// How often a connection of a VM that is stopped is looked at, nanoseconds.
+/// How often a connection of a VM that is stopped is looked at, and a listener for which there are no
+/// descriptors, nanoseconds.
 const LATER: u64 = 10_000_000;
 /// Bytes of requests and replies, at most.
 const LONGEST_FRAME: usize = 20 + 512;
@@ -276,7 +277,8 @@ impl Iwarp {
 
     fn listen(&mut self, port: Arc<Port>, id: u32, socket: Arc<TcpListener>) {
         let token = self.token();
-        if let Err(error) = self.epoll.add_for(&*socket, Events::EPOLLIN, token) {
+        let events = Events::EPOLLIN | Events::EPOLLET;
+        if let Err(error) = self.epoll.add_for(&*socket, events, token) {
             log::error!("cannot wait for connections of iWARP: {error}");
             return;
         }
@@ -429,7 +431,10 @@ impl Iwarp {
                 break;
             }
             self.later.remove(&(at, token));
-            self.make_ready(token);
+            match self.entries.get(&token) {
+                Some(Entry::Listener(_)) => self.ready.push(token),
+                _ => self.make_ready(token),
+            }
         }
         let served = self.ready.len();
         let ready = std::mem::take(&mut self.ready);
@@ -455,13 +460,13 @@ impl Iwarp {
                 connection.writable |= ended || is(Events::EPOLLOUT);
                 self.make_ready(token);
             }
-            Some(Entry::Listener(_)) => self.take_incoming(token),
+            Some(Entry::Listener(_)) => self.ready.push(token),
             None => {}
         }
     }
 
     /// Takes connections that came in at a listener.
-    fn take_incoming(&mut self, token: Token) {
+    fn take_incoming(&mut self, token: Token, now: u64) {
         for _ in 0..ACCEPTED {
             let Some(Entry::Listener(listener)) = self.entries.get(&token) else {
                 return;
@@ -473,6 +478,7 @@ impl Iwarp {
                     let error = io::Error::from(error);
                     if error.kind() != ErrorKind::WouldBlock {
                         log::debug!("a connection of iWARP did not come in: {error}");
+                        self.later.insert((now.saturating_add(LATER), token));
                     }
                     return;
                 }
@@ -483,9 +489,11 @@ impl Iwarp {
                 continue;
             };
             let connection = Connection::new(port, id, socket, Phase::AwaitsRequest);
-            let token = self.add(connection);
-            self.make_ready(token);
+            let new = self.add(connection);
+            self.make_ready(new);
         }
+        // Perhaps there are more.
+        self.ready.push(token);
     }
 
     /// The peer has not done what it had to in time.
@@ -517,6 +525,10 @@ impl Iwarp {
 
     /// Does what there is to do for a connection.
     fn serve(&mut self, token: Token, here: Here<'_>) {
+        if let Some(Entry::Listener(_)) = self.entries.get(&token) {
+            self.take_incoming(token, here.now);
+            return;
+        }
         let Some(Entry::Connection(mut connection)) = self.entries.remove(&token) else {
             return;
         };

@@ -44,6 +44,8 @@ pub struct PortSettings {
     pub peers: Vec<(IpAddr, u8)>,
     /// Each FPDU has a CRC, unless the peer wants it and this is false.
     pub crc: bool,
+    /// Who connects offers that either end may send first, as RFC 6581 has it.
+    pub peer_to_peer: bool,
 }
 
 impl PortSettings {
@@ -458,6 +460,7 @@ mod tests {
             directory: HashMap::from([(ip("192.168.0.2"), ip("10.0.0.2"))]),
             peers: vec![(ip("10.7.0.0"), 16), (ip("fd00::"), 8)],
             crc: true,
+            peer_to_peer: false,
         };
         for (to, host) in [
             ("192.168.0.2", Some("10.0.0.2")),

@@ -111,6 +111,9 @@ pub(super) struct Stream {
     ord: u8,
     /// Of the past, for their capacity.
     spare: Vec<Vec<Sge>>,
+    /// What is under way, and was, is in the account of the VM: so many work requests.
+    account: Share,
+    accounted: usize,
     /// The work request in progress in the send queue fails for this, when all before it is done.
     refused: Option<WcError>,
     /// Message sequence numbers of what is sent next, by queue.
@@ -153,11 +156,12 @@ impl Stream {
             crc: agreed.crc,
             longest: agreed.longest,
             partial: Vec::new(),
-            share,
             begun: VecDeque::new(),
             waiting: 0,
             ord: agreed.ord,
             spare: Vec::new(),
+            account: share.another(),
+            accounted: 0,
             refused: None,
             sends: 1,
             requests: 1,
@@ -172,6 +176,7 @@ impl Stream {
             written: None,
             ended: false,
             header: Vec::with_capacity(HEADER),
+            share,
         }
     }
 
@@ -288,7 +293,7 @@ impl Stream {
         sq.may_go_on(tables, qp)?;
         if sq.active.is_none() {
             // While the queue pair closes, nothing more begins.
-            let may = qp.state() == qp_state::RTS && self.begun.len() < MOST_BEGUN;
+            let may = qp.state() == qp_state::RTS && sq.posted() && self.has_room(sq);
             match may.then(|| sq.fetch(tables, qp)).flatten() {
                 None => return Ok(None),
                 Some(Err(error)) => self.refused = Some(error),
@@ -315,6 +320,20 @@ impl Stream {
             _ => false,
         };
         Ok((!waits).then_some(active))
+    }
+
+    /// Whether there may be another work request under way, and the account of the VM has room for it.
+    /// It always has for one.
+    fn has_room(&mut self, sq: &SendQueue) -> bool {
+        let kept = self.begun.len() + self.spare.len();
+        if kept < self.accounted || !self.spare.is_empty() {
+            return true;
+        }
+        // The queue and the list of spare ones grow to twice what they need.
+        let each = 2 * (size_of::<Begun>() + size_of::<Vec<Sge>>()) + sq.max_sge * size_of::<Sge>();
+        let grown = kept < MOST_BEGUN && self.account.grow(each as u64).is_ok();
+        self.accounted += usize::from(grown);
+        grown || kept == 0
     }
 
     /// Puts a request of an RDMA READ or an atomic operation.
