@@ -636,7 +636,7 @@ impl Iwarp {
             crc: connection.port.settings.crc,
             rejected: false,
             enhanced: Some(Enhanced {
-                peer_to_peer: Some(RTR),
+                peer_to_peer: connection.port.settings.peer_to_peer.then_some(RTR),
                 ird: ird.into(),
                 ord: ord.into(),
             }),
@@ -782,8 +782,8 @@ impl Iwarp {
         let both = request
             .enhanced
             .is_some_and(|with| with.peer_to_peer.is_some());
-        if both {
-            // The first message of the initiator shows that it is ready, or that it is here.
+        if both || self.initiator_is_here(connection) {
+            // The first message of the initiator shows that it is ready; one of this process joins.
             self.set_deadline(token, connection, Some(here.now.saturating_add(BEGIN)));
             return Step::Again;
         }
@@ -850,6 +850,19 @@ impl Iwarp {
         connection.phase = Phase::Accepted(Box::new(stream));
         let kind = iw_event::CONNECT_REPLY;
         self.begin_streaming(token, connection, kind, Some(reply), here)
+    }
+
+    /// Whether the other end of a connection is here, and waits for the reply.
+    fn initiator_is_here(&self, connection: &Connection) -> bool {
+        let ends = (connection.remote, connection.local);
+        let entry = self
+            .ends
+            .get(&ends)
+            .and_then(|token| self.entries.get(token));
+        let Some(Entry::Connection(other)) = entry else {
+            return false;
+        };
+        matches!(other.phase, Phase::AwaitsReply)
     }
 
     /// The connection of this process that is the other end of this one, if messages between their VMs
