@@ -61,6 +61,7 @@ impl Rnic {
             .take(LISTED)
             .map(list_fast_mr)
             .collect();
+        let (listeners, connections) = self.iwarp().map_or((0, 0), |port| port.counts());
         let tables = self.vm().tables();
         let gids = tables.gids.iter().enumerate().filter_map(|(index, gid)| {
             let gid = std::net::Ipv6Addr::from((*gid)?);
@@ -90,6 +91,8 @@ impl Rnic {
                 "srqs": tables.srqs.len(),
                 "xrcds": tables.xrcds.len(),
                 "attachments": tables.multicast.len(),
+                "listeners": listeners,
+                "connections": connections,
             },
             "counters": {
                 "tx_messages": totals.tx_messages,

@@ -132,6 +132,7 @@ pub fn lane() -> Lane {
             SIW_CRC_CASES,
             SIW_CRC_PACKETS,
             ONE_PROCESS_CASES,
+            RDMA_CORE,
             TWO_HOSTS_CASES,
             SIW_SERVER_CASES,
             SIW_SERVER_PACKETS,
@@ -207,6 +208,13 @@ macro_rules! cases {
     };
 }
 
+const RDMA_CORE: &[Case] = &[Case {
+    name: "one process: rdma-core's tests",
+    run: |fixture| {
+        ONE_PROCESS.set_up(fixture)?;
+        super::suite::on_iwarp(fixture)
+    },
+}];
 const SIW_CASES: &[Case] = cases!(SIW, "siw to siw");
 const SIW_CRC_CASES: &[Case] = cases!(SIW_CRC, "siw to siw, CRC");
 const ONE_PROCESS_CASES: &[Case] = cases!(ONE_PROCESS, "one process");

@@ -118,6 +118,20 @@ const VERSION_65: Wanted = Wanted {
     ],
 };
 
+/// The tests that make sense with iWARP.
+const FOR_IWARP: &[&str] = &[
+    "tests.test_device.",
+    "tests.test_pd.",
+    "tests.test_mr.",
+    "tests.test_cq.",
+    "tests.test_fork.",
+];
+
+const FOR_ANY_RNIC: Wanted = Wanted {
+    passing: 1,
+    skippable: &[DMA_BUF],
+};
+
 /// The tests on our device, which `run` runs, and the end of its driver.
 fn ours(run: fn(&mut Fixture) -> Result<()>) -> [Case; 2] {
     [
@@ -312,6 +326,28 @@ fn tabulate(fixture: &mut Fixture, device: &str, results: &[TestResult]) {
         fixture.cell(&result.test, device, &result.outcome);
         fixture.cell(&result.test, &format!("{device}: reason"), &reason);
     }
+}
+
+/// The tests on a device of ours with a port of iWARP. Those that connect queue pairs by themselves, or
+/// want datagrams, make no sense there: they are listed as skipped. The others have to pass.
+pub(super) fn on_iwarp(fixture: &mut Fixture) -> Result<()> {
+    let before = counts(&fixture.bed)?;
+    let results = run(fixture, "vrdma0", |_| Ok(()))?;
+    let passing = count(fixture, "rdma_core", &results);
+    for result in results.iter().filter(|result| {
+        let name = result.test.as_str();
+        FOR_IWARP.iter().any(|part| name.starts_with(part)) || result.outcome == "ok"
+    }) {
+        let case = judged(result, &FOR_ANY_RNIC);
+        fixture.sub_case(case);
+    }
+    settled(&fixture.bed, &before)?;
+    let least = FOR_ANY_RNIC.passing;
+    ensure!(
+        passing >= least,
+        "{passing} tests pass; at least {least} have to"
+    );
+    Ok(())
 }
 
 fn on_ours(fixture: &mut Fixture, wanted: &Wanted) -> Result<()> {

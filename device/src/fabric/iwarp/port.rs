@@ -259,6 +259,12 @@ impl Port {
         Ok(number)
     }
 
+    /// How many listeners and connections there are.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        let inner = self.inner();
+        (inner.listeners.len(), inner.connections.len())
+    }
+
     /// Whether the VM listens at a TCP port.
     pub(crate) fn listens_at(&self, port: u16) -> bool {
         let inner = self.inner();
