@@ -13,7 +13,7 @@ pub fn run(names: &[String], choice: &Choice) -> Result<bool> {
         .map(|name| lanes::find(name))
         .collect::<Result<Vec<_>>>()?;
     setup::run()?;
-    let means = Means::prepare(&wanted, choice.kernel)?;
+    let means = Means::prepare(&wanted, choice)?;
     let mut good = true;
     for lane in &wanted {
         good &= lanes::run(lane, &means, choice)?.good();

@@ -52,7 +52,6 @@ fn soak(options: &Options) -> Result<Report> {
     });
     let lane = soak::lane();
     let kernel = Some(options.kernel);
-    let means = Means::prepare(std::slice::from_ref(&lane), kernel)?;
     let choice = Choice {
         kernel,
         soak: Some(Soak {
@@ -61,5 +60,6 @@ fn soak(options: &Options) -> Result<Report> {
         }),
         ..Choice::default()
     };
+    let means = Means::prepare(std::slice::from_ref(&lane), &choice)?;
     lanes::run(&lane, &means, &choice)
 }

@@ -265,7 +265,6 @@ fn results(line: &str) -> Option<Count> {
 
 fn lane(name: &str, only: Option<&str>, again: Option<&str>) -> Result<Count> {
     let lane = lanes::find(name)?;
-    let means = Means::prepare(std::slice::from_ref(&lane), None)?;
     let choice = Choice {
         only,
         again,
@@ -273,6 +272,7 @@ fn lane(name: &str, only: Option<&str>, again: Option<&str>) -> Result<Count> {
         quick: true,
         ..Choice::default()
     };
+    let means = Means::prepare(std::slice::from_ref(&lane), &choice)?;
     Ok(Count::of_report(&lanes::run(&lane, &means, &choice)?))
 }
 

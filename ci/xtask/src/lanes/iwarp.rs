@@ -124,6 +124,11 @@ const SIW_CLIENT: Column = Column {
     hosts: Hosts::Iwarp(Processes::Each),
 };
 
+/// Whether a case of this lane needs Soft-iWARP.
+pub fn needs_siw(case: &Case) -> bool {
+    case.name.contains("siw")
+}
+
 /// The lane.
 pub fn lane() -> Lane {
     let runs = || {

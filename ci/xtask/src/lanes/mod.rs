@@ -368,14 +368,19 @@ pub enum Means {
 }
 
 impl Means {
-    /// Builds what lanes need, on all their kernels or on one.
-    pub fn prepare(lanes: &[Lane], only: Option<Kernel>) -> Result<Self> {
+    /// Builds what the cases of lanes need that are chosen.
+    pub fn prepare(lanes: &[Lane], choice: &Choice) -> Result<Self> {
         let mut kernels: Vec<Kernel> = Vec::new();
         for (kernel, _) in lanes.iter().flat_map(|lane| (lane.runs)()) {
-            if only.is_none_or(|wanted| wanted == kernel) && !kernels.contains(&kernel) {
+            if choice.kernel.is_none_or(|wanted| wanted == kernel) && !kernels.contains(&kernel) {
                 kernels.push(kernel);
             }
         }
+        let chosen = |lane: &Lane| {
+            let runs = (lane.runs)().into_iter();
+            runs.flat_map(|(_, cases)| cases)
+                .any(|case| iwarp::needs_siw(&case) && choice.wants(0, case.name))
+        };
         if lanes.iter().any(|lane| lane.with_device) {
             let mut everything = artifacts::everything(&kernels)?;
             for image in [Image::Storage, Image::Software] {
@@ -383,7 +388,7 @@ impl Means {
                     everything.images.add(image, &kernels)?;
                 }
             }
-            if lanes.iter().any(|lane| lane.name == iwarp::NAME) {
+            if lanes.iter().any(chosen) {
                 everything.add_soft_iwarp(&kernels)?;
             }
             Ok(Means::All(Box::new(everything)))
