@@ -26,6 +26,9 @@ pub const NAME: &str = "iwarp";
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(120);
 
+/// Size of short messages, bytes.
+const SHORT: u64 = 64;
+
 /// How long storage is worked on with blocks of a size, seconds, and how many MiB of it.
 const STORAGE_SECONDS: u64 = 10;
 const STORAGE_SIZE: u32 = 16;
@@ -196,6 +199,7 @@ macro_rules! cases {
             perftest!($column, $name, "ib_write_bw"),
             perftest!($column, $name, "ib_read_bw"),
             perftest!($column, $name, "ib_send_bw"),
+            case!($column, $name, "ib_write_bw -R, short", rate),
             perftest!($column, $name, "ib_write_lat"),
             perftest!($column, $name, "ib_read_lat"),
             perftest!($column, $name, "ib_send_lat"),
@@ -349,6 +353,20 @@ fn perftest(fixture: &mut Fixture, column: &Column, tool: &str, events: &str) ->
     let how = if events.is_empty() { "" } else { "_events" };
     fixture.figure(&format!("{}_{tool}{how}_{name}", column.word), value);
     Ok(format!("{value:.1} {unit} at {size} B"))
+}
+
+/// Short messages in lists, with few completions.
+fn rate(fixture: &mut Fixture, column: &Column) -> Result<String> {
+    let count = if fixture.quick { 5_000 } else { 20_000 };
+    let start = |host: &str, port| {
+        format!("ib_write_bw -F -R -n {count} -s {SHORT} -Q 50 -t 256 -l 32 -p {port} {host}")
+    };
+    let host = column.host();
+    let (text, _) = column.tool(fixture, |port| start("", port), |port| start(&host, port))?;
+    let table = Table::parse(&text).with_context(|| format!("no table:\n{text}"))?;
+    let rate = table.message_rate(SHORT)?;
+    fixture.figure(&format!("{}_million_per_s", column.word), rate);
+    Ok(format!("{:.1} thousand/s at {SHORT} B", rate * 1e3))
 }
 
 /// Storage in the memory of the server, written and read again by the client, with checksums.

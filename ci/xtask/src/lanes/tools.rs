@@ -291,6 +291,11 @@ impl Table {
         self.rows.keys().copied().collect()
     }
 
+    /// Millions of messages per second at a size (of a `_bw` tool).
+    pub fn message_rate(&self, size: u64) -> Result<f64> {
+        self.column(size, 2)
+    }
+
     /// Average bandwidth in MiB/s at a size (of a `_bw` tool).
     pub fn bandwidth(&self, size: u64) -> Result<f64> {
         let bandwidth = self.column(size, 1)?;
