@@ -142,7 +142,8 @@ pub(super) fn listen(rnic: &Arc<Rnic>, body: &IwListen) -> Result<Vec<u8>, Error
     zero(local.port() != 0)?;
     let at = SocketAddr::new(own_address(port, local)?, local.port());
     let backlog = body.backlog.clamp(1, MOST_BACKLOG);
-    let socket = tcp::listen(at, backlog).map_err(|error| match error.kind() {
+    // The port counts those that wait for the driver; in the kernel they wait for the worker.
+    let socket = tcp::listen(at, MOST_BACKLOG).map_err(|error| match error.kind() {
         ErrorKind::AddrInUse => Error::AddressInUse,
         ErrorKind::AddrNotAvailable => Error::NoSuchAddress,
         ErrorKind::PermissionDenied => Error::NotAllowed,
