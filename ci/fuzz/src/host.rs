@@ -11,6 +11,7 @@ use vhost_device_rdma::config::{OpenUplink, UplinksConfig};
 use vhost_device_rdma::control::execute;
 use vhost_device_rdma::engine::events::EventSink;
 use vhost_device_rdma::engine::vm::Uplink;
+use vhost_device_rdma::fabric::iwarp::port::PortSettings;
 use vhost_device_rdma::limits::Limits;
 use vhost_device_rdma::memory::{GuestMemory, RegionInfo};
 use vhost_device_rdma::rnic::{Rnic, RnicSettings};
@@ -36,6 +37,15 @@ pub const REGIONS: usize = 4;
 
 /// All features but that of regions of all memory.
 pub const FEATURES: u64 = ((1 << (feature::SRD + 1)) - 1) & !(1 << feature::PHYSICAL_MR);
+
+/// Those that go with iWARP.
+pub const FEATURES_OF_IWARP: u64 = (FEATURES | 1 << feature::IWARP)
+    & !(1 << feature::UD
+        | 1 << feature::UC
+        | 1 << feature::XRC
+        | 1 << feature::FLUSH
+        | 1 << feature::HEADER_TYPE
+        | 1 << feature::SRD);
 
 /// Limits that an input can reach.
 pub const LIMITS: Limits = Limits {
@@ -83,12 +93,28 @@ impl Host {
     /// # Panics
     /// If it refuses more.
     pub fn with_uplinks(uplinks: UplinksConfig) -> Result<Self, OpenUplink> {
-        let made = Adapter::without_threads(&AdapterSettings {
+        Ok(Self::with(&AdapterSettings {
             uplinks: uplinks.open()?,
             ..AdapterSettings::default()
-        });
+        }))
+    }
+
+    /// The same for VMs with a port of iWARP.
+    ///
+    /// # Panics
+    /// If the system refuses.
+    #[must_use]
+    pub fn with_iwarp() -> Self {
+        Self::with(&AdapterSettings {
+            iwarp: true,
+            ..AdapterSettings::default()
+        })
+    }
+
+    fn with(settings: &AdapterSettings) -> Self {
+        let made = Adapter::without_threads(settings);
         let (adapter, work) = made.expect("an adapter");
-        Ok(Self { adapter, work })
+        Self { adapter, work }
     }
 
     /// Lets the worker do some rounds.
@@ -122,18 +148,40 @@ impl Host {
     /// If the system refuses, or the device the GID.
     #[must_use]
     pub fn guest_with(&self, number: u8, features: u64, uplink: Option<Uplink>) -> Guest {
+        let mut guest = self.attach(number, features, uplink, None);
+        guest.set_gid();
+        guest
+    }
+
+    /// A VM with a port of iWARP.
+    ///
+    /// # Panics
+    /// If the system refuses.
+    #[must_use]
+    pub fn guest_of_iwarp(&self, number: u8, port: PortSettings) -> Guest {
+        self.attach(number, FEATURES_OF_IWARP, None, Some(Arc::new(port)))
+    }
+
+    fn attach(
+        &self,
+        number: u8,
+        features: u64,
+        uplink: Option<Uplink>,
+        iwarp: Option<Arc<PortSettings>>,
+    ) -> Guest {
         let settings = RnicSettings {
             name: format!("vm{number}"),
             mac: [0x52, 0x54, 0, 0, 0, number],
             limits: LIMITS,
             uplink,
+            iwarp,
             ..RnicSettings::default()
         };
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("memory"));
         file.set_len((PAGES * PAGE) as u64).expect("memory");
         let mapping = Mapping::new(&file, 0, PAGES * PAGE).expect("a mapping");
         let view = View::new(Arc::new(mapping), 0, PAGES * PAGE).expect("a view");
-        let mut guest = Guest {
+        let guest = Guest {
             rnic: self.adapter.attach(settings),
             file,
             view,
@@ -145,7 +193,6 @@ impl Host {
         guest.rnic.set_features(features);
         guest.set_memory([true; REGIONS]);
         guest.rnic.start(Arc::new(Ignored));
-        guest.set_gid();
         guest
     }
 

@@ -17,6 +17,7 @@ pub mod packets;
 pub mod queues;
 pub mod rings;
 pub mod scene;
+pub mod stream;
 pub mod vhost_user;
 
 /// A target.
@@ -53,6 +54,10 @@ pub const TARGETS: &[Target] = &[
     Target {
         name: "rings",
         run: rings::run,
+    },
+    Target {
+        name: "stream",
+        run: stream::run,
     },
     Target {
         name: "vhost_user",

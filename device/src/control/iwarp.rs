@@ -143,8 +143,9 @@ pub(super) fn listen(rnic: &Arc<Rnic>, body: &IwListen) -> Result<Vec<u8>, Error
     zero(local.port() != 0)?;
     let at = SocketAddr::new(own_address(port, local)?, local.port());
     let backlog = body.backlog.clamp(1, MOST_BACKLOG);
+    // The port counts those that wait for the driver; in the kernel they wait for the worker.
     let other_family = local.ip().is_ipv4() != at.ip().is_ipv4();
-    let socket = match tcp::listen(at, backlog) {
+    let socket = match tcp::listen(at, MOST_BACKLOG) {
         Ok(socket) => Some(Arc::new(socket)),
         Err(error) => match error.kind() {
             // Who listens everywhere may do so for each family by itself. The port has one.

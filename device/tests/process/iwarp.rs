@@ -25,19 +25,20 @@ use crate::common::{
 };
 
 /// The port that VMs listen at.
-const PORT: u16 = 7471;
+pub const PORT: u16 = 7471;
 /// Cookies of a listener, and of connections.
-const LISTENER: u64 = 1;
-const PASSIVE: u64 = 2;
-const ACTIVE: u64 = 3;
+pub const LISTENER: u64 = 1;
+pub const PASSIVE: u64 = 2;
+pub const ACTIVE: u64 = 3;
 
 /// Two VMs that have a port of iWARP.
-struct Bed {
+pub struct Bed {
     // Dropped first.
-    vms: [Arc<Vm>; 2],
-    processes: Vec<DeviceProcess>,
-    hosts: [Ipv4Addr; 2],
-    directory: PathBuf,
+    pub vms: [Arc<Vm>; 2],
+    pub processes: Vec<DeviceProcess>,
+    /// Their addresses on the host.
+    pub hosts: [Ipv4Addr; 2],
+    pub directory: PathBuf,
 }
 
 impl Drop for Bed {
@@ -47,7 +48,7 @@ impl Drop for Bed {
 }
 
 /// The address that the driver of a VM has.
-fn guest(vm: usize) -> IpAddr {
+pub fn guest(vm: usize) -> IpAddr {
     Ipv4Addr::new(10, 0, 0, 1 + vm as u8).into()
 }
 
@@ -71,19 +72,20 @@ fn options() -> VmOptions {
 
 impl Bed {
     /// In one process, or in one for each VM.
-    fn new(apart: bool) -> Self {
+    pub fn new(apart: bool) -> Self {
         Self::with(apart, "")
     }
 
     /// With more in the table of each port.
-    fn with(apart: bool, more: &str) -> Self {
+    pub fn with(apart: bool, more: &str) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let directory = std::env::temp_dir().join(format!("iwarp-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         // Addresses that no other test has.
         let [low, high, ..] = std::process::id().to_le_bytes();
-        let at = |vm: u8| Ipv4Addr::new(127, low | 1, high, (2 * number) as u8 * 2 + vm + 1);
+        let [block, place] = [number / 60, number % 60].map(|part| part as u8);
+        let at = |vm: u8| Ipv4Addr::new(127, low | 1, high.wrapping_add(block), place * 4 + vm + 1);
         let hosts = [at(0), at(1)];
         let names = format!(
             "directory = {{ '10.0.0.1' = '{}', '10.0.0.2' = '{}' }}",
@@ -124,7 +126,7 @@ impl Bed {
 
     /// Whatever was done to the processes, they are there, and nothing in them panicked.
     #[track_caller]
-    fn assert_unharmed(&mut self) {
+    pub fn assert_unharmed(&mut self) {
         for process in &mut self.processes {
             assert!(process.is_alive());
             let log = process.log();
@@ -133,11 +135,11 @@ impl Bed {
     }
 
     /// A side of a VM, in INIT.
-    fn side(&self, vm: usize) -> Side {
+    pub fn side(&self, vm: usize) -> Side {
         self.side_with(vm, &SideOptions::default())
     }
 
-    fn side_with(&self, vm: usize, options: &SideOptions) -> Side {
+    pub fn side_with(&self, vm: usize, options: &SideOptions) -> Side {
         let options = SideOptions {
             qp: QpOptions {
                 qp_type: qp_type::IWARP,
@@ -151,16 +153,16 @@ impl Bed {
     }
 
     /// A VM listens.
-    fn listen(&self, vm: usize) -> u32 {
+    pub fn listen(&self, vm: usize) -> u32 {
         listen(&self.vms[vm], PORT).unwrap()
     }
 
     /// Connected sides, the first one actively.
-    fn pair(&self) -> [Side; 2] {
+    pub fn pair(&self) -> [Side; 2] {
         self.pair_with(&SideOptions::default())
     }
 
-    fn pair_with(&self, options: &SideOptions) -> [Side; 2] {
+    pub fn pair_with(&self, options: &SideOptions) -> [Side; 2] {
         let [a, b] = [0, 1].map(|vm| self.side_with(vm, options));
         let listener = self.listen(1);
         connect(&self.vms[0], &a, 1, 16, b"hello");
@@ -181,7 +183,7 @@ impl Bed {
     }
 }
 
-fn init(side: &Side) {
+pub fn init(side: &Side) {
     let attr = QpAttr {
         qp_state: qp_state::INIT,
         access_flags: access::LOCAL_WRITE
@@ -194,7 +196,7 @@ fn init(side: &Side) {
     side.qp.modify((attr, mask)).unwrap();
 }
 
-fn endpoint(ip: IpAddr, port: u16) -> IwEndpoint {
+pub fn endpoint(ip: IpAddr, port: u16) -> IwEndpoint {
     let addr = match ip {
         IpAddr::V4(v4) => v4.to_ipv6_mapped(),
         IpAddr::V6(v6) => v6,
@@ -206,7 +208,7 @@ fn endpoint(ip: IpAddr, port: u16) -> IwEndpoint {
     }
 }
 
-fn listen(vm: &Arc<Vm>, port: u16) -> Result<u32, Error> {
+pub fn listen(vm: &Arc<Vm>, port: u16) -> Result<u32, Error> {
     let body = iwarp::IwListen {
         cookie: LISTENER,
         local: endpoint(Ipv4Addr::UNSPECIFIED.into(), port),
@@ -216,7 +218,7 @@ fn listen(vm: &Arc<Vm>, port: u16) -> Result<u32, Error> {
     vm.execute::<IwListen>(&body).map(|made| made.handle)
 }
 
-fn destroy_listen(vm: &Arc<Vm>, handle: u32) -> Result<(), Error> {
+pub fn destroy_listen(vm: &Arc<Vm>, handle: u32) -> Result<(), Error> {
     let body = Handle {
         handle,
         reserved: 0,
@@ -224,7 +226,7 @@ fn destroy_listen(vm: &Arc<Vm>, handle: u32) -> Result<(), Error> {
     vm.execute::<IwDestroyListen>(&body).map(drop)
 }
 
-fn private_data(data: &[u8]) -> ([u8; 256], u16) {
+pub fn private_data(data: &[u8]) -> ([u8; 256], u16) {
     let mut private = [0; 256];
     private[..data.len()].copy_from_slice(data);
     (private, data.len() as u16)
@@ -235,7 +237,7 @@ fn connect(vm: &Arc<Vm>, side: &Side, to: usize, depth: u16, data: &[u8]) -> u32
     try_connect(vm, side, endpoint(guest(to), PORT), depth, data).unwrap()
 }
 
-fn try_connect(
+pub fn try_connect(
     vm: &Arc<Vm>,
     side: &Side,
     remote: IwEndpoint,
@@ -257,7 +259,7 @@ fn try_connect(
     vm.execute::<IwConnect>(&body).map(|made| made.handle)
 }
 
-fn accept(
+pub fn accept(
     vm: &Arc<Vm>,
     connection: u32,
     side: &Side,
@@ -278,14 +280,14 @@ fn accept(
     vm.execute::<IwAccept>(&body).map(drop)
 }
 
-fn next(vm: &Arc<Vm>) -> Option<IwEvent> {
+pub fn next(vm: &Arc<Vm>) -> Option<IwEvent> {
     let event = vm.execute::<IwNextEvent>(&[]).unwrap();
     (event.kind != iw_event::NONE).then_some(event)
 }
 
 /// The next event, which is of this kind. It was told of.
 #[track_caller]
-fn event(vm: &Arc<Vm>, kind: u16) -> IwEvent {
+pub fn event(vm: &Arc<Vm>, kind: u16) -> IwEvent {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(event) = next(vm) {
@@ -309,7 +311,7 @@ fn event(vm: &Arc<Vm>, kind: u16) -> IwEvent {
     }
 }
 
-fn private(event: &IwEvent) -> &[u8] {
+pub fn private(event: &IwEvent) -> &[u8] {
     &event.private_data[..event.private_length.into()]
 }
 

@@ -14,6 +14,8 @@ mod fast;
 mod frontend;
 mod hostile;
 mod iwarp;
+mod iwarp_peer;
+mod iwarp_stream;
 mod lifecycle;
 mod limits;
 mod link;

@@ -42,6 +42,8 @@ pub enum Target {
     Packets,
     /// Rings, doorbells and page tables that another thread scribbles over
     Rings,
+    /// What a peer sends over a connection of iWARP
+    Stream,
     /// Messages of a front end, with file descriptors of all kinds
     VhostUser,
 }

@@ -484,6 +484,9 @@ impl Iwarp {
                 }
             };
             let (port, id) = (listener.port.clone(), listener.id);
+            if port.is_crowded(id) {
+                self.send_away_oldest(&port, id);
+            }
             let Some(id) = port.incoming(id) else {
                 // Its end is all that the peer learns.
                 continue;
@@ -494,6 +497,25 @@ impl Iwarp {
         }
         // Perhaps there are more.
         self.ready.push(token);
+    }
+
+    /// The peer that came first to a listener, of those that have asked for nothing yet, has to go.
+    fn send_away_oldest(&mut self, port: &Arc<Port>, listener: u32) {
+        let silent = |entry: &Entry| match entry {
+            Entry::Connection(of) => {
+                Arc::ptr_eq(&of.port, port)
+                    && matches!(of.phase, Phase::AwaitsRequest)
+                    && port.waits_at(of.id, listener)
+            }
+            Entry::Listener(_) => false,
+        };
+        let Some(token) = self.which(silent).into_iter().min() else {
+            return;
+        };
+        if let Some(connection) = self.connection(token) {
+            port.forget_waiting(connection.id);
+        }
+        self.remove(token);
     }
 
     /// The peer has not done what it had to in time.
@@ -586,7 +608,7 @@ impl Iwarp {
         }
         self.detach(token, &mut connection);
         let Some(kind) = kind else {
-            port.forget(connection.id);
+            port.forget_waiting(connection.id);
             return;
         };
         port.tell(connection.id, connection.event(kind, status));
@@ -609,6 +631,7 @@ impl Iwarp {
             Phase::Closes(status) => {
                 let status = *status;
                 match connection.drain(&mut self.space) {
+                    Ok(()) if connection.readable => Step::Again,
                     Ok(()) => Step::Waits,
                     Err(_) => Step::Over(status),
                 }
@@ -684,8 +707,8 @@ impl Iwarp {
         if awaited {
             return self.replied(token, connection, &frame, here);
         }
-        // Until the reply the initiator has nothing to say.
-        if !connection.input.is_empty() {
+        // Until the reply the initiator has nothing to say, and it does not go.
+        if !connection.input.is_empty() || connection.ends {
             return Step::Over(status::ECONNRESET);
         }
         if frame.markers {
@@ -697,6 +720,9 @@ impl Iwarp {
             };
             let _ = connection.write_frame(&reply);
             return Step::Over(status::ECONNREFUSED);
+        }
+        if !connection.port.asks(connection.id) {
+            return Step::Over(status::ECONNRESET);
         }
         self.ends
             .insert((connection.local, connection.remote), token);
@@ -843,7 +869,10 @@ impl Iwarp {
         }
         let mut stream = connection.new_stream(reply.crc);
         if let Some(rtr) = reply.enhanced.and_then(|with| with.peer_to_peer) {
-            if !stream.show_ready(rtr, &mut self.pool) {
+            if let Err(refusal) = stream.show_ready(rtr, &mut self.pool) {
+                stream.tell(&refusal.into(), &[]);
+                let _ = stream.send(&mut self.pool, &connection.socket);
+                stream.give_back(&mut self.pool);
                 return Step::Over(status::ECONNRESET);
             }
         }
@@ -971,6 +1000,7 @@ impl Iwarp {
             Phase::Accepted(mut stream) => {
                 // What came behind the reply belongs to it.
                 let input = std::mem::take(&mut connection.input);
+                connection.readable |= !input.is_empty();
                 if !stream.keep(&input) {
                     return Step::Over(status::ECONNRESET);
                 }
@@ -1049,7 +1079,11 @@ impl Iwarp {
             }
         }
         if ended {
-            return Step::Over(0);
+            let whole = match &connection.phase {
+                Phase::Streams(stream) => stream.partial().is_empty(),
+                _ => false,
+            };
+            return Step::Over(if whole { 0 } else { status::ECONNRESET });
         }
         if connection.readable {
             Step::Again
@@ -1203,7 +1237,9 @@ impl Iwarp {
             polled.0 = Polled::Idle;
         }
         if failed {
-            return (polled, Step::Again);
+            let status = status::ECONNRESET;
+            let step = self.end_stream(token, connection, tables, qp, status, here);
+            return (polled, step);
         }
         if drained && stream.is_sent() {
             return (polled, self.begin_to_close(token, connection, 0, here));
@@ -1216,7 +1252,7 @@ impl Iwarp {
 const RTR: Rtr = Rtr {
     send: false,
     write: true,
-    read: true,
+    read: false,
 };
 
 /// How many requests may be under way if the peer takes so many.
@@ -1446,19 +1482,20 @@ impl Connection {
         }
     }
 
-    /// What comes is of no interest.
+    /// What comes is of no interest. Reads no more than fits into `space`: others wait, too.
     ///
     /// # Errors
     /// If the connection has ended.
     fn drain(&mut self, space: &mut [u8]) -> io::Result<()> {
-        while self.readable {
-            match (&self.socket).read(space) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => self.readable = false,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
+        if !self.readable {
+            return Ok(());
+        }
+        match (&self.socket).read(space) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => self.readable = false,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
         Ok(())
     }

@@ -25,7 +25,7 @@ impl Pool {
     }
 
     fn put(&mut self, buffer: Box<[u8]>) {
-        if self.0.len() < Self::KEPT {
+        if self.0.len() < Self::KEPT && buffer.len() == CAPACITY {
             self.0.push(buffer);
         }
     }
@@ -88,6 +88,15 @@ impl Outgoing {
         let space = buffer.get_mut(self.end..).unwrap_or_default();
         self.end += fpdu::write(space, header, len, self.crc, read)?;
         Ok(())
+    }
+
+    /// Puts the last FPDU of the connection, which is nothing but a header. It needs no memory of
+    /// the account.
+    pub(super) fn put_last(&mut self, header: &[u8]) {
+        let space = || vec![0; fpdu::length(header.len())].into_boxed_slice();
+        self.buffer.get_or_insert_with(space);
+        // There is no payload that could fail.
+        let _ = self.put(header, 0, |_| Ok::<_, ErrorKind>(()));
     }
 
     /// Sends what waits, as far as the socket takes it. Returns whether that was all.

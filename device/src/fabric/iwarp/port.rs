@@ -25,8 +25,14 @@ use crate::verbs::Error;
 pub const MOST_CONNECTIONS: usize = 4096;
 /// Connections of a listener that wait to be accepted, at most.
 pub(crate) const MOST_BACKLOG: u32 = 1024;
+/// Those that came in and have asked for nothing yet, at most.
+const MOST_SILENT: usize = 256;
+/// Events that wait for the driver, at most: no connection begins while there are more.
+const MOST_EVENTS: usize = 4 * MOST_CONNECTIONS;
 /// What a connection takes of its VM's account beside its buffers, bytes.
 const CONNECTION: u64 = 4096;
+/// What is left of that when all that is left of it is its last event.
+const EVENT: u64 = 512;
 
 /// Private data of one side of a connection.
 pub(crate) type PrivateData = ArrayVec<u8, { MAX_PRIVATE_DATA as usize }>;
@@ -136,7 +142,17 @@ struct Known {
     listener: Option<u32>,
     /// The driver has taken the event about it.
     told: bool,
-    _share: Share,
+    /// Its peer has asked for it.
+    asked: bool,
+    share: Share,
+}
+
+/// What the driver is to be told.
+#[derive(Debug)]
+struct Told {
+    event: IwEvent,
+    /// Of a connection that is over.
+    _share: Option<Share>,
 }
 
 /// What the driver knows of a listener.
@@ -154,14 +170,28 @@ struct Inner {
     connections: HashMap<u32, Known>,
     listeners: HashMap<u32, Listening>,
     /// For the driver; each connection has few.
-    events: VecDeque<IwEvent>,
+    events: VecDeque<Told>,
     last: u32,
 }
 
+impl Known {
+    /// Whether the driver may accept it. Of one whose peer has not asked, it cannot know.
+    fn waits(&self) -> bool {
+        self.listener.is_some() && self.asked
+    }
+}
+
 impl Inner {
+    /// Connections that came in at a listener, and of which `asked` is so.
+    fn count(&self, listener: u32, asked: bool) -> usize {
+        let of_it = |known: &&Known| known.listener == Some(listener) && known.asked == asked;
+        self.connections.values().filter(of_it).count()
+    }
+
     /// A number that no connection or listener has.
     fn number(&mut self) -> Result<u32, Error> {
-        if self.connections.len() + self.listeners.len() >= MOST_CONNECTIONS {
+        let used = self.connections.len() + self.listeners.len();
+        if used >= MOST_CONNECTIONS || self.events.len() >= MOST_EVENTS {
             return Err(Error::NoMemory);
         }
         loop {
@@ -291,7 +321,7 @@ impl Port {
         }
         // What the driver was told of, it will accept or reject.
         let of_it = |known: &Known| known.listener == Some(listener) && !known.told;
-        events.retain(|event| {
+        events.retain(|Told { event, .. }| {
             let known = connections.get(&event.connection);
             event.kind != iw_event::CONNECT_REQUEST || !known.is_some_and(of_it)
         });
@@ -313,7 +343,8 @@ impl Port {
             qp: Some(qp.serial()),
             listener: None,
             told: true,
-            _share: share,
+            asked: false,
+            share,
         };
         inner.connections.insert(number, known);
         Ok(number)
@@ -327,17 +358,18 @@ impl Port {
         Ok(())
     }
 
-    /// A connection came in at a listener. Returns its number, unless the listener has gone, or as many
-    /// wait as may.
+    /// Whether as many connections came in at a listener and asked for nothing as may.
+    pub(crate) fn is_crowded(&self, listener: u32) -> bool {
+        self.inner().count(listener, false) >= MOST_SILENT
+    }
+
+    /// A connection came in at a listener. Returns its number, unless the listener has gone, or
+    /// there are too many.
     pub(crate) fn incoming(&self, listener: u32) -> Option<u32> {
         let share = self.vm.footprint().share(CONNECTION).ok()?;
         let mut inner = self.inner();
-        let Listening {
-            cookie, backlog, ..
-        } = inner.listeners.get(&listener)?;
-        let (cookie, backlog) = (*cookie, *backlog);
-        let waits = |known: &&Known| known.listener == Some(listener);
-        if inner.connections.values().filter(waits).count() >= backlog as usize {
+        let cookie = inner.listeners.get(&listener)?.cookie;
+        if inner.count(listener, false) >= MOST_SILENT {
             return None;
         }
         let number = inner.number().ok()?;
@@ -346,10 +378,30 @@ impl Port {
             qp: None,
             listener: Some(listener),
             told: false,
-            _share: share,
+            asked: false,
+            share,
         };
         inner.connections.insert(number, known);
         Some(number)
+    }
+
+    /// Whether a connection came in at this listener, and is not accepted.
+    pub(crate) fn waits_at(&self, id: u32, listener: u32) -> bool {
+        let inner = self.inner();
+        let known = inner.connections.get(&id);
+        known.is_some_and(|known| known.listener == Some(listener))
+    }
+
+    /// The peer of one that came in asks for a connection. Returns whether it may wait for that.
+    pub(crate) fn asks(&self, id: u32) -> bool {
+        let mut inner = self.inner();
+        let of = inner.connections.get(&id).and_then(|known| known.listener);
+        let listener = of.and_then(|of| Some((of, inner.listeners.get(&of)?.backlog)));
+        let may = listener.is_some_and(|(of, backlog)| inner.count(of, true) < backlog as usize);
+        if let Some(known) = inner.connections.get_mut(&id) {
+            known.asked |= may;
+        }
+        may
     }
 
     /// The driver accepts a connection that waits for that.
@@ -358,11 +410,8 @@ impl Port {
     /// If it does not, or the queue pair has another one.
     pub(crate) fn accept(&self, id: u32, cookie: u64, qp: &Qp) -> Result<(), Error> {
         let mut inner = self.inner();
-        let waits = inner.connections.get(&id).is_some_and(|known| {
-            // Of one that was not told of, the driver cannot know.
-            known.listener.is_some()
-        });
-        if !waits {
+        let waits = |known: &Known| known.waits();
+        if !inner.connections.get(&id).is_some_and(waits) {
             return Err(Error::NotFound);
         }
         self.check_free(&inner, qp)?;
@@ -379,9 +428,7 @@ impl Port {
     pub(crate) fn reject(&self, id: u32) -> Result<(), Error> {
         let mut inner = self.inner();
         let known = inner.connections.get(&id);
-        known
-            .filter(|known| known.listener.is_some())
-            .ok_or(Error::NotFound)?;
+        known.filter(|known| known.waits()).ok_or(Error::NotFound)?;
         inner.connections.remove(&id);
         Ok(())
     }
@@ -394,6 +441,17 @@ impl Port {
     /// The driver knows nothing of a connection any longer.
     pub(crate) fn forget(&self, id: u32) {
         self.inner().connections.remove(&id);
+    }
+
+    /// A connection is over that the driver has not accepted: it is not told of it any longer. Of
+    /// one that it is accepting just now, it will be.
+    pub(crate) fn forget_waiting(&self, id: u32) {
+        let mut inner = self.inner();
+        let known = inner.connections.get(&id);
+        if known.is_some_and(|known| known.listener.is_some()) {
+            inner.connections.remove(&id);
+            inner.events.retain(|told| told.event.connection != id);
+        }
     }
 
     /// Something happened to a connection: the driver is told, if it knows of it. What ends it, it is
@@ -410,10 +468,19 @@ impl Port {
             iw_event::CONNECT_REPLY => event.status != 0,
             _ => false,
         };
-        if ends {
-            inner.connections.remove(&id);
-        }
-        inner.events.push_back(event);
+        let share = if ends {
+            let gone = inner.connections.remove(&id);
+            gone.map(|mut known| {
+                known.share.shrink(EVENT);
+                known.share
+            })
+        } else {
+            None
+        };
+        inner.events.push_back(Told {
+            event,
+            _share: share,
+        });
     }
 
     /// How the driver names the ends of a connection of this host.
@@ -426,14 +493,15 @@ impl Port {
     /// The next event; one of kind NONE if there is none.
     pub(crate) fn next_event(&self) -> IwEvent {
         let mut inner = self.inner();
-        let event = inner.events.pop_front().unwrap_or_default();
-        if let Some(known) = inner.connections.get_mut(&event.connection) {
+        let told = inner.events.pop_front();
+        let event = told.as_ref().map(|told| told.event.connection);
+        if let Some(known) = event.and_then(|id| inner.connections.get_mut(&id)) {
             known.told = true;
         }
         if inner.events.is_empty() {
             inner.events.shrink_to(16);
         }
-        event
+        told.map_or_else(IwEvent::default, |told| told.event)
     }
 
     /// Tells the driver that there are events, if there are any.

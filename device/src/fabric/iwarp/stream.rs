@@ -71,8 +71,12 @@ struct Written {
 /// What the peer is to be answered.
 #[derive(Debug, Clone, Copy)]
 enum Reply {
-    /// The bytes of an RDMA READ, from `done` on.
-    Read { request: ReadRequest, done: u64 },
+    /// The bytes of an RDMA READ with this sequence number, from `done` on.
+    Read {
+        msn: u32,
+        request: ReadRequest,
+        done: u64,
+    },
     /// What was there before an atomic operation.
     Atomic { request_id: u32, original: u64 },
 }
@@ -180,11 +184,13 @@ impl Stream {
         }
     }
 
-    /// The first message of the initiator, without data, which the peer can have. Returns false if it
-    /// can have none.
-    pub(super) fn show_ready(&mut self, rtr: Rtr, pool: &mut Pool) -> bool {
+    /// The first message of the initiator, without data, which the peer can have.
+    ///
+    /// # Errors
+    /// If it can have none, or there is no memory.
+    pub(super) fn show_ready(&mut self, rtr: Rtr, pool: &mut Pool) -> Result<(), Refusal> {
         if !self.out.prepare(pool) {
-            return false;
+            return Err(Refusal::MpaCatastrophic);
         }
         if rtr.write || !(rtr.send || rtr.read) {
             let segment = Segment::Tagged(Tagged {
@@ -195,9 +201,9 @@ impl Stream {
                 payload: &[],
             });
             let _ = self.put(&segment, 0, |_| Ok::<_, KeyError>(()));
-            return true;
+            return Ok(());
         }
-        false
+        Err(Refusal::MpaNoMatchingRtr)
     }
 
     /// Nothing more is carried out, and the peer is told nothing more.
@@ -537,7 +543,7 @@ impl Stream {
                     self.answers = self.answers.wrapping_add(1);
                     self.replies.pop_front();
                 }
-                Reply::Read { request, done } => {
+                Reply::Read { msn, request, done } => {
                     let left = u64::from(request.length) - done;
                     let len = left.min(self.longest_payload(ddp::TAGGED_LEN));
                     let last = len == left;
@@ -549,12 +555,19 @@ impl Stream {
                         payload: &[],
                     });
                     let read = |space: &mut [u8]| read(tables, qp, &request, done, last, space);
-                    self.put(&segment, len, read)?;
+                    if let Err(end) = self.put(&segment, len, read) {
+                        // What cannot be read is a request for the rest.
+                        let mut about = Vec::with_capacity(HEADER);
+                        let message = Body::ReadRequest(rest_of(&request, done));
+                        Segment::Untagged(Untagged { msn, message }).write(&mut about);
+                        self.tell(&end, &about);
+                        return Err(end);
+                    }
                     if last {
                         self.replies.pop_front();
                     } else if let Some(first) = self.replies.front_mut() {
                         let done = done + len;
-                        *first = Reply::Read { request, done };
+                        *first = Reply::Read { msn, request, done };
                     }
                 }
             }
@@ -631,12 +644,10 @@ impl Stream {
             End::Refuses(refusal) => *refusal,
         };
         self.replies.clear();
-        if self.out.has_room() {
-            let message = Terminate::new(refusal, ulpdu);
-            self.header.clear();
-            message.write_segment(&mut self.header);
-            let _ = self.out.put(&self.header, 0, |_| Ok::<_, KeyError>(()));
-        }
+        let message = Terminate::new(refusal, ulpdu);
+        self.header.clear();
+        message.write_segment(&mut self.header);
+        self.out.put_last(&self.header);
     }
 
     fn take_segment(
@@ -769,6 +780,10 @@ impl Stream {
                 Ok(())
             }
             Body::Immediate { solicited, data } => {
+                if self.received != 0 {
+                    // A SEND has this number, and goes on.
+                    return Err(Refusal::DdpInvalidOffset.into());
+                }
                 let [a, b, c, d, ..] = data;
                 let mut responder = qp.responder();
                 check_listens(qp)?;
@@ -798,7 +813,11 @@ impl Stream {
             Body::ReadRequest(request) => {
                 self.check_depth()?;
                 self.requested = self.requested.wrapping_add(1);
-                self.replies.push_back(Reply::Read { request, done: 0 });
+                self.replies.push_back(Reply::Read {
+                    msn: untagged.msn,
+                    request,
+                    done: 0,
+                });
                 Ok(())
             }
             Body::AtomicRequest(request) => {
@@ -1026,6 +1045,17 @@ fn judge(answer: Answer, refusal: impl Fn(u8) -> Refusal) -> Result<(), End> {
         Answer::Refused(error) | Answer::Local(error) => Err(refusal(error.vendor).into()),
         Answer::NotReady(_) => Err(Refusal::DdpNoBuffer.into()),
         Answer::Busy | Answer::Stopped | Answer::NoAnswer => Err(End::Failed),
+    }
+}
+
+/// The request for what comes behind the first `done` bytes.
+fn rest_of(request: &ReadRequest, done: u64) -> ReadRequest {
+    let less = u32::try_from(done).unwrap_or(u32::MAX);
+    ReadRequest {
+        sink_offset: request.sink_offset.wrapping_add(done),
+        length: request.length.saturating_sub(less),
+        source_offset: request.source_offset.wrapping_add(done),
+        ..*request
     }
 }
 
