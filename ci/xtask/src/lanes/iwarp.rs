@@ -357,9 +357,9 @@ fn perftest(fixture: &mut Fixture, column: &Column, tool: &str, events: &str) ->
 
 /// Short messages in lists, with few completions.
 fn rate(fixture: &mut Fixture, column: &Column) -> Result<String> {
-    let count = if fixture.quick { 5_000 } else { 20_000 };
+    let count = if fixture.quick { 5_120 } else { 20_480 };
     let start = |host: &str, port| {
-        format!("ib_write_bw -F -R -n {count} -s {SHORT} -Q 50 -t 256 -l 32 -p {port} {host}")
+        format!("ib_write_bw -F -R -n {count} -s {SHORT} -t 256 -l 32 -p {port} {host}")
     };
     let host = column.host();
     let (text, _) = column.tool(fixture, |port| start("", port), |port| start(&host, port))?;
