@@ -5,7 +5,10 @@
 //! | file | what |
 //! |---|---|
 //! | [`port`] | a VM's port: what its driver knows of connections, and what it is told |
-//! | `connection` | a connection from its first byte to its last: MPA, and who has which |
+//! | `connections` | all of a worker's: whose they are, when they are served, how they end |
+//! | `connection` | one of them: how far it is, and what its socket says |
+//! | `handshake` | how it begins: MPA, and what the driver decides |
+//! | `traffic` | what goes over it, and how that ends |
 //! | `stream` | work requests become FPDUs, and FPDUs are carried out |
 //! | `outgoing` | FPDUs that wait for the socket |
 //! | `tcp` | sockets |
@@ -19,8 +22,10 @@
 //! stays, and shows by its end that the other end is gone.
 mod bytes;
 mod connection;
+mod connections;
 pub(crate) mod ddp;
 pub(crate) mod fpdu;
+mod handshake;
 pub(crate) mod mpa;
 mod outgoing;
 pub mod port;
@@ -28,5 +33,6 @@ pub(crate) mod refusal;
 mod stream;
 pub(crate) mod tcp;
 pub(crate) mod terminate;
+mod traffic;
 
-pub(crate) use connection::{Here, Iwarp};
+pub(crate) use connections::{Here, Iwarp};
