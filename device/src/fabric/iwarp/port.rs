@@ -2,8 +2,8 @@
 //! A VM's port of iWARP: what its driver knows of connections, and what waits for it to be told.
 //!
 //! Commands are judged here, in the thread of the front end, against what the driver knows. The
-//! connections themselves are the worker's ([`super::Iwarp`]), which a command reaches as a
-//! [`Request`]; what became of it comes back as an event.
+//! connections themselves are the worker's (`super::Iwarp`), which a command reaches as a
+//! `Request`; what became of it comes back as an event.
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
