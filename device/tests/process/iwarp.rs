@@ -82,10 +82,10 @@ impl Bed {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let directory = std::env::temp_dir().join(format!("iwarp-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
-        // Addresses that no other test has.
+        // Addresses that no other test has, of this process or another one.
         let [low, high, ..] = std::process::id().to_le_bytes();
-        let [block, place] = [number / 60, number % 60].map(|part| part as u8);
-        let at = |vm: u8| Ipv4Addr::new(127, low | 1, high.wrapping_add(block), place * 4 + vm + 1);
+        let place = u8::try_from(2 * number + 1).expect("fewer beds");
+        let at = |vm: u8| Ipv4Addr::new(127, high, low, place + vm);
         let hosts = [at(0), at(1)];
         let names = format!(
             "directory = {{ '10.0.0.1' = '{}', '10.0.0.2' = '{}' }}",
