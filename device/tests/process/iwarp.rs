@@ -494,6 +494,25 @@ fn messages_complete_in_order() {
     }
 }
 
+/// Who was connected to sends first, whether or not that was offered.
+// D-IWP-001.
+#[test]
+fn either_end_may_send_first() {
+    for (apart, more) in [(false, ""), (true, ""), (false, OFFERED), (true, OFFERED)] {
+        let bed = Bed::with(apart, more);
+        let [a, b] = bed.pair();
+        a.qp.post_recv(1, &[a.mr.sge(0, 64)]).unwrap();
+        b.mr.write(0, &[3; 64]);
+        b.qp.send(2, &[b.mr.sge(0, 64)]).unwrap();
+        assert_success(&b.sent());
+        assert_success(&a.received());
+        assert_eq!(a.mr.read(0, 64), [3; 64]);
+    }
+}
+
+/// Who connects offers that either end sends first.
+const OFFERED: &str = "peer-to-peer = true";
+
 // D-IWP-005.
 #[test]
 fn a_connection_ends_with_its_queue_pair() {
