@@ -164,6 +164,14 @@ pub enum Error {
     /// Connections of iWARP are the only way out that it has.
     #[error("{0} has transport = \"iwarp\": that goes with no vni, dgram or netdev")]
     IwarpAndFrames(PathBuf),
+    /// The address of a port of iWARP is none.
+    #[error("{0} has the address {1}, which is none of a host")]
+    IwarpAddress(PathBuf, IpAddr),
+    /// Two VMs would listen at the same ports.
+    #[error(
+        "{0} has the address {1}, which another device of iWARP has: each needs one of its own"
+    )]
+    IwarpTwice(PathBuf, IpAddr),
     /// Two networks are the same one on the wire.
     #[error("vni {0} is given to two networks")]
     TwoNetworks(u32),
@@ -1042,6 +1050,13 @@ impl Config {
         }
         let mut networks = HashMap::new();
         let connections = devices.iter().filter(|(_, of)| of.iwarp.is_some()).count();
+        let mut addresses = HashSet::new();
+        for (socket, device) in &devices {
+            let address = device.iwarp.as_ref().map(|port| port.address);
+            if let Some(address) = address.filter(|address| !addresses.insert(*address)) {
+                return Err(Error::IwarpTwice(socket.clone(), address));
+            }
+        }
         adapter.iwarp = connections != 0;
         for (_, device) in &devices {
             adapter.reserve_gids_of(device);
@@ -1132,6 +1147,11 @@ impl DeviceConfig {
         }
         if self.iwarp.is_some() && ways.contains(&true) {
             return Err(Error::IwarpAndFrames(self.socket));
+        }
+        if let Some(IwarpConfig { address, .. }) = &self.iwarp {
+            if address.is_unspecified() || address.is_multicast() {
+                return Err(Error::IwarpAddress(self.socket, *address));
+            }
         }
         settings.iwarp = self.iwarp.map(|iwarp| Arc::new(iwarp.settings()));
         let number = u32::try_from(uplinks.interfaces.len()).unwrap_or(u32::MAX);
@@ -1601,6 +1621,52 @@ mod tests {
             ),
         ] {
             let said = refused(&format!("[wire]\n{line}\n{}", device("")));
+            assert!(said.contains(what), "{said}");
+        }
+    }
+
+    #[test]
+    fn ports_of_iwarp_are_given_in_the_file() {
+        let port = |socket: &str, keys: &str| {
+            format!(
+                "[[device]]\nsocket = '{socket}'\ntransport = 'iwarp'\n[device.iwarp]\n{keys}\n"
+            )
+        };
+        let file = port("a", "address = '10.0.0.1'")
+            + &port(
+                "b",
+                "address = 'fd00::1'\ncrc = false\npeers = ['10.7.0.0/16']\n\
+                 directory = { '192.168.0.1' = '10.0.0.1' }",
+            );
+        let good = config(&[], &file).unwrap();
+        assert!(good.adapter.iwarp && good.sandbox.connections);
+        let of = |i: usize| good.devices[i].1.iwarp.clone().unwrap();
+        assert!(of(0).crc && !of(1).crc && !of(1).peer_to_peer);
+        assert_eq!(of(1).peers, [("10.7.0.0".parse().unwrap(), 16)]);
+        assert_eq!(of(1).directory.len(), 1);
+        let plain = config(&[], "[[device]]\nsocket = 'a'").unwrap();
+        assert!(!plain.adapter.iwarp && !plain.sandbox.connections);
+        let twice = port("a", "address = '10.0.0.1'") + &port("b", "address = '10.0.0.1'");
+        for (file, what) in [
+            (port("a", "address = '0.0.0.0'"), "which is none of a host"),
+            (port("a", "address = 'ff02::1'"), "which is none of a host"),
+            (twice, "which another device of iWARP has"),
+            (
+                "[[device]]\nsocket = 'a'\ntransport = 'iwarp'".to_owned(),
+                "belong together",
+            ),
+            (
+                "[[device]]\nsocket = 'a'\niwarp = { address = '10.0.0.1' }".to_owned(),
+                "belong together",
+            ),
+            (
+                "[[device]]\nsocket = 'a'\ntransport = 'iwarp'\nvni = 3\n\
+                 iwarp = { address = '10.0.0.1' }"
+                    .to_owned(),
+                "goes with no vni",
+            ),
+        ] {
+            let said = config(&[], &file).unwrap_err();
             assert!(said.contains(what), "{said}");
         }
     }
