@@ -38,8 +38,7 @@ awk -v code="$stub/stub.c" -v script="$stub/stub.map" '
 "${CC:-cc}" -shared -nostdlib -fno-builtin -fPIC -w -Wl,-soname,libibverbs.so.1 \
     -Wl,--version-script="$stub/stub.map" -o "$stub/libibverbs.so" "$stub/stub.c"
 # The same for what the provider has beyond the verbs.
-sed -n 's/.*[ *]\(virtio_rdma_dv_[a-z_]*\)(.*/void \1(void) {}/p' "$dv/infiniband/virtio_rdma_dv.h" >"$stub/dv.c"
-"${CC:-cc}" -shared -nostdlib -fPIC -w -Wl,-soname,libvirtio_rdma.so.1 -o "$stub/libvirtio_rdma.so" "$stub/dv.c"
+sh "$here/dv-stub.sh" "$stub"
 
 build() {
     name=$1
