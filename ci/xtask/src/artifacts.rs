@@ -74,6 +74,7 @@ pub struct Everything {
     providers: Vec<(Suite, PathBuf)>,
     verbs_test: PathBuf,
     soft_iwarp: Vec<(Kernel, [PathBuf; 2])>,
+    perftest: Vec<(Suite, PathBuf)>,
 }
 
 impl Everything {
@@ -83,6 +84,17 @@ impl Everything {
             let entry = format!("module-siw-{kernel}");
             let modules = build_modules(&root, kernel, &entry, ["siw", "siw_crc"], &["ci/siw"])?;
             self.soft_iwarp.push((kernel, modules));
+        }
+        Ok(())
+    }
+
+    /// Adds perftest with SRD of our device, for some kernels, to what guests get.
+    pub fn add_perftest(&mut self, kernels: &[Kernel]) -> Result<()> {
+        for (kernel, root) in build_roots(kernels)? {
+            let suite = kernel.suite();
+            if !self.perftest.iter().any(|(of, _)| *of == suite) {
+                self.perftest.push((suite, perftest(&root, kernel)?));
+            }
         }
         Ok(())
     }
@@ -100,13 +112,7 @@ impl Everything {
         // Guests of another command that runs have theirs mounted.
         let payload = payloads.join(format!("{}-{}", kernel.name(), std::process::id()));
         shell::remove(&payload)?;
-        fs::create_dir_all(&payload)?;
-        for entry in fs::read_dir(shell::root().join("ci/payload"))? {
-            let path = entry?.path();
-            if path.is_file() {
-                copy(&path, &payload)?;
-            }
-        }
+        copy_files(&shell::root().join("ci/payload"), &payload)?;
         copy(&module.driver, &payload)?;
         for module in &module.tests {
             copy(module, &payload)?;
@@ -114,6 +120,9 @@ impl Everything {
         let soft_iwarp = self.soft_iwarp.iter().filter(|(of, _)| *of == kernel);
         for module in soft_iwarp.flat_map(|(_, modules)| modules) {
             copy(module, &payload)?;
+        }
+        if let Some((_, programs)) = self.perftest.iter().find(|(of, _)| *of == suite) {
+            copy_files(programs, &payload.join("perftest"))?;
         }
         copy(provider, &payload)?;
         copy(&self.verbs_test.with_file_name("device-lost"), &payload)?;
@@ -151,6 +160,18 @@ fn copy(file: &Path, directory: &Path) -> Result<()> {
     let name = file.file_name().context("not a file")?;
     fs::copy(file, directory.join(name))
         .with_context(|| format!("cannot copy {}", file.display()))?;
+    Ok(())
+}
+
+/// Copies the files of a directory to another one, which is made if it is not there.
+fn copy_files(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let path = entry?.path();
+        if path.is_file() {
+            copy(&path, to)?;
+        }
+    }
     Ok(())
 }
 
@@ -218,6 +239,7 @@ pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
             providers,
             verbs_test: verbs_test?,
             soft_iwarp: Vec::new(),
+            perftest: Vec::new(),
         })
     })
 }
@@ -333,6 +355,29 @@ fn provider(suite: Suite) -> Result<PathBuf> {
     )
 }
 
+/// The directory of perftest's programs with SRD of our device, compiled in the build root.
+fn perftest(build_root: &BuildRoot, kernel: Kernel) -> Result<PathBuf> {
+    let suite = kernel.suite();
+    let name = suite.entry("perftest");
+    let sources = [
+        "ci/perftest",
+        "ci/verbs/dv-stub.sh",
+        "guest-driver/provider/include",
+    ];
+    let key = key(build_root, &sources)?;
+    let dir = cache::entry(&name, key, |dir| {
+        let what = format!("Building perftest with SRD for {suite}");
+        shell::step(&what, || {
+            let out = dir.join("programs");
+            fs::create_dir(&out)?;
+            let words = ["sh", "ci/perftest/build.sh", "/out"];
+            shell::logged(&name, &mut build_root.command(kernel, &out, &words)?)?;
+            shell::own(dir)
+        })
+    })?;
+    Ok(dir.join("programs"))
+}
+
 /// The modules for a guest kernel, compiled in the build root.
 fn modules(build_root: &BuildRoot, kernel: Kernel) -> Result<Modules> {
     let [driver] = build_modules(
@@ -353,6 +398,13 @@ fn modules(build_root: &BuildRoot, kernel: Kernel) -> Result<Modules> {
     Ok(Modules { driver, tests })
 }
 
+/// The key of what is built in a root from some files of the repository.
+fn key(build_root: &BuildRoot, sources: &[&str]) -> Result<Key> {
+    let key = build_root.key(Key::new());
+    let mut sources = sources.iter();
+    sources.try_fold(key, |key, path| key.path(&shell::root().join(path)))
+}
+
 /// Modules for a guest kernel, made by the build.sh in the first of `sources`; cached as `entry`,
 /// as it takes a while.
 fn build_modules<const N: usize>(
@@ -362,11 +414,7 @@ fn build_modules<const N: usize>(
     names: [&str; N],
     sources: &[&str],
 ) -> Result<[PathBuf; N]> {
-    let top = shell::root();
-    let key = build_root.key(Key::new());
-    let key = sources
-        .iter()
-        .try_fold(key, |key, path| key.path(&top.join(path)))?;
+    let key = key(build_root, sources)?;
     let files = names.map(|name| format!("{name}.ko"));
     let dir = cache::entry(entry, key, |dir| {
         let release = build_root.release(kernel)?;

@@ -39,7 +39,7 @@ impl Suite {
     }
 
     /// The name of its part of the cache: what was there first has no suite in its name.
-    fn entry(self, name: &str) -> String {
+    pub fn entry(self, name: &str) -> String {
         match self {
             Suite::Trixie => name.to_owned(),
             Suite::Sid => format!("{name}-{}", self.name()),

@@ -391,6 +391,9 @@ impl Means {
             if lanes.iter().any(chosen) {
                 everything.add_soft_iwarp(&kernels)?;
             }
+            if lanes.iter().any(|lane| lane.name == srd::NAME) {
+                everything.add_perftest(&kernels)?;
+            }
             Ok(Means::All(Box::new(everything)))
         } else {
             Ok(Means::Stock(artifacts::images(&kernels)?))

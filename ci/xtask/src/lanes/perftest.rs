@@ -56,19 +56,27 @@ const CASES: &[Case] = cases![
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+pub enum Kind {
+    /// MiB/s
     Bandwidth,
+    /// µs
     Latency,
 }
 
 /// In which way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Variant {
+pub enum Variant {
+    /// As the tool does by itself.
     Plain,
+    /// Waiting for events.
     Events,
+    /// With a shared receive queue.
     Srq,
+    /// Connected by rdma_cm.
     RdmaCm,
+    /// 64 of them.
     ManyQueuePairs,
+    /// Both ends send.
     Bidirectional,
 }
 
@@ -113,7 +121,7 @@ pub struct Combination {
     transport: &'static str,
     kind: Kind,
     variant: Variant,
-    /// With one message size, for peers that are slow.
+    /// With one message size, for peers that are slow and for short runs.
     one_size: bool,
 }
 
@@ -136,12 +144,31 @@ impl Combination {
         defined && has
     }
 
+    /// An operation of SRD, which perftest has with the patches in `ci/perftest`.
+    pub fn srd(operation: &'static str, kind: Kind, variant: Variant, one_size: bool) -> Self {
+        Self {
+            operation,
+            transport: "SRD",
+            kind,
+            variant,
+            one_size,
+        }
+    }
+
     fn tool(self) -> String {
         let kind = match self.kind {
             Kind::Bandwidth => "bw",
             Kind::Latency => "lat",
         };
         format!("ib_{}_{kind}", self.operation)
+    }
+
+    /// What a guest starts.
+    fn program(self) -> String {
+        match self.transport {
+            "SRD" => format!("/payload/perftest/{}", self.tool()),
+            _ => self.tool(),
+        }
     }
 
     fn row(self) -> String {
@@ -182,11 +209,16 @@ impl Combination {
         let size = match (self.all_sizes(), self.operation, self.transport) {
             (true, ..) => "-a",
             (false, "atomic", _) => "",
-            (false, _, "UD") => "-s 1024",
+            (false, _, "UD") | (false, "send", "SRD") => "-s 1024",
             (false, ..) if few => "-s 8192",
             (false, ..) => "-s 65536",
         };
-        let count = if few { "-n 5" } else { "-n 100" };
+        // More of SRD than the queue holds (128): they complete in any order.
+        let count = match (self.transport, self.kind) {
+            _ if few => "-n 5",
+            ("SRD", Kind::Bandwidth) => "-n 400",
+            _ => "-n 100",
+        };
         // Soft-RoCE in a guest leaves one of so many alone for longer than the usual time-out (67 ms)
         // and seven retries, whatever it is sent: this is 1 s.
         let patience = match self.transport {
@@ -254,7 +286,7 @@ pub fn measure(
     combination: Combination,
 ) -> Result<String> {
     let pair = fixture.pair(server, client);
-    let (tool, arguments) = (combination.tool(), combination.arguments());
+    let (tool, arguments) = (combination.program(), combination.arguments());
     let (text, table) = if combination.variant == Variant::RdmaCm {
         let start = |host: &str| format!("{tool} -F -p {} {arguments} {host}", pair.port);
         let (text, _) = pair.run_when(
@@ -271,11 +303,11 @@ pub fn measure(
     };
     let sizes = table.sizes();
     if combination.all_sizes() {
-        // UD messages end at the MTU.
-        let last = if combination.transport == "UD" {
-            10
-        } else {
-            23
+        // What is one packet ends at the MTU: of one process 1024, between hosts 4096.
+        let last = match (combination.operation, combination.transport) {
+            (_, "UD") => 10,
+            ("send", "SRD") => 12,
+            _ => 23,
         };
         let missing: Vec<u64> = (1..=last)
             .map(|shift| 1 << shift)
@@ -352,6 +384,10 @@ mod tests {
             combination("read", "RC", Kind::Latency, Variant::Plain).row(),
             "ib_read_lat RC"
         );
+        let srd = |one_size| Combination::srd("send", Kind::Latency, Variant::Plain, one_size);
+        assert_eq!(srd(false).program(), "/payload/perftest/ib_send_lat");
+        assert_eq!(srd(false).arguments(), "-n 100 -c SRD -a");
+        assert_eq!(srd(true).arguments(), "-n 100 -c SRD -s 1024");
     }
 
     #[test]
