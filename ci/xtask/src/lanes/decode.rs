@@ -18,7 +18,8 @@ const OPERATIONS: [&str; 4] = ["Send", "Write", "Read Request", "Read Response"]
 const WRONG: &str = "_ws.malformed || _ws.expert.severity >= 0x800000";
 
 /// Frames with data that is not of iWARP: a segment whose rest is in another frame is found there.
-const STRANGE: &str = "tcp.len > 0 && !iwarp_mpa && !tcp.reassembled_in";
+const STRANGE: &str =
+    "tcp.len > 0 && !iwarp_mpa && !tcp.reassembled_in && !tcp.analysis.retransmission";
 
 /// What Wireshark says of a capture.
 #[derive(Debug, Default, PartialEq, Eq)]

@@ -278,10 +278,20 @@ impl Column {
         server: impl Fn(u16) -> String,
         client: impl Fn(u16) -> String,
     ) -> Result<(String, String)> {
-        let pair = fixture.pair(SERVER, CLIENT);
-        let port = pair.port;
-        let (server, client) = (server(port), client(port));
-        pair.run_when(Ready::Cm(port), &fixture.bed, &server, &client, LONG)
+        let mut run = || {
+            let pair = fixture.pair(SERVER, CLIENT);
+            let port = pair.port;
+            let (server, client) = (server(port), client(port));
+            pair.run_when(Ready::Cm(port), &fixture.bed, &server, &client, LONG)
+        };
+        let result = run();
+        // Of a kernel 7.3, siw now and then does not see a request that came at once: with itself, too.
+        let unanswered = |error: &anyhow::Error| error.to_string().contains("no end after");
+        if self.server != Rnic::Ours && result.as_ref().is_err_and(unanswered) {
+            println!("         Soft-iWARP has not answered; once more");
+            return run();
+        }
+        result
     }
 }
 
