@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use vhost_device_rdma_sync::ReadSection;
 
+use super::pace::Pace;
 use super::scheduler::QpQueue;
 use crate::engine::queue_pair::Qp;
 use crate::engine::send_queue::Polled;
@@ -15,20 +16,12 @@ use crate::fabric::iwarp::port::Request;
 use crate::fabric::iwarp::{Here, Iwarp};
 use crate::fabric::registry::Registry;
 
-/// For so long after something was sent or came, each poll iteration looks for more, nanoseconds;
-const BUSY: u64 = 100_000;
-/// after that, one each so many nanoseconds: a look is a system call.
-const SELDOM: u64 = 20_000;
-
 /// The connections of iWARP that are a worker's.
 #[derive(Debug)]
 pub(super) struct IwarpEnd {
     iwarp: Iwarp,
     worker: u16,
-    /// Nothing is looked for before this time.
-    look_at: u64,
-    /// Until then, each poll iteration looks.
-    busy_until: u64,
+    pace: Pace,
 }
 
 impl IwarpEnd {
@@ -36,8 +29,7 @@ impl IwarpEnd {
         Ok(Self {
             iwarp: Iwarp::new()?,
             worker,
-            look_at: 0,
-            busy_until: 0,
+            pace: Pace::default(),
         })
     }
 
@@ -67,7 +59,7 @@ impl IwarpEnd {
 
     /// The next poll iteration looks at them.
     pub(super) fn look_soon(&mut self) {
-        self.look_at = 0;
+        self.pace.soon();
     }
 
     /// When one of them is to be looked at whatever happens, nanoseconds.
@@ -89,7 +81,7 @@ impl IwarpEnd {
         registry: &Registry,
         queue: &mut QpQueue,
     ) -> bool {
-        if self.iwarp.is_empty() || (now < self.look_at && !self.iwarp.has_more()) {
+        if self.iwarp.is_empty() || !(self.pace.is_due(now) || self.iwarp.has_more()) {
             return false;
         }
         self.look_now(now, section, registry, queue)
@@ -113,13 +105,9 @@ impl IwarpEnd {
             queue.charge_frame(&vm, self.worker, bytes);
         }
         if came {
-            self.busy_until = now.saturating_add(BUSY);
+            self.pace.busy(now);
         }
-        self.look_at = if now < self.busy_until {
-            0
-        } else {
-            now.saturating_add(SELDOM)
-        };
+        self.pace.looked(now);
         came
     }
 
@@ -142,8 +130,8 @@ impl IwarpEnd {
         let polled = self.iwarp.poll(tables, qp, here, budget)?;
         if polled.1.messages != 0 {
             // Most messages have an answer.
-            self.busy_until = now.saturating_add(BUSY);
-            self.look_at = 0;
+            self.pace.busy(now);
+            self.pace.soon();
         }
         Some(polled)
     }

@@ -36,6 +36,7 @@ mod event_loop;
 mod handle;
 mod idle_policy;
 mod iwarp;
+mod pace;
 mod run_queue;
 mod scheduler;
 mod supervision;

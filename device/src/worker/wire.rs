@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use vhost_device_rdma_sync::ReadSection;
 
+use super::pace::Pace;
 use super::scheduler::QpQueue;
 use crate::engine::message::is_multicast;
 use crate::engine::tables::Tables;
@@ -20,10 +21,6 @@ use crate::fabric::wire::Wire;
 
 /// Frames that are taken in one poll iteration, about: those that came at once are taken together.
 const MOST_FRAMES: usize = 64;
-/// For so long after a frame was sent or came, each poll iteration looks for more, nanoseconds;
-const BUSY: u64 = 100_000;
-/// after that, one each so many nanoseconds: a look is a system call.
-const SELDOM: u64 = 20_000;
 /// While queue pairs wait for their turn, what was sent may wait so long for more, nanoseconds.
 const MOST_WAIT: u64 = 20_000;
 
@@ -35,10 +32,7 @@ pub(super) struct WireEnd {
     networks: Vec<(Segment, Network)>,
     owners: Owners,
     generation: u64,
-    /// Nothing is looked for before this time.
-    look_at: u64,
-    /// Until then, each poll iteration looks.
-    busy_until: u64,
+    pace: Pace,
     /// What was sent leaves at this time at the latest.
     flush_at: u64,
     /// What was sent when it was looked for last.
@@ -166,8 +160,7 @@ impl WireEnd {
             networks: Vec::new(),
             owners: Owners::default(),
             generation: 0,
-            look_at: 0,
-            busy_until: 0,
+            pace: Pace::default(),
             flush_at: 0,
             sent: Budget::NONE,
         }
@@ -201,7 +194,7 @@ impl WireEnd {
 
     /// The next poll iteration looks for frames.
     pub(super) fn look_soon(&mut self) {
-        self.look_at = 0;
+        self.pace.soon();
     }
 
     /// What was sent leaves now.
@@ -227,8 +220,8 @@ impl WireEnd {
         let sent = self.wire.sent();
         if sent.messages != self.sent.messages {
             self.sent = sent;
-            self.busy_until = now.saturating_add(BUSY);
-        } else if now < self.look_at && self.wire.timer().is_none_or(|at| now < at) {
+            self.pace.busy(now);
+        } else if !self.pace.is_due(now) && self.wire.timer().is_none_or(|at| now < at) {
             return false;
         }
         let generation = registry.generation();
@@ -246,13 +239,9 @@ impl WireEnd {
         };
         let came = self.wire.receive(now, MOST_FRAMES, &mut here) != 0 || self.wire.is_waiting();
         if came {
-            self.busy_until = now.saturating_add(BUSY);
+            self.pace.busy(now);
         }
-        self.look_at = if now < self.busy_until {
-            0
-        } else {
-            now.saturating_add(SELDOM)
-        };
+        self.pace.looked(now);
         came
     }
 }
