@@ -103,7 +103,7 @@ impl<'a> Terminate<'a> {
         Ok(read)
     }
 
-    /// Appends its bytes: the payload of [`Self::segment`].
+    /// Appends its bytes: the payload of a Terminate segment.
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
         let flag = |set: bool, bit: u8| if set { bit } else { 0 };
         let bits = flag(self.segment_length.is_some(), LENGTH_VALID)
