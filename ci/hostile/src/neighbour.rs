@@ -138,6 +138,10 @@ fn guesses(attacker: &mut Attacker) -> Result<()> {
         .iter()
         .flat_map(|victim| victim.gids.clone())
         .collect();
+    if gids.is_empty() {
+        // Nobody is known yet, and a connection to no address is refused as such.
+        return Ok(());
+    }
     let known: Vec<u32> = attacker
         .victims
         .iter()
