@@ -242,7 +242,8 @@ impl Adapter {
         rnic
     }
 
-    fn rnics(&self) -> Vec<Arc<Rnic>> {
+    /// The RNICs of all VMs that are attached.
+    pub(crate) fn rnics(&self) -> Vec<Arc<Rnic>> {
         self.rnics
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -252,9 +253,9 @@ impl Adapter {
     /// Puts an object of the VM of a device in error. Returns false if the VM has no such object
     /// that is in use.
     pub(crate) fn fail(&self, device: &RnicSettings, what: Failing) -> bool {
-        let of = |rnic: &&Arc<Rnic>| Arc::ptr_eq(&rnic.settings.link, &device.link);
         let rnics = self.rnics();
-        rnics.iter().filter(of).any(|rnic| match what {
+        let mut of_device = rnics.iter().filter(|rnic| rnic.is_of(device));
+        of_device.any(|rnic| match what {
             Failing::Qp(number) => rnic.fail_qp(number),
             Failing::Cq(number) => rnic.fail_cq(number),
         })
@@ -329,11 +330,21 @@ impl Adapter {
         let rnics = self.rnics();
         json!({
             "version": env!("CARGO_PKG_VERSION"),
-            "resident_bytes": self.own_status.as_ref().and_then(resident_bytes),
+            "resident_bytes": self.resident_bytes(),
             "workers": self.workers.iter().map(|worker| worker.status()).collect::<Vec<_>>(),
             "lock_waits": sync::waits(),
             "devices": rnics.iter().map(|rnic| rnic.status()).collect::<Vec<_>>(),
         })
+    }
+
+    /// Resident memory of this process without that of guests, bytes, if the system tells.
+    pub(crate) fn resident_bytes(&self) -> Option<u64> {
+        self.own_status.as_ref().and_then(resident_bytes)
+    }
+
+    /// The workers.
+    pub(crate) fn each_worker(&self) -> impl Iterator<Item = &Worker> {
+        self.workers.iter().map(|worker| &**worker)
     }
 
     /// What is captured of all workers.

@@ -24,6 +24,8 @@ use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::fabric::wire::port::vxlan::{self, inner_mtu, Directory, Entry, Tunnel, MAX_VNI};
 use crate::fabric::wire::port::watch::Watch;
 use crate::limits::{memory_of_each, Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
+use crate::logging::LogFormat;
+use crate::metrics;
 use crate::rnic::RnicSettings;
 use crate::sandbox::{self, Identity, Mode};
 use crate::socket::Access;
@@ -397,6 +399,19 @@ pub struct ServeArgs {
     /// Give the status as JSON, and control over links, to everyone who may connect to this socket.
     #[arg(long, value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
+    /// Tell metrics at this socket, or at this port of the loopback interface, by HTTP at /metrics.
+    #[arg(long, value_name = "PATH|ADDRESS:PORT")]
+    pub metrics: Option<metrics::Address>,
+    /// The form of the log: text, or JSON with one object in each line [default: text].
+    #[arg(
+        long,
+        value_enum,
+        value_name = "text|json",
+        hide_possible_values = true,
+        default_value_t,
+        hide_default_value = true
+    )]
+    pub log_format: LogFormat,
     /// Permissions of all sockets, octal, such as 0660 [default: what the umask leaves].
     #[arg(long, value_name = "MODE")]
     pub socket_mode: Option<String>,
@@ -960,6 +975,7 @@ struct File {
     cpus: Vec<usize>,
     #[serde(alias = "status_socket")]
     status_socket: Option<PathBuf>,
+    metrics: Option<metrics::Address>,
     #[serde(alias = "socket_mode")]
     socket_mode: Option<String>,
     #[serde(alias = "socket_owner")]
@@ -982,6 +998,8 @@ pub struct Config {
     pub devices: Vec<(PathBuf, RnicSettings)>,
     /// Where the status is given.
     pub status_socket: Option<PathBuf>,
+    /// Where metrics are told.
+    pub metrics: Option<metrics::Address>,
     /// The ways out of this process.
     pub uplinks: UplinksConfig,
     /// Who may connect to the sockets.
@@ -1068,12 +1086,15 @@ impl Config {
             }
         }
         let status_socket = args.status_socket.or(file.status_socket);
-        let sockets = devices.iter().map(|(path, _)| path).chain(&status_socket);
+        let metrics = args.metrics.or(file.metrics);
+        let sockets = devices.iter().map(|(path, _)| &**path);
+        let sockets = sockets.chain(status_socket.as_deref());
+        let sockets = sockets.chain(metrics.as_ref().and_then(metrics::Address::path));
         let run_as = args.user.or(file.user);
         let sandbox = sandbox::Settings {
             mode: args.sandbox.or(file.sandbox).unwrap_or_default(),
             user: run_as.map(identity).transpose()?,
-            directories: sockets.map(|path| directory(path)).collect(),
+            directories: sockets.map(directory).collect(),
             descriptors: DESCRIPTORS
                 + DESCRIPTORS_EACH * devices.len() as u64
                 + (MOST_CONNECTIONS * connections) as u64,
@@ -1083,6 +1104,7 @@ impl Config {
             adapter,
             devices,
             status_socket,
+            metrics,
             uplinks,
             sandbox,
             access: Access {

@@ -6,7 +6,7 @@
 //! | layer | what |
 //! |---|---|
 //! | [`limits`], [`footprint`] | how much a VM may have, and what it has |
-//! | [`error`], [`epoll_fd`], [`eventfd`], [`socket`] | errors; file descriptors; sockets |
+//! | [`error`], [`logging`], [`epoll_fd`], [`eventfd`], [`socket`] | errors; the log; file descriptors; sockets |
 //! | [`sandbox`] | what the process and its threads give up |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
@@ -17,7 +17,7 @@
 //! | [`control`] | control commands |
 //! | [`virtio`] | the virtio device: virtqueues, configuration, events |
 //! | [`vhost_user`] | the front end: sessions over vhost-user |
-//! | [`config`], [`status`] | the process |
+//! | [`config`], [`status`], [`metrics`] | the process |
 //!
 //! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
 //! [`engine::send_queue`] reads and judges to the peer, [`engine::responder`] places the data,
@@ -37,8 +37,10 @@ pub mod footprint;
 #[allow(unsafe_code)]
 pub mod heap;
 pub mod limits;
+pub mod logging;
 #[allow(unsafe_code)]
 pub mod memory;
+pub mod metrics;
 pub mod play;
 pub mod rnic;
 mod rnic_status;

@@ -16,7 +16,9 @@ use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
 use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
+use vhost_device_rdma::logging;
 use vhost_device_rdma::memory::choose_copy;
+use vhost_device_rdma::metrics::{Bound, Metrics, MetricsServer};
 use vhost_device_rdma::play::Scenario;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::{Kind, Mode, Sandbox};
@@ -27,8 +29,8 @@ use vhost_device_rdma::wire_setup;
 
 fn main() -> ExitCode {
     heap::set_up();
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let args = Args::parse();
+    logging::set_up(args.serve.log_format);
     let result = match args.command {
         Some(Command::Status { path, pretty }) => print_status(&path, pretty),
         Some(Command::Link {
@@ -137,6 +139,7 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
 /// The sockets of the process, bound.
 struct Sockets {
     devices: Vec<BoundSocket>,
+    metrics: Option<Bound>,
     status: Option<BoundSocket>,
 }
 
@@ -147,9 +150,15 @@ impl Sockets {
         let devices = devices
             .map(|(path, _)| bind(path))
             .collect::<Result<_, _>>()?;
+        let metrics = config.metrics.as_ref();
+        let metrics = metrics.map(|at| at.bind(&config.access)).transpose()?;
         // The last one: a process that waits for it finds the others.
         let status = config.status_socket.as_deref().map(bind).transpose()?;
-        Ok(Self { devices, status })
+        Ok(Self {
+            devices,
+            metrics,
+            status,
+        })
     }
 }
 
@@ -157,6 +166,7 @@ impl Sockets {
 #[derive(Default)]
 struct Running {
     servers: Vec<Server>,
+    metrics: Option<MetricsServer>,
     status: Option<StatusServer>,
 }
 
@@ -175,6 +185,10 @@ impl Running {
             let server = Server::start(socket, adapter.clone(), settings, sandbox)?;
             self.servers.push(server);
         }
+        if let Some(bound) = sockets.metrics {
+            let metrics = Metrics::new(adapter.clone(), devices.clone());
+            self.metrics = Some(MetricsServer::start(bound, metrics, sandbox)?);
+        }
         if let Some(socket) = sockets.status {
             let server = StatusServer::start(socket, adapter.clone(), devices, operator, sandbox)?;
             self.status = Some(server);
@@ -184,6 +198,7 @@ impl Running {
 
     fn stop(self) {
         self.servers.into_iter().for_each(Server::stop);
+        self.metrics.into_iter().for_each(MetricsServer::stop);
         self.status.into_iter().for_each(StatusServer::stop);
     }
 }

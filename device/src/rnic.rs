@@ -117,6 +117,11 @@ impl fmt::Debug for Rnic {
 }
 
 impl Rnic {
+    /// Whether it was attached with the settings of that device.
+    pub(crate) fn is_of(&self, device: &RnicSettings) -> bool {
+        Arc::ptr_eq(&self.settings.link, &device.link)
+    }
+
     /// The RNIC of a VM that attached to an adapter.
     pub(crate) fn new(
         settings: RnicSettings,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What the status says of a VM: its objects, counters and state, for people and programs.
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use serde_json::{json, Value};
+use serde_json::{json, Map, Value};
 use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::queue_pair::Qp;
@@ -61,7 +62,8 @@ impl Rnic {
             .take(LISTED)
             .map(list_fast_mr)
             .collect();
-        let (listeners, connections) = self.iwarp().map_or((0, 0), |port| port.counts());
+        let named = |(kind, count): (&str, u64)| (kind.to_owned(), json!(count));
+        let counts: Map<_, _> = self.counts().map(named).into_iter().collect();
         let tables = self.vm().tables();
         let gids = tables.gids.iter().enumerate().filter_map(|(index, gid)| {
             let gid = std::net::Ipv6Addr::from((*gid)?);
@@ -81,19 +83,7 @@ impl Rnic {
             "footprint_bytes": tables.footprint.bytes(),
             "footprint_limit_bytes": tables.footprint.limit(),
             "gids": gids.collect::<Vec<_>>(),
-            "counts": {
-                "contexts": tables.contexts.len(),
-                "pds": tables.pds.len(),
-                "mrs": tables.keys.mrs(),
-                "mws": tables.keys.mws(),
-                "cqs": tables.cqs.len(),
-                "qps": tables.qps.len(),
-                "srqs": tables.srqs.len(),
-                "xrcds": tables.xrcds.len(),
-                "attachments": tables.multicast.len(),
-                "listeners": listeners,
-                "connections": connections,
-            },
+            "counts": counts,
             "counters": {
                 "tx_messages": totals.tx_messages,
                 "tx_bytes": totals.tx_bytes,
@@ -111,6 +101,38 @@ impl Rnic {
             "fast_mrs": fast_mrs,
             "srqs": srqs,
         })
+    }
+}
+
+impl Rnic {
+    /// How many objects of each kind there are.
+    pub(crate) fn counts(&self) -> [(&'static str, u64); 11] {
+        let (listeners, connections) = self.iwarp().map_or((0, 0), |port| port.counts());
+        let tables = self.vm().tables();
+        [
+            ("contexts", tables.contexts.len().into()),
+            ("pds", tables.pds.len().into()),
+            ("mrs", tables.keys.mrs().into()),
+            ("mws", tables.keys.mws().into()),
+            ("cqs", tables.cqs.len().into()),
+            ("qps", tables.qps.len().into()),
+            ("srqs", tables.srqs.len().into()),
+            ("xrcds", tables.xrcds.len().into()),
+            ("attachments", tables.multicast.len() as u64),
+            ("listeners", listeners as u64),
+            ("connections", connections as u64),
+        ]
+    }
+
+    /// How many queue pairs there are of each type in each state.
+    pub(crate) fn queue_pairs(&self) -> BTreeMap<(&'static str, &'static str), u64> {
+        let mut counts = BTreeMap::new();
+        for (_, qp) in self.vm().tables().qps.iter() {
+            let kind = qp_type::name(qp.qp_type).unwrap_or("?");
+            let state = qp_state::name(qp.state()).unwrap_or("?");
+            *counts.entry((kind, state)).or_default() += 1;
+        }
+        counts
     }
 }
 

@@ -1,12 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The process's Unix sockets, and who may connect to them.
-use std::io;
+//! The process's sockets, who may connect to them, and how the requests of operators come.
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{chown, FileTypeExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use log::debug;
 use rustix::fs::Mode;
 use rustix::process::umask;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::epoll_fd::{EpollFd, NO_EVENT};
+
+/// Epoll data: the process ends.
+const EXIT: u64 = 0;
+/// Epoll data: a client connects.
+const CLIENT: u64 = 1;
+/// How long no client is accepted when the process has no file descriptors left.
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// Who may connect to a socket.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -99,6 +113,132 @@ impl Drop for BoundSocket {
             Err(e) => log::warn!("cannot remove {path}: {e}"),
         }
     }
+}
+
+/// What a thread that serves clients waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arrival {
+    /// A client connects.
+    Client,
+    /// The time is over.
+    Time,
+    /// The process ends.
+    Exit,
+}
+
+/// Waits for clients of a listener, and for the end.
+#[derive(Debug)]
+pub struct Door(EpollFd);
+
+impl Door {
+    /// Waits for clients of `listener`, until `exit` is written to.
+    ///
+    /// # Errors
+    /// If the system has no file descriptors left.
+    pub fn new(listener: &impl AsRawFd, exit: &EventFd) -> io::Result<Self> {
+        let epoll = EpollFd::new()?;
+        epoll.add(exit, EXIT)?;
+        epoll.add(listener, CLIENT)?;
+        Ok(Self(epoll))
+    }
+
+    /// Waits, for `timeout` milliseconds at most (-1: for ever).
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn wait(&self, timeout: i32) -> io::Result<Arrival> {
+        let mut space = [NO_EVENT; 2];
+        let events = self.0.wait(timeout, &mut space)?;
+        if events.iter().any(|event| event.data == EXIT) {
+            return Ok(Arrival::Exit);
+        }
+        Ok(match events {
+            [] => Arrival::Time,
+            _ => Arrival::Client,
+        })
+    }
+
+    /// Has each client answered by `answer`, until the end.
+    pub fn serve(&self, mut answer: impl FnMut() -> io::Result<()>) {
+        loop {
+            let result = self.wait(-1).and_then(|arrival| {
+                if arrival == Arrival::Client {
+                    answer()?;
+                }
+                Ok(arrival)
+            });
+            match result {
+                Ok(Arrival::Exit) => return,
+                Ok(_) => {}
+                Err(error) => pass_over(&error),
+            }
+        }
+    }
+}
+
+/// A client was not answered. If the process has no file descriptors left, not for ever.
+pub fn pass_over(error: &io::Error) {
+    debug!("a client was not answered: {error}");
+    if error.raw_os_error() == Some(libc::EMFILE) {
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// A client that has connected.
+pub trait Client: Read + Write {
+    /// How long it is waited for when it is read from; not zero.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    fn set_read_timeout(&self, time: Duration) -> io::Result<()>;
+}
+
+impl Client for UnixStream {
+    fn set_read_timeout(&self, time: Duration) -> io::Result<()> {
+        UnixStream::set_read_timeout(self, Some(time))
+    }
+}
+
+impl Client for TcpStream {
+    fn set_read_timeout(&self, time: Duration) -> io::Result<()> {
+        TcpStream::set_read_timeout(self, Some(time))
+    }
+}
+
+/// What a client wants: its request up to the point where it is `whole`, or as much of it as it sent
+/// in `time`, or a little more than `most` bytes. Nothing, if it sends none.
+///
+/// # Errors
+/// If the connection fails.
+pub fn read_request(
+    client: &mut impl Client,
+    time: Duration,
+    most: usize,
+    whole: impl Fn(&[u8]) -> bool,
+) -> io::Result<Vec<u8>> {
+    let deadline = Instant::now() + time;
+    let mut request = Vec::new();
+    let mut bytes = [0; 512];
+    while request.len() <= most && !whole(&request) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Zero would be no time-out.
+        client.set_read_timeout(left.max(Duration::from_millis(1)))?;
+        match client.read(&mut bytes) {
+            Ok(0) => break,
+            Ok(n) => request.extend(bytes.iter().take(n)),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+                ) => {}
+            Err(e) => return Err(e),
+        }
+        if Instant::now() >= deadline {
+            break;
+        }
+    }
+    Ok(request)
 }
 
 fn bind(path: &Path, access: &Access) -> Result<UnixListener, Error> {

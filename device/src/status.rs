@@ -12,9 +12,9 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use log::{debug, error, info};
+use log::{error, info};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use nix::unistd::Uid;
 use serde_json::{json, Value};
@@ -22,13 +22,12 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use crate::adapter::{Adapter, Failing};
 use crate::config::{FaultDirection, FaultsOrOff, Mac, Object};
-use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::fabric::wire::capture::{Capture, CaptureFile, Captured};
 use crate::fabric::wire::layer::settings::FaultSettings;
 use crate::fabric::wire::port::Direction;
 use crate::rnic::RnicSettings;
 use crate::sandbox::{Kind, Sandbox};
-use crate::socket::{self, BoundSocket};
+use crate::socket::{self, pass_over, read_request, Arrival, BoundSocket, Door};
 
 /// How long a client may take to read.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -44,10 +43,6 @@ const NO_MAC: [u8; 6] = [0; 6];
 const CAPTURE_TIME: i32 = 50;
 /// Bytes that a client that captures has not read yet, at most: what comes then is left out.
 const MOST_UNREAD: usize = 64 << 20;
-/// Epoll data: the process ends.
-const EXIT: u64 = 0;
-/// Epoll data: a client connects.
-const SOCKET: u64 = 1;
 
 /// Why the status of a running process cannot be told.
 #[derive(Debug, thiserror::Error)]
@@ -255,18 +250,16 @@ impl StatusServer {
         sandbox: &Sandbox,
     ) -> Result<Self, socket::Error> {
         let failed = |source| socket.error(source);
+        let listener = socket.listener()?;
+        let exit = EventFd::new(EFD_NONBLOCK).map_err(failed)?;
         let mut server = Serving {
-            listener: socket.listener()?,
-            epoll: EpollFd::new().map_err(failed)?,
+            door: Door::new(&listener, &exit).map_err(failed)?,
+            listener,
             adapter,
             devices,
             operator,
             capturing: None,
         };
-        let exit = EventFd::new(EFD_NONBLOCK).map_err(failed)?;
-        server.epoll.add(&exit, EXIT).map_err(failed)?;
-        let listener = &server.listener;
-        server.epoll.add(listener, SOCKET).map_err(failed)?;
         let thread = sandbox
             .spawn(Kind::Control, "status".into(), move || server.run())
             .map_err(failed)?;
@@ -292,7 +285,7 @@ impl StatusServer {
 /// What the thread works with.
 struct Serving {
     listener: UnixListener,
-    epoll: EpollFd,
+    door: Door,
     adapter: Arc<Adapter>,
     devices: Vec<RnicSettings>,
     /// Who may capture, beside root.
@@ -353,45 +346,26 @@ impl Serving {
             if self.capturing.as_mut().is_some_and(|client| !client.feed()) {
                 self.capturing = None;
             }
-            let result = self.wait();
-            let result = result.and_then(|event| {
-                if event == Event::Client {
+            let timeout = self.capturing.as_ref().map_or(-1, |_| CAPTURE_TIME);
+            let result = self.door.wait(timeout).and_then(|arrival| {
+                if arrival == Arrival::Client {
                     self.answer()?;
                 }
-                Ok(event != Event::Exit)
+                Ok(arrival)
             });
             match result {
-                Ok(true) => {}
-                Ok(false) => return,
-                Err(e) => {
-                    debug!("the status was not read: {e}");
-                    if e.raw_os_error() == Some(libc::EMFILE) {
-                        std::thread::sleep(Duration::from_millis(200));
-                    }
-                }
+                Ok(Arrival::Exit) => return,
+                Ok(_) => {}
+                Err(error) => pass_over(&error),
             }
         }
-    }
-
-    /// Waits for what is to be done next.
-    fn wait(&self) -> io::Result<Event> {
-        let timeout = self.capturing.as_ref().map_or(-1, |_| CAPTURE_TIME);
-        let mut space = [NO_EVENT; 2];
-        let events = self.epoll.wait(timeout, &mut space)?;
-        if events.iter().any(|event| event.data == EXIT) {
-            return Ok(Event::Exit);
-        }
-        Ok(if events.is_empty() {
-            Event::Time
-        } else {
-            Event::Client
-        })
     }
 
     fn answer(&mut self) -> io::Result<()> {
         let (mut stream, _) = self.listener.accept()?;
         stream.set_write_timeout(Some(TIMEOUT))?;
-        let request = read_request(&mut stream)?;
+        let whole = |request: &[u8]| request.contains(&b'\n');
+        let request = read_request(&mut stream, REQUEST_TIME, MAX_REQUEST, whole)?;
         let answer = match request.strip_prefix(b"capture ") {
             Some(what) => match self.begin_capture(&stream, what) {
                 Ok((capture, mac, snap)) => {
@@ -417,15 +391,6 @@ impl Serving {
         stream.write_all(format!("{answer}\n").as_bytes())?;
         stream.shutdown(Shutdown::Both)
     }
-}
-
-/// What there is to do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Event {
-    Client,
-    /// For the client that captures, perhaps.
-    Time,
-    Exit,
 }
 
 /// What is captured: where it comes from, of which address, and how much of each frame.
@@ -466,33 +431,6 @@ fn to_capture(devices: &[RnicSettings], what: &[u8]) -> Result<(Option<[u8; 6]>,
         )),
         mac => Ok((Some(mac), snap)),
     }
-}
-
-/// What a client wants: its line, as much of it as it sent in time. Nothing, if it sends none.
-fn read_request(stream: &mut UnixStream) -> io::Result<Vec<u8>> {
-    let deadline = Instant::now() + REQUEST_TIME;
-    let mut request = Vec::new();
-    let mut bytes = [0; 512];
-    while request.len() <= MAX_REQUEST && !request.contains(&b'\n') {
-        let left = deadline.saturating_duration_since(Instant::now());
-        // Zero would be no time-out.
-        stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-        match stream.read(&mut bytes) {
-            Ok(0) => break,
-            Ok(n) => request.extend(bytes.iter().take(n)),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e)
-                if matches!(
-                    e.kind(),
-                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
-                ) => {}
-            Err(e) => return Err(e),
-        }
-        if Instant::now() >= deadline {
-            break;
-        }
-    }
-    Ok(request)
 }
 
 fn answer(adapter: &Adapter, devices: &[RnicSettings], request: &[u8]) -> Value {

@@ -11,6 +11,7 @@ const DEVICE: &[&[&str]] = &[
         "limits",
         "footprint",
         "error",
+        "logging",
         "epoll_fd",
         "eventfd",
         "socket",
@@ -27,7 +28,7 @@ const DEVICE: &[&[&str]] = &[
     &["virtio"],
     &["heap"],
     &["vhost_user"],
-    &["config", "status", "play", "wire_setup"],
+    &["config", "metrics", "status", "play", "wire_setup"],
 ];
 
 /// The files of a crate: the path of each module, and the file that it is in.

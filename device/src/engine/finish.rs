@@ -117,7 +117,7 @@ impl SendQueue {
 
 /// Counts a work request that failed, and warns of it.
 fn tell(qp: &Qp, error: WcError) {
-    qp.vm.count_error(qp.worker_index);
+    qp.vm.count_error(qp.worker_index, error.status);
     qp.vm.warn(format_args!(
         "QP {}: {} ({})",
         qp.number,

@@ -14,7 +14,7 @@ use crossbeam_utils::CachePadded;
 use serde::Deserialize;
 use vhost_device_rdma_sync::{self as sync, ReadSection, Readers, Shared};
 
-use virtio_rdma_spec::verbs::mtu;
+use virtio_rdma_spec::verbs::{mtu, wc_status};
 
 use super::binding::serial;
 use super::queue_pair::Qp;
@@ -116,8 +116,24 @@ pub(crate) enum PacketEvent {
 }
 
 impl PacketEvent {
-    const COUNT: usize = Self::Slowed as usize + 1;
+    /// All of them, with the names that operators know from counters of hardware.
+    pub(crate) const ALL: [(Self, &'static str); Self::Slowed as usize + 1] = [
+        (Self::OutOfSequence, "out_of_sequence"),
+        (Self::Duplicate, "duplicate_request"),
+        (Self::NoReceive, "out_of_buffer"),
+        (Self::Nak, "packet_seq_err"),
+        (Self::ImpliedNak, "implied_nak_seq_err"),
+        (Self::TimeOut, "local_ack_timeout_err"),
+        (Self::RnrNak, "rnr_nak_retry_err"),
+        (Self::SentAgain, "retrans_pkts"),
+        (Self::Marked, "np_ecn_marked_roce_packets"),
+        (Self::Notified, "np_cnp_sent"),
+        (Self::Slowed, "rp_cnp_handled"),
+    ];
 }
+
+/// Statuses that a work request can fail with, and success.
+const STATUSES: usize = wc_status::GENERAL_ERR as usize + 1;
 
 /// What a worker counts of a VM. Only that worker writes.
 #[derive(Debug, Default)]
@@ -128,13 +144,14 @@ struct Counters {
     rx_bytes: AtomicU64,
     rnr_naks: AtomicU64,
     retries: AtomicU64,
-    errors: AtomicU64,
+    /// By status (`wc_status`).
+    errors: [AtomicU64; STATUSES],
     qkey_violations: AtomicU64,
     /// What the VM has had of the worker's time: what its polls cost, by its weight.
     used: AtomicU64,
     contended_ns: AtomicU64,
     /// By `PacketEvent`.
-    packets: [AtomicU64; PacketEvent::COUNT],
+    packets: [AtomicU64; PacketEvent::ALL.len()],
 }
 
 /// Adds to a counter that only the calling worker writes.
@@ -487,10 +504,25 @@ impl Vm {
         }
     }
 
-    pub(crate) fn count_error(&self, worker: u16) {
-        if let Some(counters) = self.counters(worker) {
-            add(&counters.errors, 1);
+    /// A work request was completed with this status of failure.
+    pub(crate) fn count_error(&self, worker: u16, status: u8) {
+        let counters = self.counters(worker);
+        if let Some(counter) = counters.and_then(|all| all.errors.get(usize::from(status))) {
+            add(counter, 1);
         }
+    }
+
+    /// How many work requests failed, by status, for those that any failed with.
+    pub(crate) fn errors(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        (0..STATUSES as u8).filter_map(|status| {
+            let of = |counters: &CachePadded<Counters>| {
+                let counter = counters.errors.get(usize::from(status));
+                counter.map_or(0, |counter| counter.load(Ordering::Relaxed))
+            };
+            let count = self.counters.iter().map(of).fold(0, u64::wrapping_add);
+            let name = wc_status::name(status)?;
+            (count != 0).then_some((name, count))
+        })
     }
 
     /// Something has happened to a packet.
@@ -528,7 +560,7 @@ impl Vm {
                 rx_bytes: sum(t.rx_bytes, &c.rx_bytes),
                 rnr_naks: sum(t.rnr_naks, &c.rnr_naks),
                 retries: sum(t.retries, &c.retries),
-                errors: sum(t.errors, &c.errors),
+                errors: c.errors.iter().fold(t.errors, sum),
                 qkey_violations: sum(t.qkey_violations, &c.qkey_violations),
                 contended_ns: sum(t.contended_ns, &c.contended_ns),
             }

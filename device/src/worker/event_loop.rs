@@ -235,6 +235,7 @@ impl Loop {
                 None => Polling::Eagerly,
                 Some(_) => Polling::Relaxed,
             };
+            let began = self.time;
             let Iteration {
                 served,
                 waited,
@@ -252,6 +253,10 @@ impl Loop {
                 }
                 if worked || busy_polled {
                     self.idle_policy.more_came();
+                }
+                if worked && !waited && !busy_polled {
+                    let turns = &self.worker.stats.turns;
+                    turns.count(now.saturating_sub(began));
                 }
                 worked = true;
                 self.run_queued(MOST_COST);

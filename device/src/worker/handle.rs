@@ -55,9 +55,52 @@ pub(super) struct Inbox {
     pub(super) iwarp: Vec<Request>,
 }
 
+/// Upper bounds of the lengths of turns that are counted, nanoseconds, but for the longest.
+pub(crate) const TURNS: [u64; 12] = {
+    let mut bounds = [1_000; 12];
+    let mut at = 1;
+    while at < bounds.len() {
+        bounds[at] = bounds[at - 1] * 4;
+        at += 1;
+    }
+    bounds
+};
+
+/// How long turns took: what a worker does from one look at the clock to the next while it has work.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    /// Those that are no longer than the bound of [`TURNS`], and longer than the one before; in the
+    /// end those that are longer than all.
+    counts: [AtomicU64; TURNS.len() + 1],
+    nanoseconds: AtomicU64,
+}
+
+impl Turns {
+    /// Counts one that took so many nanoseconds.
+    pub(super) fn count(&self, nanoseconds: u64) {
+        let at = TURNS.iter().take_while(|bound| **bound < nanoseconds);
+        if let Some(counter) = self.counts.get(at.count()) {
+            count(counter);
+        }
+        let sum = self.nanoseconds.load(Ordering::Relaxed);
+        let sum = sum.wrapping_add(nanoseconds);
+        self.nanoseconds.store(sum, Ordering::Relaxed);
+    }
+
+    /// How many there were of each length, and how long all took, nanoseconds.
+    fn read(&self) -> (Vec<u64>, u64) {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (
+            self.counts.iter().map(load).collect(),
+            load(&self.nanoseconds),
+        )
+    }
+}
+
 /// What a worker counts. Only the worker writes.
 #[derive(Debug, Default)]
 pub(super) struct Stats {
+    pub(super) turns: Turns,
     pub(super) polls: AtomicU64,
     pub(super) sleeps: AtomicU64,
     pub(super) back_offs: AtomicU64,
@@ -331,18 +374,41 @@ impl Worker {
         self.wire.get()
     }
 
+    /// Whether its thread sleeps.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.asleep.load(Ordering::Relaxed)
+    }
+
+    /// What it has counted: polls of queue pairs, sleeps, waits that were cut short for others, wake-ups
+    /// by guests, doorbells that rang.
+    pub(crate) fn counts(&self) -> [(&'static str, u64); 5] {
+        [
+            ("polls", &self.stats.polls),
+            ("sleeps", &self.stats.sleeps),
+            ("back_offs", &self.stats.back_offs),
+            ("kicks", &self.stats.kicks),
+            ("doorbells", &self.stats.doorbells),
+        ]
+        .map(|(name, count)| (name, count.load(Ordering::Relaxed)))
+    }
+
+    /// How many turns there were of each length ([`TURNS`]), and how long all took, nanoseconds.
+    pub(crate) fn turns(&self) -> (Vec<u64>, u64) {
+        self.stats.turns.read()
+    }
+
+    /// How long its thread has been on a CPU; none, if the kernel does not tell.
+    pub(crate) fn time_on_cpu(&self) -> Option<Duration> {
+        self.account.get()?.time_on_cpu()
+    }
+
     /// Counters and state, for people and programs.
     #[must_use]
     pub fn status(&self) -> Value {
-        let mut status = json!({
-            "index": self.index,
-            "asleep": self.asleep.load(Ordering::Relaxed),
-            "polls": self.stats.polls.load(Ordering::Relaxed),
-            "sleeps": self.stats.sleeps.load(Ordering::Relaxed),
-            "back_offs": self.stats.back_offs.load(Ordering::Relaxed),
-            "kicks": self.stats.kicks.load(Ordering::Relaxed),
-            "doorbells": self.stats.doorbells.load(Ordering::Relaxed),
-        });
+        let mut status = json!({ "index": self.index, "asleep": self.is_asleep() });
+        for (name, count) in self.counts() {
+            status[name] = count.into();
+        }
         if let Some(View {
             counters, faults, ..
         }) = self.wire.get().map(|view| &**view)

@@ -46,6 +46,7 @@ mod watched;
 mod wire;
 
 pub use event_loop::Loop;
+pub(crate) use handle::TURNS;
 pub use handle::{Shared, ThreadOptions, Worker};
 pub use supervision::{end_process, Failure, OnFailure, FAILURE_STATUS};
 pub use watchdog::{Watchdog, WatchdogLimits};

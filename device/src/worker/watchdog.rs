@@ -82,6 +82,12 @@ impl Account {
         })
     }
 
+    /// How long the thread has been on a CPU; none if the kernel does not tell any longer.
+    pub(super) fn time_on_cpu(&self) -> Option<Duration> {
+        let (_, time) = parse_stat(&read(&self.stat)?, self.ticks_per_second)?;
+        Some(time)
+    }
+
     /// State, time on a CPU, and how often the thread gave its CPU away; none if the kernel does not
     /// tell any longer.
     fn read(&self) -> Option<(State, Duration, u64)> {

@@ -9,8 +9,8 @@ use vhost_device_rdma_bare::spec::verbs::{qp_state, wc_status};
 use vhost_device_rdma_bare::{Context, Pd, Placement, Srq, SrqOptions, Vm, VmOptions};
 
 use crate::common::{
-    all_types, assert_status, assert_success, assert_works, counts, pattern, process, vm, Pair,
-    SideOptions, Two, ALL, TIMEOUT,
+    all_types, assert_status, assert_success, assert_works, counts, pattern, process, process_with,
+    vm, Pair, SideOptions, Two, ALL, TIMEOUT,
 };
 
 /// A buffer's contents do not change for a while.
@@ -492,5 +492,32 @@ fn numbers_that_peers_know_do_not_come_again_after_a_reset_or_restart() {
         let all: Vec<_> = lives.iter().flat_map(|life| &life[kind]).collect();
         let different: BTreeSet<_> = all.iter().collect();
         assert_eq!(different.len(), all.len(), "{all:?}");
+    }
+}
+
+#[test]
+fn the_log_may_be_json() {
+    let process = process_with(1, &["--log-format", "json"]);
+    drop(vm(process.socket(0)));
+    let deadline = Instant::now() + TIMEOUT;
+    while !process.log().contains("disconnected") {
+        assert!(Instant::now() < deadline, "{}", process.log());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let log = process.log();
+    let lines: Vec<serde_json::Value> = log
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert!(lines.len() >= 3, "{log}");
+    for line in lines {
+        let time = line["time"].as_str().unwrap();
+        assert!(time.ends_with('Z') && time.contains('T'), "{time}");
+        assert!(["INFO", "WARN"].contains(&line["level"].as_str().unwrap()));
+        assert!(line["target"]
+            .as_str()
+            .unwrap()
+            .starts_with("vhost_device_rdma"));
+        assert!(!line["message"].as_str().unwrap().is_empty());
     }
 }

@@ -20,6 +20,7 @@ mod lifecycle;
 mod limits;
 mod link;
 mod memory;
+mod metrics;
 mod moderation;
 mod order;
 mod peers;

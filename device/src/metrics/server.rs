@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Where metrics are asked for: HTTP on a Unix socket, or on a TCP port of the loopback interface.
+//!
+//! One client after the other is answered, and each has a time for its request and for the answer:
+//! a slow one keeps other readers of metrics waiting, and nobody else.
+use std::fmt;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use log::{error, info};
+use serde::Deserialize;
+use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
+
+use super::Metrics;
+use crate::sandbox::{Kind, Sandbox};
+use crate::socket::{self, read_request, Access, BoundSocket, Client, Door};
+
+/// How long a client may take for its request.
+const REQUEST_TIME: Duration = Duration::from_secs(1);
+/// How long a client may take to read a part of the answer.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest request, bytes.
+const MAX_REQUEST: usize = 8192;
+/// Most header fields of a request.
+const MAX_FIELDS: usize = 64;
+/// What the answer is.
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const PLAIN: &str = "text/plain; charset=utf-8";
+
+/// Where metrics are told.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Address {
+    /// At a Unix socket.
+    Path(PathBuf),
+    /// At a TCP port of the loopback interface.
+    Port(SocketAddr),
+}
+
+/// It is no address where metrics may be told.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("'{0}' is neither the path of a socket nor a loopback address such as 127.0.0.1:9471")]
+pub struct BadAddress(String);
+
+impl FromStr for Address {
+    type Err = BadAddress;
+
+    fn from_str(text: &str) -> Result<Self, BadAddress> {
+        if text.contains('/') {
+            return Ok(Self::Path(text.into()));
+        }
+        let port = text.parse().ok();
+        let port = port.filter(|at: &SocketAddr| at.ip().is_loopback());
+        port.map(Self::Port)
+            .ok_or_else(|| BadAddress(text.to_owned()))
+    }
+}
+
+impl TryFrom<String> for Address {
+    type Error = BadAddress;
+
+    fn try_from(text: String) -> Result<Self, BadAddress> {
+        text.parse()
+    }
+}
+
+impl Address {
+    /// The socket, if it is one.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Path(path) => Some(path),
+            Self::Port(_) => None,
+        }
+    }
+
+    /// Listens there. A socket is for those whom `access` names.
+    ///
+    /// # Errors
+    /// If another process does, or the system refuses.
+    pub fn bind(&self, access: &Access) -> Result<Bound, socket::Error> {
+        Ok(match self {
+            Self::Path(path) => Bound::Socket(BoundSocket::bind(path, access)?),
+            Self::Port(port) => {
+                let failed = |source| socket::Error::Listen {
+                    path: port.to_string().into(),
+                    source,
+                };
+                Bound::Port(TcpListener::bind(port).map_err(failed)?)
+            }
+        })
+    }
+}
+
+/// An address that is listened at.
+#[derive(Debug)]
+pub enum Bound {
+    /// A socket.
+    Socket(BoundSocket),
+    /// A TCP port.
+    Port(TcpListener),
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Socket(socket) => write!(f, "{}", socket.path().display()),
+            Self::Port(listener) => match listener.local_addr() {
+                Ok(address) => write!(f, "http://{address}/metrics"),
+                Err(_) => write!(f, "a TCP port"),
+            },
+        }
+    }
+}
+
+/// What accepts clients.
+enum Listener {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl AsRawFd for Listener {
+    fn as_raw_fd(&self) -> RawFd {
+        match self {
+            Self::Unix(listener) => listener.as_raw_fd(),
+            Self::Tcp(listener) => listener.as_raw_fd(),
+        }
+    }
+}
+
+impl Listener {
+    fn answer_one(&self, metrics: &Metrics) -> io::Result<()> {
+        match self {
+            Self::Unix(listener) => {
+                let (client, _) = listener.accept()?;
+                client.set_write_timeout(Some(TIMEOUT))?;
+                answer(client, metrics)
+            }
+            Self::Tcp(listener) => {
+                let (client, _) = listener.accept()?;
+                client.set_write_timeout(Some(TIMEOUT))?;
+                answer(client, metrics)
+            }
+        }
+    }
+}
+
+/// Answers a client, which is then done with.
+fn answer(mut client: impl Client, metrics: &Metrics) -> io::Result<()> {
+    let whole = |request: &[u8]| request.windows(4).any(|end| end == b"\r\n\r\n");
+    let request = read_request(&mut client, REQUEST_TIME, MAX_REQUEST, whole)?;
+    client.write_all(&answer_to(&request, metrics))
+}
+
+fn answer_to(request: &[u8], metrics: &Metrics) -> Vec<u8> {
+    let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
+    let mut parsed = httparse::Request::new(&mut fields);
+    let whole = parsed
+        .parse(request)
+        .is_ok_and(|status| status.is_complete());
+    let (Some(method), Some(target), true) = (parsed.method, parsed.path, whole) else {
+        return response("400 Bad Request", PLAIN, "this is no request\n", true);
+    };
+    let body = method != "HEAD";
+    if !matches!(method, "GET" | "HEAD") {
+        return response("405 Method Not Allowed", PLAIN, "only GET and HEAD\n", body);
+    }
+    let path = target.split_once('?').map_or(target, |(path, _)| path);
+    if path != "/metrics" {
+        return response("404 Not Found", PLAIN, "metrics are at /metrics\n", body);
+    }
+    match metrics.text() {
+        Ok(text) => response("200 OK", OPEN_METRICS, &text, body),
+        Err(fmt::Error) => response("500 Internal Server Error", PLAIN, "", body),
+    }
+}
+
+fn response(status: &str, kind: &str, text: &str, body: bool) -> Vec<u8> {
+    let length = text.len();
+    let text = if body { text } else { "" };
+    let head = "Allow: GET, HEAD\r\nConnection: close";
+    format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n{head}\r\n\r\n{text}"
+    )
+    .into_bytes()
+}
+
+/// Metrics that are told at an address.
+pub struct MetricsServer {
+    bound: Bound,
+    exit: EventFd,
+    thread: JoinHandle<()>,
+}
+
+impl MetricsServer {
+    /// Tells `metrics` to everyone who asks at `bound`. Its thread is confined by `sandbox`.
+    ///
+    /// # Errors
+    /// If the system has no threads or file descriptors left.
+    pub fn start(bound: Bound, metrics: Metrics, sandbox: &Sandbox) -> io::Result<Self> {
+        let listener = match &bound {
+            Bound::Socket(socket) => Listener::Unix(socket.listener().map_err(io::Error::other)?),
+            Bound::Port(listener) => Listener::Tcp(listener.try_clone()?),
+        };
+        let exit = EventFd::new(EFD_NONBLOCK)?;
+        let door = Door::new(&listener, &exit)?;
+        info!("metrics are told at {bound}");
+        let run = move || door.serve(|| listener.answer_one(&metrics));
+        let thread = sandbox.spawn(Kind::Control, "metrics".into(), run)?;
+        Ok(Self {
+            bound,
+            exit,
+            thread,
+        })
+    }
+
+    /// Stops listening and removes the socket.
+    pub fn stop(self) {
+        if let Err(e) = self.exit.write(1) {
+            error!("cannot stop telling metrics at {}: {e}", self.bound);
+            return;
+        }
+        if self.thread.join().is_err() {
+            error!("the thread of metrics panicked");
+        }
+    }
+}
