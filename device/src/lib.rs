@@ -17,7 +17,7 @@
 //! | [`control`] | control commands |
 //! | [`virtio`] | the virtio device: virtqueues, configuration, events |
 //! | [`vhost_user`] | the front end: sessions over vhost-user |
-//! | [`config`], [`status`], [`metrics`] | the process |
+//! | [`config`], [`status`], [`metrics`], [`service`] | the process |
 //!
 //! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
 //! [`engine::send_queue`] reads and judges to the peer, [`engine::responder`] places the data,
@@ -45,6 +45,7 @@ pub mod play;
 pub mod rnic;
 mod rnic_status;
 pub mod sandbox;
+pub mod service;
 pub mod socket;
 pub mod status;
 pub mod verbs;

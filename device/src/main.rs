@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::error::Error;
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,17 +11,20 @@ use std::sync::Arc;
 use clap::Parser;
 use log::info;
 use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Uid;
 use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
+use vhost_device_rdma::epoll_fd::{EpollFd, NO_EVENT};
 use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
 use vhost_device_rdma::logging;
 use vhost_device_rdma::memory::choose_copy;
-use vhost_device_rdma::metrics::{Bound, Metrics, MetricsServer};
+use vhost_device_rdma::metrics::{Address, Bound, Metrics, MetricsServer};
 use vhost_device_rdma::play::Scenario;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::{Kind, Mode, Sandbox};
+use vhost_device_rdma::service::Manager;
 use vhost_device_rdma::socket::{self, BoundSocket};
 use vhost_device_rdma::status::{self, StatusServer};
 use vhost_device_rdma::vhost_user::Server;
@@ -99,13 +102,17 @@ fn capture(path: &Path, vm: Option<&str>, snap: usize) -> Result<(), Box<dyn Err
 
 fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let mut config = Config::new(args)?;
+    let mut manager = Manager::from_environment()?;
     let operator = Uid::effective();
     // Before any socket exists, so that none is left behind, and before any thread does: only this
     // one takes them.
     let signals = [Signal::SIGINT, Signal::SIGTERM];
     let signals: SigSet = signals.into_iter().collect();
     signals.thread_block()?;
-    let sockets = Sockets::bind(&config)?;
+    let end = End::of(&signals)?;
+    let sockets = Sockets::bind(&config, &mut manager)?;
+    manager.check_sockets()?;
+    let count = config.devices.len();
     let watch = config.uplinks.watch()?;
     let uplinks = std::mem::take(&mut config.uplinks).open()?;
     let sandbox = Sandbox::enter(&config.sandbox)?;
@@ -127,13 +134,47 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let result =
         result.and_then(|()| running.start(sockets, config.devices, &adapter, operator, &sandbox));
     let result = result.and_then(|()| Ok(sandbox.confine(Kind::Control)?));
-    let result = result.and_then(|()| Ok(signals.wait()?));
+    let result = result.and_then(|()| {
+        manager.ready(count);
+        Ok(end.wait(&manager)?)
+    });
     if let Ok(signal) = result {
         info!("ending on {signal}");
     }
+    manager.stopping();
     running.stop();
     adapter.shutdown();
     result.map(drop)
+}
+
+/// The signals that end the process, and how they are waited for.
+struct End {
+    signals: SignalFd,
+    epoll: EpollFd,
+}
+
+impl End {
+    fn of(signals: &SigSet) -> io::Result<Self> {
+        let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+        let signals = SignalFd::with_flags(signals, flags)?;
+        let epoll = EpollFd::new()?;
+        epoll.add(&signals, 0)?;
+        Ok(Self { signals, epoll })
+    }
+
+    /// Waits for one, and tells the service manager meanwhile that the process lives.
+    fn wait(&self, manager: &Manager) -> io::Result<Signal> {
+        let interval = manager.interval().map(|time| time.as_millis());
+        let interval = interval.map_or(-1, |time| time.clamp(1, i32::MAX as u128) as i32);
+        loop {
+            if let Some(signal) = self.signals.read_signal()? {
+                let signal = i32::try_from(signal.ssi_signo).map_err(io::Error::other)?;
+                return Ok(Signal::try_from(signal)?);
+            }
+            manager.alive();
+            self.epoll.wait(interval, &mut [NO_EVENT])?;
+        }
+    }
 }
 
 /// The sockets of the process, bound.
@@ -144,16 +185,25 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn bind(config: &Config) -> Result<Self, socket::Error> {
-        let bind = |path: &Path| BoundSocket::bind(path, &config.access);
+    /// Those that the service manager has bound already, and the others.
+    fn bind(config: &Config, manager: &mut Manager) -> Result<Self, socket::Error> {
+        let mut bind = |path: &Path| match manager.take_socket(path) {
+            Some(listener) => Ok(BoundSocket::of_others(path, listener)),
+            None => BoundSocket::bind(path, &config.access),
+        };
         let devices = config.devices.iter();
         let devices = devices
             .map(|(path, _)| bind(path))
             .collect::<Result<_, _>>()?;
         let metrics = config.metrics.as_ref();
-        let metrics = metrics.map(|at| at.bind(&config.access)).transpose()?;
+        let metrics = metrics.map(|at| match at {
+            Address::Path(path) => bind(path).map(Bound::Socket),
+            Address::Port(port) => Bound::at(*port),
+        });
+        let metrics = metrics.transpose()?;
         // The last one: a process that waits for it finds the others.
-        let status = config.status_socket.as_deref().map(bind).transpose()?;
+        let status = config.status_socket.as_deref().map(&mut bind);
+        let status = status.transpose()?;
         Ok(Self {
             devices,
             metrics,

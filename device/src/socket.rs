@@ -58,6 +58,8 @@ pub enum Error {
 pub struct BoundSocket {
     path: PathBuf,
     listener: UnixListener,
+    /// Whoever has bound it removes it.
+    of_others: bool,
 }
 
 impl BoundSocket {
@@ -72,7 +74,19 @@ impl BoundSocket {
         Ok(Self {
             path: path.to_owned(),
             listener,
+            of_others: false,
         })
+    }
+
+    /// A socket at `path` that somebody else has bound, who said who may connect to it, and removes
+    /// it.
+    #[must_use]
+    pub fn of_others(path: &Path, listener: UnixListener) -> Self {
+        Self {
+            path: path.to_owned(),
+            listener,
+            of_others: true,
+        }
     }
 
     /// Where it is.
@@ -103,6 +117,9 @@ impl BoundSocket {
 
 impl Drop for BoundSocket {
     fn drop(&mut self) {
+        if self.of_others {
+            return;
+        }
         let path = self.path.display();
         match std::fs::remove_file(&self.path) {
             Ok(()) => {}

@@ -28,7 +28,14 @@ const DEVICE: &[&[&str]] = &[
     &["virtio"],
     &["heap"],
     &["vhost_user"],
-    &["config", "metrics", "status", "play", "wire_setup"],
+    &[
+        "config",
+        "metrics",
+        "service",
+        "status",
+        "play",
+        "wire_setup",
+    ],
 ];
 
 /// The files of a crate: the path of each module, and the file that it is in.

@@ -19,7 +19,7 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::Metrics;
 use crate::sandbox::{Kind, Sandbox};
-use crate::socket::{self, read_request, Access, BoundSocket, Client, Door};
+use crate::socket::{self, read_request, BoundSocket, Client, Door};
 
 /// How long a client may take for its request.
 const REQUEST_TIME: Duration = Duration::from_secs(1);
@@ -79,23 +79,6 @@ impl Address {
             Self::Port(_) => None,
         }
     }
-
-    /// Listens there. A socket is for those whom `access` names.
-    ///
-    /// # Errors
-    /// If another process does, or the system refuses.
-    pub fn bind(&self, access: &Access) -> Result<Bound, socket::Error> {
-        Ok(match self {
-            Self::Path(path) => Bound::Socket(BoundSocket::bind(path, access)?),
-            Self::Port(port) => {
-                let failed = |source| socket::Error::Listen {
-                    path: port.to_string().into(),
-                    source,
-                };
-                Bound::Port(TcpListener::bind(port).map_err(failed)?)
-            }
-        })
-    }
 }
 
 /// An address that is listened at.
@@ -105,6 +88,20 @@ pub enum Bound {
     Socket(BoundSocket),
     /// A TCP port.
     Port(TcpListener),
+}
+
+impl Bound {
+    /// Listens at a TCP port.
+    ///
+    /// # Errors
+    /// If another process does, or the system refuses.
+    pub fn at(port: SocketAddr) -> Result<Self, socket::Error> {
+        let listener = TcpListener::bind(port).map_err(|source| socket::Error::Listen {
+            path: port.to_string().into(),
+            source,
+        })?;
+        Ok(Self::Port(listener))
+    }
 }
 
 impl fmt::Display for Bound {

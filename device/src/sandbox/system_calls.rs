@@ -176,7 +176,6 @@ const MAIN: &[Call] = &[
         libc::SYS_ioctl,
         OneOf(1, &[NO_BLOCKING, FLAGS_OF_INTERFACE, MTU_OF_INTERFACE]),
     ),
-    (libc::SYS_rt_sigtimedwait, Any),
     #[cfg(target_arch = "x86_64")]
     (libc::SYS_unlink, Any),
     (libc::SYS_unlinkat, Any),

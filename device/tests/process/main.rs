@@ -26,6 +26,7 @@ mod order;
 mod peers;
 mod sandbox;
 mod scale;
+mod service;
 mod srd;
 mod srq;
 mod states;
