@@ -11,10 +11,8 @@ use serde_json::{json, Value};
 use vhost_device_rdma_sync::{self as sync, Reader, Readers};
 
 use crate::engine::payload_of;
-use crate::engine::tables::Gid;
 use crate::engine::vm::{Link, Segment};
 use crate::eventfd;
-use crate::fabric::registry::Registry;
 use crate::fabric::wire::capture::Capture;
 use crate::fabric::wire::egress::View;
 use crate::fabric::wire::layer::settings::{DeviceFaults, FaultSettings};
@@ -54,8 +52,6 @@ pub struct AdapterSettings {
     pub poll_budget: Duration,
     /// CPUs to pin workers to, in turn; empty: none.
     pub cpus: Vec<usize>,
-    /// The own GIDs of all devices, each with its network: no other device's VM may have them.
-    pub reserved_gids: Vec<(String, Gid)>,
     /// What confines its threads.
     pub sandbox: Sandbox,
     /// The ways out of this process, for VMs that have one.
@@ -82,7 +78,6 @@ impl Default for AdapterSettings {
             workers: 1,
             poll_budget: Duration::from_micros(50),
             cpus: Vec::new(),
-            reserved_gids: Vec::new(),
             sandbox: Sandbox::default(),
             uplinks: Uplinks::default(),
             iwarp: false,
@@ -98,12 +93,6 @@ impl AdapterSettings {
         }
         Uplinks::default()
     }
-
-    /// Keeps the own GIDs of a device for it.
-    pub fn reserve_gids_of(&mut self, device: &RnicSettings) {
-        let own = device.own_gids().map(|gid| (device.network.clone(), gid));
-        self.reserved_gids.extend(own);
-    }
 }
 
 /// The adapter of this process: its workers, and the networks between its VMs.
@@ -114,6 +103,7 @@ pub struct Adapter {
     readers: Readers,
     shared: Shared,
     rnics: Mutex<Vec<Arc<Rnic>>>,
+    iwarp: bool,
     watchdog: Mutex<Option<Watchdog>>,
     /// What the kernel tells of this process. It is open before files are out of reach.
     own_status: Option<File>,
@@ -189,12 +179,7 @@ impl Adapter {
         }
         eventfd::set_up().map_err(Error::Interrupts)?;
         let (readers, each) = Readers::new(settings.workers.into());
-        let reserved = settings.reserved_gids.iter();
-        let reserved = reserved.map(|(network, gid)| (network.as_str().into(), *gid));
-        let shared = Shared {
-            registry: Arc::new(Registry::with_reserved(reserved)),
-            ..Shared::default()
-        };
+        let shared = Shared::default();
         let workers = (0..settings.workers)
             .zip(each)
             .map(|(index, reader)| {
@@ -211,6 +196,7 @@ impl Adapter {
             readers,
             shared,
             rnics: Mutex::default(),
+            iwarp: settings.iwarp,
             watchdog: Mutex::default(),
             own_status: File::open("/proc/self/status").ok(),
         }))
@@ -220,6 +206,22 @@ impl Adapter {
     #[must_use]
     pub fn workers(&self) -> u16 {
         self.workers.len() as u16
+    }
+
+    /// Keeps the own GIDs of a device for it: no other device's VM may have them.
+    pub fn reserve_gids_of(&self, device: &RnicSettings) {
+        let network = device.network.as_str().into();
+        for gid in device.own_gids() {
+            self.shared.registry.reserve(&network, gid);
+        }
+    }
+
+    /// Keeps them no longer, of a device that goes.
+    pub fn unreserve_gids_of(&self, device: &RnicSettings) {
+        let network = device.network.as_str().into();
+        for gid in device.own_gids() {
+            self.shared.registry.unreserve(&network, gid);
+        }
     }
 
     /// A new RNIC, for a VM that attached.
@@ -385,6 +387,20 @@ impl Adapter {
             }
         }
         Ok(())
+    }
+
+    /// The frames of a device have no faults any longer.
+    pub fn end_faults(&self, device: &RnicSettings) {
+        for direction in [Direction::Out, Direction::In] {
+            // One that has no frames has no faults.
+            let _ = self.set_faults(device, direction, None);
+        }
+    }
+
+    /// Whether VMs may have a port of iWARP.
+    #[must_use]
+    pub fn has_iwarp(&self) -> bool {
+        self.iwarp
     }
 
     /// Stops the workers.

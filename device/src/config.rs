@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use nix::unistd::{Group, User};
+use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
 use crate::adapter::AdapterSettings;
@@ -25,10 +26,9 @@ use crate::fabric::wire::port::vxlan::{self, inner_mtu, Directory, Entry, Tunnel
 use crate::fabric::wire::port::watch::Watch;
 use crate::limits::{memory_of_each, Limits, MAX_COMPLETION_QUEUES, MAX_WORKERS};
 use crate::logging::LogFormat;
-use crate::metrics;
 use crate::rnic::RnicSettings;
 use crate::sandbox::{self, Identity, Mode};
-use crate::socket::Access;
+use crate::socket::{self, Access};
 use crate::verbs::gid_policy::{self, GidPolicy, Gids, MAX_VLAN};
 
 /// Worker threads where nothing else is asked for, at most.
@@ -37,6 +37,8 @@ const MAX_DEFAULT_WORKERS: usize = 4;
 /// of 64 virtqueues, one for each of 509 memory regions, and what a session takes.
 const DESCRIPTORS: u64 = 256;
 const DESCRIPTORS_EACH: u64 = 1024;
+/// Devices that may come later without a new start, if there may be as many file descriptors.
+const LATER_DEVICES: u64 = 64;
 /// Least MTU of a network between hosts, bytes, and the usual one.
 const LEAST_MTU: usize = 576;
 const USUAL_MTU: usize = 1500;
@@ -66,7 +68,10 @@ pub enum Error {
         source: Box<toml::de::Error>,
     },
     /// There is nothing to serve.
-    #[error("no socket to serve: give --socket-path, or a [[device]] in the file of --config")]
+    #[error(
+        "no socket to serve: give --socket-path, or a [[device]] in the file of --config, \
+         or --status-socket to add one later"
+    )]
     NoDevice,
     /// A socket is named twice.
     #[error("socket {0} is given twice")]
@@ -173,7 +178,10 @@ pub enum Error {
     #[error(
         "{0} has the address {1}, which another device of iWARP has: each needs one of its own"
     )]
-    IwarpTwice(PathBuf, IpAddr),
+    IwarpTwice(String, IpAddr),
+    /// It takes what is opened when the process starts.
+    #[error("{0}: a device has {1} from the start of the process, or not at all")]
+    Late(PathBuf, &'static str),
     /// Two networks are the same one on the wire.
     #[error("vni {0} is given to two networks")]
     TwoNetworks(u32),
@@ -294,6 +302,75 @@ pub enum Command {
         /// Its number, as `status` has it.
         number: u32,
     },
+    /// Print the devices of a running process, with a VM or without.
+    List {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// Print them as JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show what VMs, workers and queue pairs of a running process do, until it is stopped.
+    Top {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// Seconds from one look to the next.
+        #[arg(long, value_name = "SECONDS", default_value = "1")]
+        interval: f64,
+        /// Look so many times [default: until it is stopped].
+        #[arg(long, value_name = "N")]
+        times: Option<u64>,
+        /// Show so many queue pairs at most, the busiest.
+        #[arg(long, value_name = "N", default_value_t = 10)]
+        queue_pairs: usize,
+    },
+    /// Have a running process serve one more device.
+    ///
+    /// This is for root and the user that started the process. The socket is bound by this command,
+    /// and stays when the process ends.
+    Add {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// The device, as with --socket-path.
+        #[arg(value_name = "PATH[,mac=MAC][,...]")]
+        device: String,
+        /// Permissions of the socket, octal, such as 0660 [default: what the umask leaves].
+        #[arg(long, value_name = "MODE")]
+        socket_mode: Option<String>,
+        /// Owner of the socket, a name or a number [default: you].
+        #[arg(long, value_name = "USER")]
+        socket_owner: Option<String>,
+        /// Group of the socket, a name or a number [default: yours].
+        #[arg(long, value_name = "GROUP")]
+        socket_group: Option<String>,
+    },
+    /// Have a running process serve a device no longer: its VM loses it, and its socket is removed.
+    ///
+    /// This is for root and the user that started the process.
+    Remove {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// The device: its socket as `list` names it, or its MAC address.
+        device: String,
+    },
+    /// Have a running process serve the devices of a configuration file, and no others.
+    ///
+    /// Devices that are to be as they are, and their VMs, are left alone. A device that is to be
+    /// another than before loses its VM, which finds it changed when it comes back. What the file
+    /// says of the process itself, as workers or [wire], takes a new start. This is for root and
+    /// the user that started the process.
+    Reload {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// The file.
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+    },
     /// Do what a file says to devices of a running process, step by step: faults, links, queues in
     /// error.
     Play {
@@ -401,7 +478,7 @@ pub struct ServeArgs {
     pub status_socket: Option<PathBuf>,
     /// Tell metrics at this socket, or at this port of the loopback interface, by HTTP at /metrics.
     #[arg(long, value_name = "PATH|ADDRESS:PORT")]
-    pub metrics: Option<metrics::Address>,
+    pub metrics: Option<socket::Address>,
     /// The form of the log: text, or JSON with one object in each line [default: text].
     #[arg(
         long,
@@ -975,7 +1052,7 @@ struct File {
     cpus: Vec<usize>,
     #[serde(alias = "status_socket")]
     status_socket: Option<PathBuf>,
-    metrics: Option<metrics::Address>,
+    metrics: Option<socket::Address>,
     #[serde(alias = "socket_mode")]
     socket_mode: Option<String>,
     #[serde(alias = "socket_owner")]
@@ -994,12 +1071,14 @@ struct File {
 pub struct Config {
     /// Of the process.
     pub adapter: AdapterSettings,
-    /// Of each VM, and its socket.
-    pub devices: Vec<(PathBuf, RnicSettings)>,
+    /// Of each VM, as it is asked for and what that comes to.
+    pub devices: Vec<(DeviceConfig, RnicSettings)>,
+    /// What others are to be made of that are asked for later.
+    pub defaults: Defaults,
     /// Where the status is given.
     pub status_socket: Option<PathBuf>,
     /// Where metrics are told.
-    pub metrics: Option<metrics::Address>,
+    pub metrics: Option<socket::Address>,
     /// The ways out of this process.
     pub uplinks: UplinksConfig,
     /// Who may connect to the sockets.
@@ -1060,80 +1139,149 @@ impl Config {
                 if !seen.insert(device.socket.clone()) {
                     return Err(Error::Twice(device.socket));
                 }
-                device.settings(limits, &mut uplinks)
+                let settings = device.clone().settings(limits, &mut uplinks)?;
+                Ok((device, settings))
             })
             .collect::<Result<Vec<_>, _>>()?;
-        if devices.is_empty() {
+        let status_socket = args.status_socket.or(file.status_socket);
+        if devices.is_empty() && status_socket.is_none() {
             return Err(Error::NoDevice);
         }
-        let mut networks = HashMap::new();
+        check_together(devices.iter().map(|(_, device)| device))?;
         let connections = devices.iter().filter(|(_, of)| of.iwarp.is_some()).count();
-        let mut addresses = HashSet::new();
-        for (socket, device) in &devices {
-            let address = device.iwarp.as_ref().map(|port| port.address);
-            if let Some(address) = address.filter(|address| !addresses.insert(*address)) {
-                return Err(Error::IwarpTwice(socket.clone(), address));
-            }
-        }
         adapter.iwarp = connections != 0;
-        for (_, device) in &devices {
-            adapter.reserve_gids_of(device);
-            let Some(Segment::Vxlan(vni)) = device.uplink.map(|uplink| uplink.segment) else {
-                continue;
-            };
-            if *networks.entry(vni).or_insert(&device.network) != &device.network {
-                return Err(Error::TwoNetworks(vni));
-            }
-        }
-        let status_socket = args.status_socket.or(file.status_socket);
         let metrics = args.metrics.or(file.metrics);
-        let sockets = devices.iter().map(|(path, _)| &**path);
+        let sockets = devices.iter().map(|(device, _)| &*device.socket);
         let sockets = sockets.chain(status_socket.as_deref());
-        let sockets = sockets.chain(metrics.as_ref().and_then(metrics::Address::path));
+        let sockets = sockets.chain(metrics.as_ref().and_then(socket::Address::path));
         let run_as = args.user.or(file.user);
         let sandbox = sandbox::Settings {
             mode: args.sandbox.or(file.sandbox).unwrap_or_default(),
             user: run_as.map(identity).transpose()?,
             directories: sockets.map(directory).collect(),
+            more_descriptors: match status_socket {
+                Some(_) => LATER_DEVICES * DESCRIPTORS_EACH,
+                None => 0,
+            },
             descriptors: DESCRIPTORS
                 + DESCRIPTORS_EACH * devices.len() as u64
                 + (MOST_CONNECTIONS * connections) as u64,
             connections: connections != 0,
         };
+        let defaults = Defaults {
+            limits: file.limits,
+            wire: uplinks.wire.clone(),
+        };
         Ok(Self {
             adapter,
             devices,
+            defaults,
             status_socket,
             metrics,
             uplinks,
             sandbox,
-            access: Access {
-                mode: args
-                    .socket_mode
-                    .or(file.socket_mode)
-                    .map(mode)
-                    .transpose()?,
-                owner: args
-                    .socket_owner
-                    .or(file.socket_owner)
-                    .map(user)
-                    .transpose()?,
-                group: args
-                    .socket_group
-                    .or(file.socket_group)
-                    .map(group)
-                    .transpose()?,
-            },
+            access: access(
+                args.socket_mode.or(file.socket_mode),
+                args.socket_owner.or(file.socket_owner),
+                args.socket_group.or(file.socket_group),
+            )?,
         })
     }
 }
 
-impl DeviceConfig {
-    fn settings(
-        self,
+/// What devices are made of that are asked for when the process runs, beside what is asked for.
+#[derive(Debug, Clone)]
+pub struct Defaults {
+    /// Limits of each.
+    pub limits: Limits,
+    /// The network between hosts.
+    pub wire: Option<Wire>,
+}
+
+/// A device that is asked for when the process runs.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Asked {
+    /// What it is to be.
+    #[serde(deserialize_with = "device")]
+    pub device: DeviceConfig,
+    /// Its limits; otherwise those that were there from the start.
+    pub limits: Option<Limits>,
+}
+
+/// A device as in the file, or as on the command line.
+fn device<'de, D: Deserializer<'de>>(deserializer: D) -> Result<DeviceConfig, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(
+        untagged,
+        expecting = "a device is an object, or the text of --socket-path"
+    )]
+    enum Said {
+        Text(String),
+        Table(Box<DeviceConfig>),
+    }
+    match Said::deserialize(deserializer)? {
+        Said::Text(text) => text.parse().map_err(D::Error::custom),
+        Said::Table(device) => Ok(*device),
+    }
+}
+
+impl Defaults {
+    /// Settings of one of `count` devices that is asked for when the process runs.
+    ///
+    /// # Errors
+    /// If they make no sense, or it takes what is opened at the start.
+    pub fn settings(
+        &self,
+        asked: &DeviceConfig,
         limits: Limits,
-        uplinks: &mut UplinksConfig,
-    ) -> Result<(PathBuf, RnicSettings), Error> {
+        count: usize,
+    ) -> Result<RnicSettings, Error> {
+        let late = |what| Err(Error::Late(asked.socket.clone(), what));
+        if asked.dgram.is_some() || asked.netdev.is_some() {
+            return late("an interface of its own");
+        }
+        let mut uplinks = UplinksConfig {
+            wire: self.wire.clone(),
+            interfaces: Vec::new(),
+        };
+        let limits = Limits {
+            memory: limits.memory.or(Some(memory_of_each(count))),
+            ..limits
+        };
+        let settings = asked.clone().settings(limits, &mut uplinks)?;
+        if uplinks.wire != self.wire {
+            return late("a network between hosts that it is not alone in");
+        }
+        Ok(settings)
+    }
+}
+
+/// Whether devices can be served by one process.
+///
+/// # Errors
+/// If two cannot.
+pub(crate) fn check_together<'a>(
+    devices: impl IntoIterator<Item = &'a RnicSettings>,
+) -> Result<(), Error> {
+    let (mut networks, mut addresses) = (HashMap::new(), HashSet::new());
+    for device in devices {
+        let address = device.iwarp.as_ref().map(|port| port.address);
+        if let Some(address) = address.filter(|address| !addresses.insert(*address)) {
+            return Err(Error::IwarpTwice(device.name.clone(), address));
+        }
+        let Some(Segment::Vxlan(vni)) = device.uplink.map(|uplink| uplink.segment) else {
+            continue;
+        };
+        if *networks.entry(vni).or_insert(&device.network) != &device.network {
+            return Err(Error::TwoNetworks(vni));
+        }
+    }
+    Ok(())
+}
+
+impl DeviceConfig {
+    fn settings(self, limits: Limits, uplinks: &mut UplinksConfig) -> Result<RnicSettings, Error> {
         let mut settings = RnicSettings {
             name: self.socket.display().to_string(),
             mac: self.mac.map_or([0; 6], |mac| mac.0),
@@ -1249,19 +1397,46 @@ impl DeviceConfig {
             addresses: addresses.map(|ip| gid_policy::of_address(ip.0)).collect(),
             vlans: self.vlans.into_iter().map(|vlan| vlan.0).collect(),
         };
-        Ok((self.socket, settings))
+        Ok(settings)
     }
 }
 
-fn read(path: &Path) -> Result<File, Error> {
-    let text = std::fs::read_to_string(path).map_err(|source| Error::Read {
+fn read_text(path: &Path) -> Result<String, Error> {
+    std::fs::read_to_string(path).map_err(|source| Error::Read {
         path: path.to_owned(),
         source,
-    })?;
+    })
+}
+
+fn read(path: &Path) -> Result<File, Error> {
+    let text = read_text(path)?;
     toml::from_str(&text).map_err(|source| Error::Parse {
         path: path.to_owned(),
         source: Box::new(source),
     })
+}
+
+/// The devices of a configuration file in the order that they have there, each in the form of
+/// [`Asked`].
+///
+/// # Errors
+/// If it cannot be read.
+pub(crate) fn devices_of(path: &Path) -> Result<Vec<serde_json::Value>, Error> {
+    let parse = |source| Error::Parse {
+        path: path.to_owned(),
+        source: Box::new(source),
+    };
+    let text = read_text(path)?;
+    let file: toml::Table = toml::from_str(&text).map_err(parse)?;
+    let limits = file.get("limits");
+    let devices = file.get("device").and_then(toml::Value::as_array);
+    let devices = devices.into_iter().flatten();
+    let devices = devices.map(|device| match limits {
+        Some(limits) => serde_json::json!({ "device": device, "limits": limits }),
+        // None are other limits than those that were there from the start.
+        None => serde_json::json!({ "device": device, "limits": {} }),
+    });
+    Ok(devices.collect())
 }
 
 fn mode(text: String) -> Result<u32, Error> {
@@ -1270,6 +1445,22 @@ fn mode(text: String) -> Result<u32, Error> {
         Ok(mode) if digits && mode <= 0o777 => Ok(mode),
         _ => Err(Error::Mode(text)),
     }
+}
+
+/// Who may connect to a socket with these permissions, owner and group.
+///
+/// # Errors
+/// If there is no such owner or group, or the permissions are none.
+pub fn access(
+    permissions: Option<String>,
+    owner: Option<String>,
+    of_group: Option<String>,
+) -> Result<Access, Error> {
+    Ok(Access {
+        mode: permissions.map(mode).transpose()?,
+        owner: owner.map(user).transpose()?,
+        group: of_group.map(group).transpose()?,
+    })
 }
 
 fn user(name: String) -> Result<u32, Error> {
@@ -1453,12 +1644,15 @@ mod tests {
                 ("n", "fe80::5054:ff:fe12:3402"),
                 ("n", "10.0.0.2"),
             ];
-            let reserved = reserved.map(|(network, ip)| (network.to_owned(), gid(ip)));
-            assert_eq!(config.adapter.reserved_gids, reserved);
+            let reserved = reserved.map(|(network, ip)| (network, gid(ip)));
+            let devices = config.devices.iter().map(|(_, device)| device);
+            let own = devices
+                .flat_map(|device| device.own_gids().map(|gid| (device.network.as_str(), gid)));
+            assert_eq!(own.collect::<Vec<_>>(), reserved);
         }
         let plain = config(&["--socket-path", "a"], "").unwrap();
         assert_eq!(plain.devices[0].1.gid_policy, GidPolicy::default());
-        assert_eq!(plain.adapter.reserved_gids, []);
+        assert_eq!(plain.devices[0].1.own_gids().count(), 0);
     }
 
     #[test]
@@ -1704,7 +1898,7 @@ mod tests {
         let sockets: Vec<_> = both
             .devices
             .iter()
-            .map(|(path, _)| path.to_str().unwrap())
+            .map(|(device, _)| device.socket.to_str().unwrap())
             .collect();
         assert_eq!(sockets, ["a", "b"]);
         assert_eq!(both.devices[0].1.network, "default");
@@ -1756,9 +1950,11 @@ mod tests {
         let directories = usual.directories.iter().map(|path| path.to_str().unwrap());
         assert_eq!(directories.collect::<Vec<_>>(), ["/run/x", ".", "/run/y"]);
         assert!(usual.descriptors >= 2 * DESCRIPTORS_EACH);
+        assert_ne!(usual.more_descriptors, 0);
         let told = format!("sandbox = 'log'\nuser = '17'\n{device}");
         let logs = of(&[], &told);
         assert_eq!((logs.mode, logs.user), (Mode::Log, Identity::named("17")));
+        assert_eq!(logs.more_descriptors, 0, "no device can come");
         let off = of(&["--sandbox", "off", "--user", "18"], &told);
         assert_eq!((off.mode, off.user), (Mode::Off, Identity::named("18")));
     }

@@ -17,7 +17,7 @@
 //! | [`control`] | control commands |
 //! | [`virtio`] | the virtio device: virtqueues, configuration, events |
 //! | [`vhost_user`] | the front end: sessions over vhost-user |
-//! | [`config`], [`status`], [`metrics`], [`service`] | the process |
+//! | [`config`], [`devices`], [`status`], [`metrics`], [`service`], [`manage`], [`top`] | the process |
 //!
 //! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
 //! [`engine::send_queue`] reads and judges to the peer, [`engine::responder`] places the data,
@@ -28,6 +28,7 @@
 pub mod adapter;
 pub mod config;
 pub mod control;
+pub mod devices;
 pub mod engine;
 pub mod epoll_fd;
 pub mod error;
@@ -38,6 +39,7 @@ pub mod footprint;
 pub mod heap;
 pub mod limits;
 pub mod logging;
+pub mod manage;
 #[allow(unsafe_code)]
 pub mod memory;
 pub mod metrics;
@@ -48,6 +50,8 @@ pub mod sandbox;
 pub mod service;
 pub mod socket;
 pub mod status;
+mod table;
+pub mod top;
 pub mod verbs;
 pub mod vhost_user;
 pub mod virtio;

@@ -4,7 +4,7 @@
 
 use std::error::Error;
 use std::io::{self, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -14,20 +14,24 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Uid;
 use vhost_device_rdma::adapter::Adapter;
-use vhost_device_rdma::config::{Args, Command, Config, LinkState, ServeArgs};
+use vhost_device_rdma::config::{
+    access, Args, Command, Config, DeviceConfig, LinkState, ServeArgs,
+};
+use vhost_device_rdma::devices::Devices;
 use vhost_device_rdma::epoll_fd::{EpollFd, NO_EVENT};
 use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
 use vhost_device_rdma::logging;
+use vhost_device_rdma::manage;
 use vhost_device_rdma::memory::choose_copy;
-use vhost_device_rdma::metrics::{Address, Bound, Metrics, MetricsServer};
+use vhost_device_rdma::metrics::{Metrics, MetricsServer};
 use vhost_device_rdma::play::Scenario;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::{Kind, Mode, Sandbox};
 use vhost_device_rdma::service::Manager;
-use vhost_device_rdma::socket::{self, BoundSocket};
+use vhost_device_rdma::socket::{self, Address, Bound, BoundSocket};
 use vhost_device_rdma::status::{self, StatusServer};
-use vhost_device_rdma::vhost_user::Server;
+use vhost_device_rdma::top::{self, TopSettings};
 use vhost_device_rdma::wire_setup;
 
 fn main() -> ExitCode {
@@ -41,6 +45,32 @@ fn main() -> ExitCode {
             device,
             state,
         }) => status::set_link(&path, &device, state == LinkState::Up).map_err(Into::into),
+        Some(Command::List { path, json }) => {
+            manage::list(&path, json, &mut io::stdout()).map_err(Into::into)
+        }
+        Some(Command::Top {
+            path,
+            interval,
+            times,
+            queue_pairs,
+        }) => TopSettings::new(interval, times, queue_pairs)
+            .and_then(|settings| top::run(&path, &settings, &mut io::stdout()))
+            .map_err(Into::into),
+        Some(Command::Add {
+            path,
+            device,
+            socket_mode,
+            socket_owner,
+            socket_group,
+        }) => access(socket_mode, socket_owner, socket_group)
+            .map_err(Into::into)
+            .and_then(|access| Ok(manage::add(&path, &device, &access)?)),
+        Some(Command::Remove { path, device }) => {
+            manage::remove(&path, &device).map_err(Into::into)
+        }
+        Some(Command::Reload { path, config }) => {
+            manage::reload(&path, &config, &mut io::stdout()).map_err(Into::into)
+        }
         Some(Command::WireSetup {
             netdev,
             pins,
@@ -124,15 +154,16 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     config.adapter.uplinks = uplinks;
     choose_copy();
     let adapter = Adapter::new(&config.adapter)?;
-    let mut running = Running::default();
+    let defaults = config.defaults.clone();
+    let devices = Devices::new(adapter.clone(), sandbox.clone(), defaults);
+    let mut running = Running::new(devices);
     let result = watch.map_or(Ok(()), |watch| {
         let devices = config.devices.iter().map(|(_, device)| device);
         adapter
             .follow_interfaces(watch, devices, &sandbox)
             .map_err(Into::into)
     });
-    let result =
-        result.and_then(|()| running.start(sockets, config.devices, &adapter, operator, &sandbox));
+    let result = result.and_then(|()| running.start(sockets, config.devices, operator, &sandbox));
     let result = result.and_then(|()| Ok(sandbox.confine(Kind::Control)?));
     let result = result.and_then(|()| {
         manager.ready(count);
@@ -193,7 +224,7 @@ impl Sockets {
         };
         let devices = config.devices.iter();
         let devices = devices
-            .map(|(path, _)| bind(path))
+            .map(|(device, _)| bind(&device.socket))
             .collect::<Result<_, _>>()?;
         let metrics = config.metrics.as_ref();
         let metrics = metrics.map(|at| match at {
@@ -213,42 +244,45 @@ impl Sockets {
 }
 
 /// What serves the sockets.
-#[derive(Default)]
 struct Running {
-    servers: Vec<Server>,
+    devices: Arc<Devices>,
     metrics: Option<MetricsServer>,
     status: Option<StatusServer>,
 }
 
 impl Running {
+    fn new(devices: Devices) -> Self {
+        Self {
+            devices: Arc::new(devices),
+            metrics: None,
+            status: None,
+        }
+    }
+
     fn start(
         &mut self,
         sockets: Sockets,
-        devices: Vec<(PathBuf, RnicSettings)>,
-        adapter: &Arc<Adapter>,
+        configured: Vec<(DeviceConfig, RnicSettings)>,
         operator: Uid,
         sandbox: &Sandbox,
     ) -> Result<(), Box<dyn Error>> {
-        let devices: Vec<_> = devices.into_iter().map(|(_, settings)| settings).collect();
-        for (socket, settings) in sockets.devices.into_iter().zip(devices.clone()) {
-            adapter.begin_faults(&settings)?;
-            let server = Server::start(socket, adapter.clone(), settings, sandbox)?;
-            self.servers.push(server);
-        }
+        let devices = &self.devices;
+        devices.start(configured, sockets.devices)?;
         if let Some(bound) = sockets.metrics {
-            let metrics = Metrics::new(adapter.clone(), devices.clone());
+            let metrics = Metrics::new(devices.clone());
             self.metrics = Some(MetricsServer::start(bound, metrics, sandbox)?);
         }
         if let Some(socket) = sockets.status {
-            let server = StatusServer::start(socket, adapter.clone(), devices, operator, sandbox)?;
+            let server = StatusServer::start(socket, devices.clone(), operator, sandbox)?;
             self.status = Some(server);
         }
         Ok(())
     }
 
     fn stop(self) {
-        self.servers.into_iter().for_each(Server::stop);
-        self.metrics.into_iter().for_each(MetricsServer::stop);
+        // First: no device comes any longer.
         self.status.into_iter().for_each(StatusServer::stop);
+        self.metrics.into_iter().for_each(MetricsServer::stop);
+        self.devices.stop();
     }
 }

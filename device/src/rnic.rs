@@ -89,6 +89,13 @@ impl Default for RnicSettings {
 }
 
 impl RnicSettings {
+    /// Has them be of the same device as others, for VMs that attached with those before.
+    pub(crate) fn be_the_device_of(&mut self, others: &Self) {
+        self.link = others.link.clone();
+        self.qp_order = others.qp_order.clone();
+        self.log = others.log.clone();
+    }
+
     /// The GIDs that are this device's own: no other device's VM may have them.
     pub fn own_gids(&self) -> impl Iterator<Item = Gid> + '_ {
         self.gid_policy.own(self.mac)

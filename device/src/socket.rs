@@ -1,17 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The process's sockets, who may connect to them, and how the requests of operators come.
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
-use std::os::fd::AsRawFd;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{chown, FileTypeExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use log::debug;
+use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
 use rustix::fs::Mode;
 use rustix::process::umask;
+use serde::Deserialize;
 use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::epoll_fd::{EpollFd, NO_EVENT};
 
@@ -89,6 +95,17 @@ impl BoundSocket {
         }
     }
 
+    /// Another process serves it from now on, which does not remove it.
+    pub fn leave(mut self) {
+        self.of_others = true;
+    }
+
+    /// What listens.
+    #[must_use]
+    pub fn as_listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
     /// Where it is.
     #[must_use]
     pub fn path(&self) -> &Path {
@@ -128,6 +145,89 @@ impl Drop for BoundSocket {
                 log::info!("{path} stays until the next start, which replaces it: {e}");
             }
             Err(e) => log::warn!("cannot remove {path}: {e}"),
+        }
+    }
+}
+
+/// Where clients are answered.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Address {
+    /// At a Unix socket.
+    Path(PathBuf),
+    /// At a TCP port of the loopback interface.
+    Port(SocketAddr),
+}
+
+/// It is no address where they may be.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("'{0}' is neither the path of a socket nor a loopback address such as 127.0.0.1:9471")]
+pub struct BadAddress(String);
+
+impl FromStr for Address {
+    type Err = BadAddress;
+
+    fn from_str(text: &str) -> Result<Self, BadAddress> {
+        if text.contains('/') {
+            return Ok(Self::Path(text.into()));
+        }
+        let port = text.parse().ok();
+        let port = port.filter(|at: &SocketAddr| at.ip().is_loopback());
+        port.map(Self::Port)
+            .ok_or_else(|| BadAddress(text.to_owned()))
+    }
+}
+
+impl TryFrom<String> for Address {
+    type Error = BadAddress;
+
+    fn try_from(text: String) -> Result<Self, BadAddress> {
+        text.parse()
+    }
+}
+
+impl Address {
+    /// The socket, if it is one.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Path(path) => Some(path),
+            Self::Port(_) => None,
+        }
+    }
+}
+
+/// An address that is listened at.
+#[derive(Debug)]
+pub enum Bound {
+    /// A socket.
+    Socket(BoundSocket),
+    /// A TCP port.
+    Port(TcpListener),
+}
+
+impl Bound {
+    /// Listens at a TCP port.
+    ///
+    /// # Errors
+    /// If another process does, or the system refuses.
+    pub fn at(port: SocketAddr) -> Result<Self, Error> {
+        let listener = TcpListener::bind(port).map_err(|source| Error::Listen {
+            path: port.to_string().into(),
+            source,
+        })?;
+        Ok(Self::Port(listener))
+    }
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Socket(socket) => write!(f, "{}", socket.path().display()),
+            Self::Port(listener) => match listener.local_addr() {
+                Ok(address) => write!(f, "{address}"),
+                Err(_) => write!(f, "a TCP port"),
+            },
         }
     }
 }
@@ -202,7 +302,7 @@ pub fn pass_over(error: &io::Error) {
 }
 
 /// A client that has connected.
-pub trait Client: Read + Write {
+pub trait Client: Read {
     /// How long it is waited for when it is read from; not zero.
     ///
     /// # Errors
@@ -219,6 +319,47 @@ impl Client for UnixStream {
 impl Client for TcpStream {
     fn set_read_timeout(&self, time: Duration) -> io::Result<()> {
         TcpStream::set_read_timeout(self, Some(time))
+    }
+}
+
+/// A client that may pass a file descriptor with its request.
+#[derive(Debug)]
+pub struct Passing<'a> {
+    client: &'a UnixStream,
+    /// The last one that came.
+    passed: Option<File>,
+}
+
+impl<'a> Passing<'a> {
+    /// A client that has passed none yet.
+    #[must_use]
+    pub fn new(client: &'a UnixStream) -> Self {
+        let passed = None;
+        Self { client, passed }
+    }
+
+    /// A socket that it passed, if it listens.
+    #[must_use]
+    pub fn listener(self) -> Option<UnixListener> {
+        let passed = OwnedFd::from(self.passed?);
+        let listens = getsockopt(&passed, AcceptConn).is_ok_and(|listens| listens);
+        let listener = UnixListener::from(passed);
+        // Of another family, it has no address here.
+        (listens && listener.local_addr().is_ok()).then_some(listener)
+    }
+}
+
+impl Read for Passing<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let (count, passed) = self.client.recv_with_fd(bytes)?;
+        self.passed = passed.or(self.passed.take());
+        Ok(count)
+    }
+}
+
+impl Client for Passing<'_> {
+    fn set_read_timeout(&self, time: Duration) -> io::Result<()> {
+        UnixStream::set_read_timeout(self.client, Some(time))
     }
 }
 

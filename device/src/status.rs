@@ -2,12 +2,13 @@
 //! The status socket: a client that connects gets the state of all VMs as one line of JSON, or,
 //! after a line with a request, the answer to that.
 //!
-//! A client may send one line, `link DEVICE up`, `link DEVICE down`, `faults DEVICE in|out|both
-//! FAULTS|off`, `fail DEVICE qp|cq NUMBER` or `capture snap=BYTES [DEVICE]`, or end its side of the connection to say that none comes. If it does neither for a while, none is
-//! expected. To `capture` the answer is a file for Wireshark that grows until the client goes; one
-//! client at a time captures.
+//! A client may send one line with a request, or end its side of the connection to say that none
+//! comes. If it does neither for a while, none is expected. The requests and their answers are in
+//! `docs/control.md`. To `capture` the answer is a file for Wireshark that grows until the client
+//! goes; one client at a time captures.
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,24 +18,29 @@ use std::time::Duration;
 use log::{error, info};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use nix::unistd::Uid;
+use serde::{Deserialize, Serialize};
 use serde_json::{json, Value};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::adapter::{Adapter, Failing};
-use crate::config::{FaultDirection, FaultsOrOff, Mac, Object};
+use crate::config::{Asked, FaultDirection, FaultsOrOff, Mac, Object};
+use crate::devices::{Devices, Outcome};
+use crate::error::sentence;
 use crate::fabric::wire::capture::{Capture, CaptureFile, Captured};
 use crate::fabric::wire::layer::settings::FaultSettings;
 use crate::fabric::wire::port::Direction;
 use crate::rnic::RnicSettings;
 use crate::sandbox::{Kind, Sandbox};
-use crate::socket::{self, pass_over, read_request, Arrival, BoundSocket, Door};
+use crate::socket::{self, pass_over, read_request, Arrival, BoundSocket, Door, Passing};
+use crate::verbs::gid_policy::mac_text;
 
 /// How long a client may take to read.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client may take for its request.
 const REQUEST_TIME: Duration = Duration::from_millis(500);
-/// Longest request, bytes: a path and what is to be done.
-const MAX_REQUEST: usize = 8192;
+/// Longest request, bytes: a path, or two, and what is to be done.
+const MAX_REQUEST: usize = 65_536;
 /// How long a client waits for an answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// The MAC address of a device for which the configuration has none.
@@ -43,6 +49,21 @@ const NO_MAC: [u8; 6] = [0; 6];
 const CAPTURE_TIME: i32 = 50;
 /// Bytes that a client that captures has not read yet, at most: what comes then is left out.
 const MOST_UNREAD: usize = 64 << 20;
+
+/// A device, with a VM or without.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listed {
+    /// Its name: its socket.
+    pub name: String,
+    /// The MAC address that it is configured with; all zero: none.
+    pub mac: String,
+    /// Its network.
+    pub network: String,
+    /// Its link is up.
+    pub link_up: bool,
+    /// A VM is attached.
+    pub attached: bool,
+}
 
 /// Why the status of a running process cannot be told.
 #[derive(Debug, thiserror::Error)]
@@ -78,7 +99,7 @@ pub enum Error {
 /// # Errors
 /// If nobody answers, or with something else.
 pub fn query(path: &Path, pretty: bool) -> Result<String, Error> {
-    let value = ask(path, "")?;
+    let value = status_of(path)?;
     if pretty {
         serde_json::to_string_pretty(&value)
     } else {
@@ -88,6 +109,14 @@ pub fn query(path: &Path, pretty: bool) -> Result<String, Error> {
         path: path.to_owned(),
         source,
     })
+}
+
+/// Asks the process behind `path` for its status.
+///
+/// # Errors
+/// If nobody answers, or with something else.
+pub fn status_of(path: &Path) -> Result<Value, Error> {
+    ask(path, "")
 }
 
 /// Has the process behind `path` take the link of a device down or up.
@@ -125,6 +154,52 @@ pub fn fail(path: &Path, device: &str, what: Object, number: u32) -> Result<(), 
         return Err(Error::NoAnswer(path.to_owned()));
     }
     Ok(())
+}
+
+/// Has the process behind `path` serve a device as `asked` says, in the form of
+/// [`Asked`]: a new one at `socket`, or one that it has. Returns what became
+/// of it, in a word.
+///
+/// # Errors
+/// If nobody answers, or the process cannot serve it.
+pub fn set_device(
+    path: &Path,
+    asked: &Value,
+    socket: Option<&UnixListener>,
+) -> Result<String, Error> {
+    let answer = ask_passing(path, &format!("set {asked}\n"), socket)?;
+    outcome(path, &answer)
+}
+
+/// Has the process behind `path` serve a device no longer. Returns its socket.
+///
+/// # Errors
+/// If nobody answers, or the process has no such device.
+pub fn remove_device(path: &Path, device: &str) -> Result<PathBuf, Error> {
+    check_device(device)?;
+    let answer = ask(path, &format!("remove {device}\n"))?;
+    outcome(path, &answer)?;
+    let name = answer["name"].as_str();
+    Ok(name.unwrap_or_default().into())
+}
+
+fn outcome(path: &Path, answer: &Value) -> Result<String, Error> {
+    if let Some(error) = answer["error"].as_str() {
+        return Err(Error::Refused(error.to_owned()));
+    }
+    let outcome = answer["outcome"].as_str();
+    let outcome = outcome.ok_or_else(|| Error::NoAnswer(path.to_owned()))?;
+    Ok(outcome.to_owned())
+}
+
+/// The devices of the process behind `path`.
+///
+/// # Errors
+/// If nobody answers, or with something else.
+pub fn list_devices(path: &Path) -> Result<Vec<Listed>, Error> {
+    let mut answer = ask(path, "list\n")?;
+    let devices = serde_json::from_value(answer["devices"].take());
+    devices.map_err(|_| Error::NoAnswer(path.to_owned()))
 }
 
 /// A device's name fits into a request.
@@ -209,11 +284,20 @@ pub fn capture(
 
 /// Sends a request, or none, and returns what comes back.
 fn ask(path: &Path, request: &str) -> Result<Value, Error> {
+    ask_passing(path, request, None)
+}
+
+/// The same, with a socket that the process is to have.
+fn ask_passing(path: &Path, request: &str, passed: Option<&UnixListener>) -> Result<Value, Error> {
     let mut text = String::new();
     UnixStream::connect(path)
         .and_then(|mut stream| {
             stream.set_read_timeout(Some(CLIENT_TIMEOUT))?;
-            stream.write_all(request.as_bytes())?;
+            let sent = match passed {
+                Some(socket) => stream.send_with_fd(request.as_bytes(), socket.as_raw_fd())?,
+                None => 0,
+            };
+            stream.write_all(request.as_bytes().get(sent..).unwrap_or_default())?;
             // There is no more: the process need not wait for it.
             stream.shutdown(Shutdown::Write)?;
             stream.read_to_string(&mut text)
@@ -236,16 +320,15 @@ pub struct StatusServer {
 }
 
 impl StatusServer {
-    /// Gives the status of `adapter` to everyone who may connect to `socket`, and takes the links
-    /// of `devices` down and up for them. Root and `operator` may capture, too: frames have the
-    /// VMs' data in them. Its thread is confined by `sandbox`.
+    /// Gives the status of `devices` and their adapter to everyone who may connect to `socket`, and
+    /// takes links down and up for them. Root and `operator` may capture, too, since frames have the
+    /// VMs' data in them, and add, change and remove devices. Its thread is confined by `sandbox`.
     ///
     /// # Errors
     /// If the system has no threads or file descriptors left.
     pub fn start(
         socket: BoundSocket,
-        adapter: Arc<Adapter>,
-        devices: Vec<RnicSettings>,
+        devices: Arc<Devices>,
         operator: Uid,
         sandbox: &Sandbox,
     ) -> Result<Self, socket::Error> {
@@ -255,7 +338,6 @@ impl StatusServer {
         let mut server = Serving {
             door: Door::new(&listener, &exit).map_err(failed)?,
             listener,
-            adapter,
             devices,
             operator,
             capturing: None,
@@ -286,9 +368,8 @@ impl StatusServer {
 struct Serving {
     listener: UnixListener,
     door: Door,
-    adapter: Arc<Adapter>,
-    devices: Vec<RnicSettings>,
-    /// Who may capture, beside root.
+    devices: Arc<Devices>,
+    /// Who may capture, and say what devices there are, beside root.
     operator: Uid,
     capturing: Option<Capturing>,
 }
@@ -365,7 +446,9 @@ impl Serving {
         let (mut stream, _) = self.listener.accept()?;
         stream.set_write_timeout(Some(TIMEOUT))?;
         let whole = |request: &[u8]| request.contains(&b'\n');
-        let request = read_request(&mut stream, REQUEST_TIME, MAX_REQUEST, whole)?;
+        let mut client = Passing::new(&stream);
+        let request = read_request(&mut client, REQUEST_TIME, MAX_REQUEST, whole)?;
+        let passed = client.listener();
         let answer = match request.strip_prefix(b"capture ") {
             Some(what) => match self.begin_capture(&stream, what) {
                 Ok((capture, mac, snap)) => {
@@ -385,7 +468,10 @@ impl Serving {
                 }
                 Err(error) => json!({ "error": error }),
             },
-            None => answer(&self.adapter, &self.devices, &request),
+            None => match self.of_devices(&stream, &request, passed) {
+                Some(result) => result.unwrap_or_else(|error| json!({ "error": error })),
+                None => answer(self.devices.adapter(), &self.devices.settings(), &request),
+            },
         };
         // In one piece: it is formatted in very many.
         stream.write_all(format!("{answer}\n").as_bytes())?;
@@ -399,16 +485,75 @@ type WhatToCapture = (Arc<Capture>, Option<[u8; 6]>, usize);
 impl Serving {
     /// What a client that wants to capture is to get.
     fn begin_capture(&self, client: &UnixStream, what: &[u8]) -> Result<WhatToCapture, String> {
-        let user = getsockopt(client, PeerCredentials).map(|peer| Uid::from_raw(peer.uid()));
-        if !user.is_ok_and(|user| user.is_root() || user == self.operator) {
-            return Err("only root and the user that started the process may capture".to_owned());
-        }
-        let (mac, snap) = to_capture(&self.devices, what)?;
+        self.check_operator(client)?;
+        let (mac, snap) = to_capture(&self.devices.settings(), what)?;
         if self.capturing.is_some() {
             return Err("somebody captures already".to_owned());
         }
-        Ok((self.adapter.capture().clone(), mac, snap))
+        Ok((self.devices.adapter().capture().clone(), mac, snap))
     }
+
+    fn check_operator(&self, client: &UnixStream) -> Result<(), String> {
+        let user = getsockopt(client, PeerCredentials).map(|peer| Uid::from_raw(peer.uid()));
+        let may = user.is_ok_and(|user| user.is_root() || user == self.operator);
+        let who = "only root and the user that started the process may do that";
+        may.then_some(()).ok_or_else(|| who.to_owned())
+    }
+
+    /// The answer to a request about what devices there are, if it is one.
+    fn of_devices(
+        &self,
+        client: &UnixStream,
+        request: &[u8],
+        passed: Option<UnixListener>,
+    ) -> Option<Result<Value, String>> {
+        if request == b"list\n" {
+            return Some(Ok(list(&self.devices)));
+        }
+        if let Some(asked) = request.strip_prefix(b"set ") {
+            let set = || self.set(asked, passed);
+            return Some(self.check_operator(client).and_then(|()| set()));
+        }
+        let _ = request.strip_prefix(b"remove ")?;
+        let remove = || self.remove(request);
+        Some(self.check_operator(client).and_then(|()| remove()))
+    }
+
+    fn set(&self, asked: &[u8], passed: Option<UnixListener>) -> Result<Value, String> {
+        let asked: Asked = serde_json::from_slice(asked).map_err(|error| error.to_string())?;
+        let name = asked.device.socket.display().to_string();
+        let outcome = self.devices.set(asked, passed);
+        let outcome = match outcome.map_err(|error| sentence(&error))? {
+            Outcome::Added => "added",
+            Outcome::Changed => "changed",
+            Outcome::Same => "same",
+        };
+        Ok(json!({ "name": name, "outcome": outcome }))
+    }
+
+    fn remove(&self, request: &[u8]) -> Result<Value, String> {
+        let line = line_of(request)?;
+        let name = line.strip_prefix("remove ").unwrap_or(line);
+        let settings = self.devices.settings();
+        let device = find(&settings, name)?;
+        let removed = self.devices.remove(&device.name);
+        removed.map_err(|error| sentence(&error))?;
+        Ok(json!({ "name": device.name, "outcome": "removed" }))
+    }
+}
+
+/// All devices, with a VM or without.
+fn list(devices: &Devices) -> Value {
+    let rnics = devices.adapter().rnics();
+    let of = |device: &RnicSettings| Listed {
+        name: device.name.clone(),
+        mac: mac_text(&device.mac),
+        network: device.network.clone(),
+        link_up: device.link.is_up(),
+        attached: rnics.iter().any(|rnic| rnic.is_of(device)),
+    };
+    let settings = devices.settings();
+    json!({ "devices": settings.iter().map(of).collect::<Vec<_>>() })
 }
 
 /// The address whose frames are to be captured, or all, and how much of each.
@@ -533,8 +678,8 @@ fn command<'a>(
         .strip_prefix("link ")
         .and_then(|rest| rest.rsplit_once(' '))
         .ok_or(
-            "the requests are: link DEVICE up|down, faults DEVICE in|out|both FAULTS|off, \
-             fail DEVICE qp|cq NUMBER, capture snap=BYTES [DEVICE]",
+            "the requests are: list, link DEVICE up|down, faults DEVICE in|out|both FAULTS|off, \
+             fail DEVICE qp|cq NUMBER, capture snap=BYTES [DEVICE], set JSON, remove DEVICE",
         )?;
     let up = match state {
         "up" => true,

@@ -122,7 +122,7 @@ impl Bed {
 
 impl Drop for Bed {
     fn drop(&mut self) {
-        self.servers.drain(..).for_each(Server::stop);
+        self.servers.drain(..).map(Server::end).for_each(drop);
         self.adapter.shutdown();
         let _ = std::fs::remove_dir_all(&self.directory);
     }

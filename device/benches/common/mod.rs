@@ -95,8 +95,8 @@ impl Bed {
                     ..config.adapter
                 };
                 let (adapter, loops) = Adapter::without_threads(&settings).expect("an adapter");
-                for (path, device) in config.devices {
-                    servers.push(serve(&path, &adapter, device));
+                for (asked, device) in config.devices {
+                    servers.push(serve(&asked.socket, &adapter, device));
                 }
                 adapters.push(adapter);
                 work.extend(loops);
@@ -197,7 +197,7 @@ fn connect(socket: &Path, gid: Option<[u8; 16]>) -> Arc<Vm> {
 
 impl Drop for Bed {
     fn drop(&mut self) {
-        self.servers.drain(..).for_each(Server::stop);
+        self.servers.drain(..).map(Server::end).for_each(drop);
         for adapter in &self.adapters {
             adapter.shutdown();
         }

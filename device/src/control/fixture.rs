@@ -56,14 +56,14 @@ impl Host {
 
     /// The same for devices that are configured, whose own GIDs are reserved. None has a VM yet.
     pub(crate) fn serving(devices: &[RnicSettings]) -> Self {
-        let mut settings = AdapterSettings {
+        let settings = AdapterSettings {
             workers: WORKERS,
             ..AdapterSettings::default()
         };
-        for device in devices {
-            settings.reserve_gids_of(device);
-        }
         let (adapter, loops) = Adapter::without_threads(&settings).unwrap();
+        for device in devices {
+            adapter.reserve_gids_of(device);
+        }
         Self {
             adapter,
             _loops: loops,

@@ -2,7 +2,7 @@
 //! Which VM of this process has which GID, which GIDs are kept for which device, and which queue
 //! pairs are in which multicast group.
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -31,23 +31,38 @@ pub struct Registry {
     /// Changes whenever a VM gets or loses a GID.
     generation: AtomicU64,
     groups: RwLock<HashMap<(Network, Gid), Members>>,
-    /// The own GIDs of all configured devices.
-    reserved: HashSet<(Network, Gid)>,
+    /// The own GIDs of all devices, and how many devices have each.
+    reserved: RwLock<HashMap<(Network, Gid), usize>>,
 }
 
 impl Registry {
-    /// A registry of which nobody has anything yet, where the networks' devices have these GIDs
-    /// for their own.
-    pub fn with_reserved(reserved: impl IntoIterator<Item = (Network, Gid)>) -> Self {
-        Self {
-            reserved: reserved.into_iter().collect(),
-            ..Self::default()
+    /// A GID is an own one of a device of this network from now on. A VM that has it keeps it.
+    pub fn reserve(&self, network: &Network, gid: Gid) {
+        let mut reserved = self
+            .reserved
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        *reserved.entry((network.clone(), gid)).or_default() += 1;
+    }
+
+    /// A GID is none of a device that is no longer there.
+    pub fn unreserve(&self, network: &Network, gid: Gid) {
+        let mut reserved = self
+            .reserved
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut of) = reserved.entry((network.clone(), gid)) {
+            *of.get_mut() -= 1;
+            if *of.get() == 0 {
+                of.remove();
+            }
         }
     }
 
     /// Whether a GID is an own one of a device of this network, whether or not its VM is attached.
     pub fn is_reserved(&self, network: &Network, gid: Gid) -> bool {
-        self.reserved.contains(&(network.clone(), gid))
+        let reserved = self.reserved.read().unwrap_or_else(PoisonError::into_inner);
+        reserved.contains_key(&(network.clone(), gid))
     }
 
     /// Gives a GID to a VM. Returns false if another has it already, or if it is kept for another
@@ -246,6 +261,23 @@ mod tests {
             any::<usize>().prop_map(Step::Forget),
         ];
         prop::collection::vec(step, 0..100)
+    }
+
+    #[test]
+    fn a_gid_is_reserved_as_long_as_a_device_has_it() {
+        let registry = Registry::default();
+        let (network, other): (Network, Network) = ("a".into(), "b".into());
+        let [gid, _] = GIDS;
+        registry.unreserve(&network, gid);
+        assert!(!registry.is_reserved(&network, gid));
+        registry.reserve(&network, gid);
+        registry.reserve(&network, gid);
+        assert!(registry.is_reserved(&network, gid));
+        assert!(!registry.is_reserved(&other, gid));
+        registry.unreserve(&network, gid);
+        assert!(registry.is_reserved(&network, gid));
+        registry.unreserve(&network, gid);
+        assert!(!registry.is_reserved(&network, gid));
     }
 
     fn vms() -> Vec<Arc<Vm>> {

@@ -19,6 +19,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::adapter::Adapter;
+use crate::devices::Devices;
 use crate::engine::vm::{PacketEvent, Totals};
 use crate::fabric::wire::egress::View;
 use crate::memory::GuestMemory;
@@ -28,7 +29,7 @@ use crate::worker::TURNS;
 
 mod server;
 
-pub use server::{Address, BadAddress, Bound, MetricsServer};
+pub use server::MetricsServer;
 
 /// What all names begin with.
 const PREFIX: &str = "vhost_device_rdma";
@@ -40,9 +41,10 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Those of `adapter`, whose devices have these settings.
+    /// Those of these devices and their adapter.
     #[must_use]
-    pub fn new(adapter: Arc<Adapter>, devices: Vec<RnicSettings>) -> Self {
+    pub fn new(devices: Arc<Devices>) -> Self {
+        let adapter = devices.adapter().clone();
         let mut registry = Registry::with_prefix(PREFIX);
         registry.register_collector(Box::new(Process { adapter, devices }));
         Self { registry }
@@ -63,7 +65,7 @@ impl Metrics {
 #[derive(Debug)]
 struct Process {
     adapter: Arc<Adapter>,
-    devices: Vec<RnicSettings>,
+    devices: Arc<Devices>,
 }
 
 /// A device, and what was read of its VM at one time.
@@ -150,7 +152,8 @@ impl Collector for Process {
             let vm = rnic.map(Attached::read);
             Device { settings, vm }
         };
-        let devices: Vec<_> = self.devices.iter().map(of).collect();
+        let settings = self.devices.settings();
+        let devices: Vec<_> = settings.iter().map(of).collect();
         states(&mut writer, &devices)?;
         traffic(&mut writer, &devices)?;
         objects(&mut writer, &devices)

@@ -4,22 +4,19 @@
 //! One client after the other is answered, and each has a time for its request and for the answer:
 //! a slow one keeps other readers of metrics waiting, and nobody else.
 use std::fmt;
-use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::io::{self, Write};
+use std::net::TcpListener;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use log::{error, info};
-use serde::Deserialize;
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::Metrics;
 use crate::sandbox::{Kind, Sandbox};
-use crate::socket::{self, read_request, BoundSocket, Client, Door};
+use crate::socket::{read_request, Bound, Client, Door};
 
 /// How long a client may take for its request.
 const REQUEST_TIME: Duration = Duration::from_secs(1);
@@ -32,89 +29,6 @@ const MAX_FIELDS: usize = 64;
 /// What the answer is.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const PLAIN: &str = "text/plain; charset=utf-8";
-
-/// Where metrics are told.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
-pub enum Address {
-    /// At a Unix socket.
-    Path(PathBuf),
-    /// At a TCP port of the loopback interface.
-    Port(SocketAddr),
-}
-
-/// It is no address where metrics may be told.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("'{0}' is neither the path of a socket nor a loopback address such as 127.0.0.1:9471")]
-pub struct BadAddress(String);
-
-impl FromStr for Address {
-    type Err = BadAddress;
-
-    fn from_str(text: &str) -> Result<Self, BadAddress> {
-        if text.contains('/') {
-            return Ok(Self::Path(text.into()));
-        }
-        let port = text.parse().ok();
-        let port = port.filter(|at: &SocketAddr| at.ip().is_loopback());
-        port.map(Self::Port)
-            .ok_or_else(|| BadAddress(text.to_owned()))
-    }
-}
-
-impl TryFrom<String> for Address {
-    type Error = BadAddress;
-
-    fn try_from(text: String) -> Result<Self, BadAddress> {
-        text.parse()
-    }
-}
-
-impl Address {
-    /// The socket, if it is one.
-    #[must_use]
-    pub fn path(&self) -> Option<&Path> {
-        match self {
-            Self::Path(path) => Some(path),
-            Self::Port(_) => None,
-        }
-    }
-}
-
-/// An address that is listened at.
-#[derive(Debug)]
-pub enum Bound {
-    /// A socket.
-    Socket(BoundSocket),
-    /// A TCP port.
-    Port(TcpListener),
-}
-
-impl Bound {
-    /// Listens at a TCP port.
-    ///
-    /// # Errors
-    /// If another process does, or the system refuses.
-    pub fn at(port: SocketAddr) -> Result<Self, socket::Error> {
-        let listener = TcpListener::bind(port).map_err(|source| socket::Error::Listen {
-            path: port.to_string().into(),
-            source,
-        })?;
-        Ok(Self::Port(listener))
-    }
-}
-
-impl fmt::Display for Bound {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Socket(socket) => write!(f, "{}", socket.path().display()),
-            Self::Port(listener) => match listener.local_addr() {
-                Ok(address) => write!(f, "http://{address}/metrics"),
-                Err(_) => write!(f, "a TCP port"),
-            },
-        }
-    }
-}
 
 /// What accepts clients.
 enum Listener {
@@ -149,7 +63,7 @@ impl Listener {
 }
 
 /// Answers a client, which is then done with.
-fn answer(mut client: impl Client, metrics: &Metrics) -> io::Result<()> {
+fn answer(mut client: impl Client + Write, metrics: &Metrics) -> io::Result<()> {
     let whole = |request: &[u8]| request.windows(4).any(|end| end == b"\r\n\r\n");
     let request = read_request(&mut client, REQUEST_TIME, MAX_REQUEST, whole)?;
     client.write_all(&answer_to(&request, metrics))
@@ -207,7 +121,10 @@ impl MetricsServer {
         };
         let exit = EventFd::new(EFD_NONBLOCK)?;
         let door = Door::new(&listener, &exit)?;
-        info!("metrics are told at {bound}");
+        match &bound {
+            Bound::Socket(_) => info!("metrics are told at {bound}"),
+            Bound::Port(_) => info!("metrics are told at http://{bound}/metrics"),
+        }
         let run = move || door.serve(|| listener.answer_one(&metrics));
         let thread = sandbox.spawn(Kind::Control, "metrics".into(), run)?;
         Ok(Self {

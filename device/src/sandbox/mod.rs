@@ -70,6 +70,8 @@ pub struct Settings {
     pub directories: Vec<PathBuf>,
     /// File descriptors that are enough.
     pub descriptors: u64,
+    /// More that may be of use later, if the system allows them.
+    pub more_descriptors: u64,
     /// It makes and takes TCP connections.
     pub connections: bool,
 }
@@ -120,7 +122,8 @@ impl Sandbox {
         // Directories are opened, and limits raised, with the privileges that there are.
         let confinement = on.then(|| Self::prepare(settings)).transpose()?;
         if on {
-            resources::limit(settings.descriptors).map_err(Error::Resources)?;
+            resources::limit(settings.descriptors, settings.more_descriptors)
+                .map_err(Error::Resources)?;
             privileges::forget_bounding_set();
         }
         match settings.user {

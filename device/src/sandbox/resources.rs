@@ -14,11 +14,11 @@ const UNUSED: [Resource; 4] = [
     Resource::Rtprio,
 ];
 
-/// Allows `descriptors` file descriptors, or as many as there may be, and nothing of what is not
-/// used.
-pub(super) fn limit(descriptors: u64) -> Result<(), Errno> {
+/// Allows `descriptors` file descriptors and `more`, or as many as there may be, and nothing of what
+/// is not used.
+pub(super) fn limit(descriptors: u64, more: u64) -> Result<(), Errno> {
     let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
-    set(Resource::Nofile, descriptors.min(most))?;
+    set(Resource::Nofile, descriptors.saturating_add(more).min(most))?;
     if descriptors > most {
         log::warn!(
             "only {most} file descriptors are allowed (RLIMIT_NOFILE): {descriptors} are enough"

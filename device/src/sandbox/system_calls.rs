@@ -39,6 +39,12 @@ const FLAGS_OF_INTERFACE: u32 = libc::SIOCGIFFLAGS as u32;
 const MTU_OF_INTERFACE: u32 = libc::SIOCGIFMTU as u32;
 const NAMES: &[u32] = &[libc::PR_SET_NAME as u32, libc::PR_SET_VMA as u32];
 
+const NAMES_AND_PRIVILEGES: &[u32] = &[
+    libc::PR_SET_NAME as u32,
+    libc::PR_SET_VMA as u32,
+    libc::PR_SET_NO_NEW_PRIVS as u32,
+];
+
 /// Memory, as the allocator and guests need it. None of it is to be executed.
 const MEMORY: &[Call] = &[
     (libc::SYS_brk, Any),
@@ -134,7 +140,6 @@ const FRONT_END_OF_CONNECTIONS: &[Call] = &[
 /// Starting threads, but no processes. (What [`UNKNOWN`] has is tried before.)
 const START: &[Call] = &[
     (libc::SYS_clone, All(0, THREAD)),
-    (libc::SYS_prctl, OneOf(0, NAMES)),
     (libc::SYS_rseq, Any),
     (libc::SYS_sched_getaffinity, Any),
     (libc::SYS_set_robust_list, Any),
@@ -167,7 +172,10 @@ const CONNECTIONS: &[Call] = &[
 ];
 
 /// What front ends' threads do besides.
-const FRONT_END: &[Call] = &[(libc::SYS_ioctl, OneOf(1, &[NO_BLOCKING]))];
+const FRONT_END: &[Call] = &[
+    (libc::SYS_ioctl, OneOf(1, &[NO_BLOCKING])),
+    (libc::SYS_prctl, OneOf(0, NAMES)),
+];
 
 /// What the main thread does besides: it waits for signals, and removes sockets. Another one asks for
 /// the state of interfaces.
@@ -176,9 +184,21 @@ const MAIN: &[Call] = &[
         libc::SYS_ioctl,
         OneOf(1, &[NO_BLOCKING, FLAGS_OF_INTERFACE, MTU_OF_INTERFACE]),
     ),
+    // Of a socket that is passed.
+    (libc::SYS_getsockname, Any),
     #[cfg(target_arch = "x86_64")]
     (libc::SYS_unlink, Any),
     (libc::SYS_unlinkat, Any),
+];
+
+/// Confining threads that are started for devices which come later: it can only take more away.
+const CONFINE: &[Call] = &[
+    (libc::SYS_landlock_restrict_self, Any),
+    (libc::SYS_prctl, OneOf(0, NAMES_AND_PRIVILEGES)),
+    (
+        libc::SYS_seccomp,
+        OneOf(0, &[libc::SECCOMP_SET_MODE_FILTER]),
+    ),
 ];
 
 /// Calls that are answered as by a kernel that does not have them: the C library then makes others,
@@ -190,7 +210,7 @@ const UNKNOWN: &[c_long] = &[libc::SYS_clone3];
 fn allowed_with(kind: Kind, connections: bool) -> impl Iterator<Item = Call> {
     let more = match kind {
         Kind::Worker if connections => WORKER_OF_CONNECTIONS,
-        Kind::FrontEnd if connections => FRONT_END_OF_CONNECTIONS,
+        Kind::FrontEnd | Kind::Control if connections => FRONT_END_OF_CONNECTIONS,
         _ => &[],
     };
     allowed(kind).chain(more.iter().copied())
@@ -201,7 +221,7 @@ fn allowed(kind: Kind) -> impl Iterator<Item = Call> {
     let lists: &[&[Call]] = match kind {
         Kind::Worker => &[MEMORY, THREADS, EVENTS, WORKER],
         Kind::FrontEnd => &[MEMORY, THREADS, EVENTS, START, CONNECTIONS, FRONT_END],
-        Kind::Control => &[MEMORY, THREADS, EVENTS, START, CONNECTIONS, MAIN],
+        Kind::Control => &[MEMORY, THREADS, EVENTS, START, CONNECTIONS, MAIN, CONFINE],
     };
     lists.iter().copied().flatten().copied()
 }

@@ -77,13 +77,13 @@ impl Server {
         })
     }
 
-    /// Disconnects the front end, stops listening, removes the socket.
-    pub fn stop(self) {
+    /// Disconnects the front end, and stops serving the socket.
+    pub fn end(self) -> BoundSocket {
         let path = self.socket.path().display();
         self.stopping.store(true, Ordering::SeqCst);
         if let Err(e) = self.exit.write(1) {
             error!("cannot stop listening on {path}: {e}");
-            return;
+            return self.socket;
         }
         // A session that begins after this sees `stopping`.
         if let Some(connection) = &*lock(&self.connection) {
@@ -92,6 +92,7 @@ impl Server {
         if self.thread.join().is_err() {
             error!("the thread of {path} panicked");
         }
+        self.socket
     }
 }
 

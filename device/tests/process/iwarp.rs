@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use vhost_device_rdma::manage;
 use vhost_device_rdma_bare::core::command::{
     IwAccept, IwConnect, IwDestroyListen, IwListen, IwNextEvent, IwReject,
 };
@@ -76,8 +77,17 @@ impl Bed {
         Self::with(apart, "")
     }
 
+    /// In one process, to which the second device comes later.
+    pub fn one_later() -> Self {
+        Self::made(false, true, "")
+    }
+
     /// With more in the table of each port.
     pub fn with(apart: bool, more: &str) -> Self {
+        Self::made(apart, false, more)
+    }
+
+    fn made(apart: bool, later: bool, more: &str) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let directory = std::env::temp_dir().join(format!("iwarp-{}-{number}", std::process::id()));
@@ -102,6 +112,8 @@ impl Bed {
         };
         let configs = if apart {
             vec![device(0), device(1)]
+        } else if later {
+            vec![device(0)]
         } else {
             vec![device(0) + &device(1)]
         };
@@ -114,6 +126,13 @@ impl Bed {
             DeviceProcess::start(&options).unwrap()
         };
         let processes: Vec<_> = configs.iter().enumerate().map(start).collect();
+        if later {
+            let path = directory.join("both");
+            std::fs::write(&path, device(0) + &device(1)).unwrap();
+            let mut said = Vec::new();
+            manage::reload(&processes[0].status_socket(), &path, &mut said).unwrap();
+            assert!(said.starts_with(b"added "));
+        }
         let vms =
             [0, 1].map(|vm| Vm::connect(&directory.join(format!("vm{vm}")), options()).unwrap());
         Self {
@@ -350,6 +369,17 @@ fn connections_are_made_and_messages_move() {
         assert_eq!(a.received().wr_id, 5);
         bed.assert_unharmed();
     }
+}
+
+#[test]
+fn a_device_may_come_later() {
+    let mut bed = Bed::one_later();
+    let [a, b] = bed.pair();
+    b.qp.post_recv(1, &[b.mr.sge(0, 100)]).unwrap();
+    a.qp.send(2, &[a.mr.sge(0, 100)]).unwrap();
+    assert_success(&a.sent());
+    assert_success(&b.received());
+    bed.assert_unharmed();
 }
 
 #[test]

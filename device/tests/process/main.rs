@@ -6,6 +6,7 @@ mod commands;
 mod common;
 mod data;
 mod datagram;
+mod devices;
 mod ends;
 mod errors;
 mod events;

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The devices that the process serves: those of its configuration, and what operators add, change
+//! and remove while it runs, without a word to the VMs of the others.
+use std::fmt;
+use std::os::unix::net::UnixListener;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use log::info;
+
+use crate::adapter::{Adapter, NoFrames};
+use crate::config::{self, check_together, Asked, Defaults, DeviceConfig};
+use crate::limits::Limits;
+use crate::rnic::RnicSettings;
+use crate::sandbox::Sandbox;
+use crate::socket::{self, BoundSocket};
+use crate::vhost_user::Server;
+
+/// Why a device is not served.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It is new, and no socket for it came along.
+    #[error("{0} is new, and no socket that listens was passed for it")]
+    NoSocket(String),
+    /// There is none of that name.
+    #[error("there is no device {0}")]
+    Unknown(String),
+    /// What is asked for makes no sense, or not now or with the others.
+    #[error(transparent)]
+    Config(#[from] config::Error),
+    /// Its socket cannot be served.
+    #[error(transparent)]
+    Socket(#[from] socket::Error),
+    /// Its faults have nothing to happen to.
+    #[error(transparent)]
+    Faults(#[from] NoFrames),
+}
+
+/// What became of a device that was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is new.
+    Added,
+    /// It has other settings. Its VM was disconnected.
+    Changed,
+    /// It is as it was.
+    Same,
+}
+
+/// The devices that the process serves.
+pub struct Devices {
+    adapter: Arc<Adapter>,
+    sandbox: Sandbox,
+    defaults: Defaults,
+    all: Mutex<Vec<Device>>,
+}
+
+struct Device {
+    /// What was asked for, and with which limits.
+    asked: (DeviceConfig, Limits),
+    settings: RnicSettings,
+    server: Server,
+}
+
+impl fmt::Debug for Devices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = self.lock();
+        let names = names.iter().map(|device| &device.settings.name);
+        f.debug_list().entries(names).finish()
+    }
+}
+
+impl Devices {
+    /// None yet, of this adapter. Threads for them are confined by `sandbox`.
+    #[must_use]
+    pub fn new(adapter: Arc<Adapter>, sandbox: Sandbox, defaults: Defaults) -> Self {
+        Self {
+            adapter,
+            sandbox,
+            defaults,
+            all: Mutex::default(),
+        }
+    }
+
+    /// Serves those of the configuration at these sockets: the own GIDs of all are theirs before
+    /// the first VM asks for one.
+    ///
+    /// # Errors
+    /// If one cannot be served; those before it are.
+    pub fn start(
+        &self,
+        devices: Vec<(DeviceConfig, RnicSettings)>,
+        sockets: Vec<BoundSocket>,
+    ) -> Result<(), Error> {
+        for (_, settings) in &devices {
+            self.adapter.reserve_gids_of(settings);
+        }
+        let mut all = self.lock();
+        for ((asked, settings), socket) in devices.into_iter().zip(sockets) {
+            let asked = (asked, self.defaults.limits);
+            all.push(self.serve(socket, asked, settings)?);
+        }
+        Ok(())
+    }
+
+    /// Serves a device as it is asked for: a new one at `socket`, or one that is there already,
+    /// whose VM is disconnected if it is to be another than before. It finds that when it comes back.
+    ///
+    /// # Errors
+    /// If it cannot be. A device that was there is as it was then, unless the system has no file
+    /// descriptors or threads left to serve it anew.
+    pub fn set(&self, asked: Asked, socket: Option<UnixListener>) -> Result<Outcome, Error> {
+        let limits = asked.limits.unwrap_or(self.defaults.limits);
+        let asked = (asked.device, limits);
+        let name = asked.0.socket.display().to_string();
+        let mut all = self.lock();
+        let at = position(&all, &name);
+        let before = at.and_then(|at| all.get(at));
+        if before.is_some_and(|before| before.asked == asked) {
+            return Ok(Outcome::Same);
+        }
+        let count = all.len() + usize::from(before.is_none());
+        let mut settings = self.defaults.settings(&asked.0, limits, count)?;
+        if settings.iwarp.is_some() && !self.adapter.has_iwarp() {
+            return Err(config::Error::Late(asked.0.socket, "iWARP").into());
+        }
+        let others = all.iter().map(|device| &device.settings);
+        let others = others.filter(|other| other.name != name);
+        check_together(others.chain([&settings]))?;
+        let (socket, outcome) = match (at, socket) {
+            (Some(at), _) => {
+                let before = all.swap_remove(at);
+                settings.be_the_device_of(&before.settings);
+                (self.end(before), Outcome::Changed)
+            }
+            (None, Some(socket)) => {
+                let socket = BoundSocket::of_others(&asked.0.socket, socket);
+                (socket, Outcome::Added)
+            }
+            (None, None) => return Err(Error::NoSocket(name)),
+        };
+        self.adapter.reserve_gids_of(&settings);
+        let device = self.serve(socket, asked, settings.clone());
+        all.push(device.inspect_err(|_| self.adapter.unreserve_gids_of(&settings))?);
+        let what = match outcome {
+            Outcome::Added => "added",
+            _ => "changed",
+        };
+        info!("{name}: was {what}");
+        Ok(outcome)
+    }
+
+    /// Serves the one of this name no longer. Its VM is disconnected.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn remove(&self, name: &str) -> Result<(), Error> {
+        let mut all = self.lock();
+        let at = position(&all, name).ok_or_else(|| Error::Unknown(name.to_owned()))?;
+        let device = all.swap_remove(at);
+        drop(self.end(device));
+        info!("{name}: was removed");
+        Ok(())
+    }
+
+    /// The settings of all.
+    #[must_use]
+    pub fn settings(&self) -> Vec<RnicSettings> {
+        let all = self.lock();
+        all.iter().map(|device| device.settings.clone()).collect()
+    }
+
+    /// The adapter that they are of.
+    #[must_use]
+    pub fn adapter(&self) -> &Arc<Adapter> {
+        &self.adapter
+    }
+
+    /// Serves none any longer.
+    pub fn stop(&self) {
+        for device in std::mem::take(&mut *self.lock()) {
+            drop(device.server.end());
+        }
+    }
+
+    fn serve(
+        &self,
+        socket: BoundSocket,
+        asked: (DeviceConfig, Limits),
+        settings: RnicSettings,
+    ) -> Result<Device, Error> {
+        self.adapter.begin_faults(&settings)?;
+        let adapter = self.adapter.clone();
+        let server = Server::start(socket, adapter, settings.clone(), &self.sandbox)?;
+        Ok(Device {
+            asked,
+            settings,
+            server,
+        })
+    }
+
+    /// Disconnects the VM of a device, and forgets what was kept for it.
+    fn end(&self, device: Device) -> BoundSocket {
+        let socket = device.server.end();
+        self.adapter.unreserve_gids_of(&device.settings);
+        self.adapter.end_faults(&device.settings);
+        socket
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Device>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn position(all: &[Device], name: &str) -> Option<usize> {
+    all.iter().position(|device| device.settings.name == name)
+}
