@@ -361,7 +361,7 @@ pub enum Command {
     ///
     /// Devices that are to be as they are, and their VMs, are left alone. A device that is to be
     /// another than before loses its VM, which finds it changed when it comes back. What the file
-    /// says of the process itself, as workers or [wire], takes a new start. This is for root and
+    /// says of the process itself, as workers or its network between hosts, takes a new start. This is for root and
     /// the user that started the process.
     Reload {
         /// The socket that the process was given as --status-socket.

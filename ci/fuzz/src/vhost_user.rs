@@ -147,7 +147,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        self.servers.drain(..).for_each(Server::stop);
+        self.servers.drain(..).map(Server::end).for_each(drop);
         self.adapter.shutdown();
         let _ = std::fs::remove_dir_all(&self.directory);
     }

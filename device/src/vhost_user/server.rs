@@ -211,7 +211,7 @@ impl Listening {
         };
         let daemon = session.daemon.insert(session.backend.daemon()?);
         {
-            // Until it is known, a request that is refused waits, and so does `Server::stop`.
+            // Until it is known, a request that is refused waits, and so does `Server::end`.
             let mut connection = lock(&self.connection);
             if self.stopping.load(Ordering::SeqCst) {
                 return Ok(());
