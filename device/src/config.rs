@@ -326,6 +326,17 @@ pub enum Command {
         #[arg(long, value_name = "N", default_value_t = 10)]
         queue_pairs: usize,
     },
+    /// Look at this host, and say what it lacks for VMs with the device, and what to do.
+    ///
+    /// Exits with 1 if something does not work.
+    Check {
+        /// Look at the process, too, that was given this as --status-socket.
+        #[arg(long, value_name = "PATH")]
+        status_socket: Option<PathBuf>,
+        /// Look at what `lspci -nnk` said in a guest, too.
+        #[arg(long, value_name = "FILE")]
+        lspci: Option<PathBuf>,
+    },
     /// Have a running process serve one more device.
     ///
     /// This is for root and the user that started the process. The socket is bound by this command,
@@ -361,8 +372,8 @@ pub enum Command {
     ///
     /// Devices that are to be as they are, and their VMs, are left alone. A device that is to be
     /// another than before loses its VM, which finds it changed when it comes back. What the file
-    /// says of the process itself, as workers or its network between hosts, takes a new start. This is for root and
-    /// the user that started the process.
+    /// says of the process itself, as workers or its network between hosts, takes a new start. This
+    /// is for root and the user that started the process.
     Reload {
         /// The socket that the process was given as --status-socket.
         #[arg(value_name = "STATUS-SOCKET")]
@@ -1163,8 +1174,7 @@ impl Config {
                 Some(_) => LATER_DEVICES * DESCRIPTORS_EACH,
                 None => 0,
             },
-            descriptors: DESCRIPTORS
-                + DESCRIPTORS_EACH * devices.len() as u64
+            descriptors: descriptors_for(devices.len() as u64)
                 + (MOST_CONNECTIONS * connections) as u64,
             connections: connections != 0,
         };
@@ -1489,7 +1499,13 @@ fn group(name: String) -> Result<u32, Error> {
     })
 }
 
-fn default_workers() -> u16 {
+/// File descriptors that are enough for so many devices.
+pub(crate) fn descriptors_for(devices: u64) -> u64 {
+    DESCRIPTORS + DESCRIPTORS_EACH * devices
+}
+
+/// Workers where nothing else is asked for.
+pub(crate) fn default_workers() -> u16 {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     // At most MAX_DEFAULT_WORKERS.
     (cpus / 2).clamp(1, MAX_DEFAULT_WORKERS) as u16

@@ -17,7 +17,7 @@
 //! | [`control`] | control commands |
 //! | [`virtio`] | the virtio device: virtqueues, configuration, events |
 //! | [`vhost_user`] | the front end: sessions over vhost-user |
-//! | [`config`], [`devices`], [`status`], [`metrics`], [`service`], [`manage`], [`top`] | the process |
+//! | [`config`], [`devices`], [`status`], [`metrics`], [`service`], [`manage`], [`top`], [`check`] | the process |
 //!
 //! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
 //! [`engine::send_queue`] reads and judges to the peer, [`engine::responder`] places the data,
@@ -26,6 +26,7 @@
 #![deny(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 pub mod adapter;
+pub mod check;
 pub mod config;
 pub mod control;
 pub mod devices;

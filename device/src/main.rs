@@ -14,6 +14,7 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Uid;
 use vhost_device_rdma::adapter::Adapter;
+use vhost_device_rdma::check::{self, Subjects};
 use vhost_device_rdma::config::{
     access, Args, Command, Config, DeviceConfig, LinkState, ServeArgs,
 };
@@ -56,6 +57,20 @@ fn main() -> ExitCode {
         }) => TopSettings::new(interval, times, queue_pairs)
             .and_then(|settings| top::run(&path, &settings, &mut io::stdout()))
             .map_err(Into::into),
+        Some(Command::Check {
+            status_socket,
+            lspci,
+        }) => {
+            let subjects = Subjects {
+                status_socket,
+                lspci,
+            };
+            match check::run(&subjects, &mut io::stdout()) {
+                Ok(false) => return ExitCode::FAILURE,
+                Ok(true) => Ok(()),
+                Err(error) => Err(error.into()),
+            }
+        }
         Some(Command::Add {
             path,
             device,

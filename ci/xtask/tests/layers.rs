@@ -30,6 +30,7 @@ const DEVICE: &[&[&str]] = &[
     &["heap"],
     &["vhost_user"],
     &[
+        "check",
         "config",
         "devices",
         "metrics",
