@@ -15,6 +15,7 @@ use vhost_device_rdma_bare::DeviceProcess;
 use crate::common::{assert_status, assert_success, process_with, vm, Two, TIMEOUT};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_vhost-device-rdma");
+const DASHBOARD: &str = include_str!("../../../docs/grafana/vhost-device-rdma.json");
 const DOCUMENT: &str = include_str!("../../../docs/metrics.md");
 const GET: &[u8] = b"GET /metrics HTTP/1.1\r\nHost: there\r\nAccept: */*\r\n\r\n";
 
@@ -198,6 +199,50 @@ fn all_metrics_are_documented() {
     };
     let documented: BTreeSet<_> = DOCUMENT.lines().filter_map(kind).collect();
     assert_eq!(told.kinds.into_iter().collect::<BTreeSet<_>>(), documented);
+}
+
+/// The dashboard asks for what there is, by the labels that it has.
+#[test]
+fn the_dashboard_shows_what_is_documented() {
+    let dashboard: serde_json::Value = serde_json::from_str(DASHBOARD).unwrap();
+    let mut names = BTreeMap::new();
+    for line in DOCUMENT.lines() {
+        let mut cells = line.trim_matches('|').split(" | ").map(str::trim);
+        let cell = cells.next().and_then(|cell| cell.strip_prefix('`'));
+        let Some(name) = cell.and_then(|cell| cell.strip_suffix('`')) else {
+            continue;
+        };
+        let (Some(kind), Some(labels)) = (cells.next(), cells.next()) else {
+            continue;
+        };
+        let end = match kind {
+            "counter" => "_total",
+            "histogram" => "_bucket",
+            _ => "",
+        };
+        names.insert(format!("vhost_device_rdma_{name}{end}"), labels);
+    }
+    let panels = dashboard["panels"].as_array().unwrap();
+    let targets = panels
+        .iter()
+        .filter_map(|panel| panel["targets"].as_array());
+    let mut expressions = 0;
+    for target in targets.flatten() {
+        let text = target["expr"].as_str().unwrap();
+        let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let asked = text.split(|c| !word(c));
+        let asked: Vec<_> = asked.filter(|word| word.starts_with("vhost_")).collect();
+        assert!(!asked.is_empty(), "{text}");
+        for name in asked {
+            let labels = names.get(name);
+            let labels = *labels.unwrap_or_else(|| panic!("{name} of {text} is not documented"));
+            if text.contains("$device") {
+                assert!(labels.contains("`device`"), "{text}");
+            }
+        }
+        expressions += 1;
+    }
+    assert!(expressions > 20);
 }
 
 #[test]
