@@ -1400,3 +1400,56 @@ fn silent_peers_keep_nobody_waiting() {
     drop(side);
     victim.leave();
 }
+
+/// What a VM makes the process keep, bytes.
+fn account(bed: &Bed, vm: usize) -> u64 {
+    crate::common::footprint(&bed.processes[0], &bed.directory.join(format!("vm{vm}")))
+}
+
+/// What a peer asks for waits while the account of the VM has no room for it, and nobody else does.
+// D-IWP-006.
+#[test]
+fn answers_wait_for_room_in_the_account() {
+    let used = {
+        let victim = Victim::new();
+        let _accepted = victim.accept(Begins::Revision2);
+        account(&victim.bed, 1)
+    };
+    for polled in [true, false] {
+        let small = format!("footprint = {}", used + 300_000);
+        let victim = Victim::on(Bed::configured(false, &small, ""));
+        let (side, mut peer) = victim.accept(Begins::Revision2);
+        // What these leave is not enough for what waits to be sent.
+        let listeners = (1..=60).map(|at| listen(victim.vm(), PORT + at).unwrap());
+        let listeners: Vec<_> = listeners.collect();
+        let neighbour = victim.bed.side(0);
+        let data = pattern(8, 1000);
+        side.mr.write(0, &data);
+        peer.put(&[read_request(1, side.mr.rkey, side.mr.iova, 1000)]);
+        std::thread::sleep(NOTHING);
+        if polled {
+            side.qp
+                .write(1, &[side.mr.sge(0, 8)], 0x1000, 0x77)
+                .unwrap();
+        }
+        // The worker is there for others.
+        neighbour.qp.set_state(qp_state::ERR).unwrap();
+        neighbour
+            .qp
+            .post_recv(3, &[neighbour.mr.sge(0, 8)])
+            .unwrap();
+        assert_status(&neighbour.received(), FLUSHED);
+        for listener in listeners {
+            destroy_listen(victim.vm(), listener).unwrap();
+        }
+        let came = peer.ulpdu().expect("an answer");
+        assert_eq!(came, tagged(READ_RESPONSE, true, 7, 0x1000, &data));
+        if polled {
+            assert_success(&side.sent());
+        }
+        drop(peer);
+        event(victim.vm(), iw_event::CLOSE);
+        drop((side, neighbour));
+        victim.leave();
+    }
+}
