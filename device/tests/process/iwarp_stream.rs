@@ -1453,3 +1453,48 @@ fn answers_wait_for_room_in_the_account() {
         victim.leave();
     }
 }
+
+/// Without room in the account of the VM, connections that begin fail as connections do.
+// D-IWP-007.
+#[test]
+fn connections_fail_without_room_in_the_account() {
+    let passive = Passive::new();
+    let used = {
+        let bed = Bed::with(false, TO_THE_TEST);
+        let _others = (bed.side(0), bed.listen(0), passive.asked(&bed));
+        account(&bed, 0)
+    };
+    let small = format!("footprint = {}", used + 100);
+    let mut bed = Bed::configured(false, &small, TO_THE_TEST);
+    let vm = &bed.vms[0];
+    let (other, listener) = (bed.side(0), bed.listen(0));
+    let (side, mut peer) = passive.asked(&bed);
+    let to = endpoint(Ipv4Addr::LOCALHOST.into(), passive.port);
+    let refused = try_connect(vm, &other, to, DEPTH, b"");
+    assert_eq!(refused.unwrap_err().status(), Some(status::ENOMEM));
+    assert_eq!(
+        listen(vm, PORT + 1).unwrap_err().status(),
+        Some(status::ENOMEM)
+    );
+    Peer::connect((bed.hosts[0], PORT).into()).assert_closed();
+    // The begin of an FPDU behind the reply is to be kept.
+    let part = fpdu(&send(1, &[1; 30_000]));
+    let (part, _) = part.split_at(20_000);
+    peer.write(&[reply(1, CRC, b""), part.to_vec()].concat());
+    let came = event(vm, iw_event::CONNECT_REPLY);
+    assert_eq!(came.status, status::ECONNRESET);
+    assert_eq!(side.qp.state().unwrap(), qp_state::INIT);
+    // There is room for another one now.
+    let mut peer = Peer::connect((bed.hosts[0], PORT).into());
+    peer.write(&Begins::Revision1.request());
+    let request = event(vm, iw_event::CONNECT_REQUEST);
+    accept(vm, request.connection, &other, DEPTH, b"").unwrap();
+    event(vm, iw_event::ESTABLISHED);
+    drop(peer);
+    event(vm, iw_event::CLOSE);
+    destroy_listen(vm, listener).unwrap();
+    drop((side, other));
+    bed.assert_unharmed();
+    let socket = bed.directory.join("vm0");
+    assert_footprint_falls_to(&bed.processes[0], &socket, 0);
+}

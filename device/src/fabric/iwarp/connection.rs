@@ -59,6 +59,8 @@ pub(super) struct Connection {
     pub(super) depths: Depths,
     pub(super) private: PrivateData,
     pub(super) phase: Phase,
+    /// The driver asked for it, and was not told what came of that.
+    pub(super) owes_reply: bool,
     /// Bytes of the request or reply.
     pub(super) input: Vec<u8>,
     pub(super) readable: bool,
@@ -113,6 +115,7 @@ impl Connection {
             depths: Depths { ord: 0, ird: 0 },
             private: PrivateData::new(),
             phase,
+            owes_reply: connecting,
             input: Vec::new(),
             readable: true,
             writable: !connecting,
