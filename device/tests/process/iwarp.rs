@@ -79,15 +79,20 @@ impl Bed {
 
     /// In one process, to which the second device comes later.
     pub fn one_later() -> Self {
-        Self::made(false, true, "")
+        Self::made(false, true, "", "")
     }
 
     /// With more in the table of each port.
     pub fn with(apart: bool, more: &str) -> Self {
-        Self::made(apart, false, more)
+        Self::made(apart, false, "", more)
     }
 
-    fn made(apart: bool, later: bool, more: &str) -> Self {
+    /// With more in the tables of each device and of its port.
+    pub fn configured(apart: bool, of_device: &str, more: &str) -> Self {
+        Self::made(apart, false, of_device, more)
+    }
+
+    fn made(apart: bool, later: bool, of_device: &str, more: &str) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let directory = std::env::temp_dir().join(format!("iwarp-{}-{number}", std::process::id()));
@@ -105,7 +110,7 @@ impl Bed {
             let socket = directory.join(format!("vm{vm}"));
             format!(
                 "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:00:0{vm}'\ntransport = 'iwarp'\n\
-                 [device.iwarp]\naddress = '{}'\n{names}\n{more}\n",
+                 {of_device}\n[device.iwarp]\naddress = '{}'\n{names}\n{more}\n",
                 socket.display(),
                 hosts[vm]
             )

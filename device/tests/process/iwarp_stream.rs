@@ -1400,3 +1400,101 @@ fn silent_peers_keep_nobody_waiting() {
     drop(side);
     victim.leave();
 }
+
+/// What a VM makes the process keep, bytes.
+fn account(bed: &Bed, vm: usize) -> u64 {
+    crate::common::footprint(&bed.processes[0], &bed.directory.join(format!("vm{vm}")))
+}
+
+/// What a peer asks for waits while the account of the VM has no room for it, and nobody else does.
+// D-IWP-006.
+#[test]
+fn answers_wait_for_room_in_the_account() {
+    let used = {
+        let victim = Victim::new();
+        let _accepted = victim.accept(Begins::Revision2);
+        account(&victim.bed, 1)
+    };
+    for polled in [true, false] {
+        let small = format!("footprint = {}", used + 300_000);
+        let victim = Victim::on(Bed::configured(false, &small, ""));
+        let (side, mut peer) = victim.accept(Begins::Revision2);
+        // What these leave is not enough for what waits to be sent.
+        let listeners = (1..=60).map(|at| listen(victim.vm(), PORT + at).unwrap());
+        let listeners: Vec<_> = listeners.collect();
+        let neighbour = victim.bed.side(0);
+        let data = pattern(8, 1000);
+        side.mr.write(0, &data);
+        peer.put(&[read_request(1, side.mr.rkey, side.mr.iova, 1000)]);
+        std::thread::sleep(NOTHING);
+        if polled {
+            side.qp
+                .write(1, &[side.mr.sge(0, 8)], 0x1000, 0x77)
+                .unwrap();
+        }
+        // The worker is there for others.
+        neighbour.qp.set_state(qp_state::ERR).unwrap();
+        neighbour
+            .qp
+            .post_recv(3, &[neighbour.mr.sge(0, 8)])
+            .unwrap();
+        assert_status(&neighbour.received(), FLUSHED);
+        for listener in listeners {
+            destroy_listen(victim.vm(), listener).unwrap();
+        }
+        let came = peer.ulpdu().expect("an answer");
+        assert_eq!(came, tagged(READ_RESPONSE, true, 7, 0x1000, &data));
+        if polled {
+            assert_success(&side.sent());
+        }
+        drop(peer);
+        event(victim.vm(), iw_event::CLOSE);
+        drop((side, neighbour));
+        victim.leave();
+    }
+}
+
+/// Without room in the account of the VM, connections that begin fail as connections do.
+// D-IWP-007.
+#[test]
+fn connections_fail_without_room_in_the_account() {
+    let passive = Passive::new();
+    let used = {
+        let bed = Bed::with(false, TO_THE_TEST);
+        let _others = (bed.side(0), bed.listen(0), passive.asked(&bed));
+        account(&bed, 0)
+    };
+    let small = format!("footprint = {}", used + 100);
+    let mut bed = Bed::configured(false, &small, TO_THE_TEST);
+    let vm = &bed.vms[0];
+    let (other, listener) = (bed.side(0), bed.listen(0));
+    let (side, mut peer) = passive.asked(&bed);
+    let to = endpoint(Ipv4Addr::LOCALHOST.into(), passive.port);
+    let refused = try_connect(vm, &other, to, DEPTH, b"");
+    assert_eq!(refused.unwrap_err().status(), Some(status::ENOMEM));
+    assert_eq!(
+        listen(vm, PORT + 1).unwrap_err().status(),
+        Some(status::ENOMEM)
+    );
+    Peer::connect((bed.hosts[0], PORT).into()).assert_closed();
+    // The begin of an FPDU behind the reply is to be kept.
+    let part = fpdu(&send(1, &[1; 30_000]));
+    let (part, _) = part.split_at(20_000);
+    peer.write(&[reply(1, CRC, b""), part.to_vec()].concat());
+    let came = event(vm, iw_event::CONNECT_REPLY);
+    assert_eq!(came.status, status::ECONNRESET);
+    assert_eq!(side.qp.state().unwrap(), qp_state::INIT);
+    // There is room for another one now.
+    let mut peer = Peer::connect((bed.hosts[0], PORT).into());
+    peer.write(&Begins::Revision1.request());
+    let request = event(vm, iw_event::CONNECT_REQUEST);
+    accept(vm, request.connection, &other, DEPTH, b"").unwrap();
+    event(vm, iw_event::ESTABLISHED);
+    drop(peer);
+    event(vm, iw_event::CLOSE);
+    destroy_listen(vm, listener).unwrap();
+    drop((side, other));
+    bed.assert_unharmed();
+    let socket = bed.directory.join("vm0");
+    assert_footprint_falls_to(&bed.processes[0], &socket, 0);
+}

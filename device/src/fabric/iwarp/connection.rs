@@ -18,6 +18,8 @@ use crate::engine::tables::Tables;
 
 /// Bytes of requests and replies, at most.
 const LONGEST_FRAME: usize = 20 + 512;
+/// How often the memory for what is to be sent is filled and sent, before others have their turn.
+const PUMPED: usize = 4;
 
 /// How far a connection is.
 #[derive(Debug)]
@@ -57,6 +59,8 @@ pub(super) struct Connection {
     pub(super) depths: Depths,
     pub(super) private: PrivateData,
     pub(super) phase: Phase,
+    /// The driver asked for it, and was not told what came of that.
+    pub(super) owes_reply: bool,
     /// Bytes of the request or reply.
     pub(super) input: Vec<u8>,
     pub(super) readable: bool,
@@ -78,7 +82,7 @@ pub(super) enum Step {
     Waits,
     /// There is more to do.
     Again,
-    /// Its VM is stopped: there will be something later.
+    /// Its VM is stopped, or the account of that has no room: there will be something later.
     Later,
     /// It is over, with this `status` for the driver.
     Over(u16),
@@ -111,6 +115,7 @@ impl Connection {
             depths: Depths { ord: 0, ird: 0 },
             private: PrivateData::new(),
             phase,
+            owes_reply: connecting,
             input: Vec::new(),
             readable: true,
             writable: !connecting,
@@ -149,7 +154,8 @@ impl Connection {
         }
     }
 
-    /// Sends what waits, and what is to be answered, as far as the socket takes it.
+    /// Sends what waits, and what is to be answered, as far as the socket takes it, the account of the
+    /// VM has room for it, and others need not wait for long. Returns what is to follow.
     ///
     /// # Errors
     /// `status`, if the connection ends.
@@ -158,25 +164,32 @@ impl Connection {
         pool: &mut Pool,
         tables: &Tables,
         qp: &Arc<Qp>,
-    ) -> Result<(), u16> {
+    ) -> Result<Step, u16> {
         let (Phase::Accepted(stream) | Phase::Streams(stream)) = &mut self.phase else {
-            return Ok(());
+            return Ok(Step::Waits);
         };
-        while !stream.is_sent() {
-            if let Err(end) = stream.answer(pool, tables, qp) {
-                stream.tell(&end, &[]);
-                return Err(status::ECONNRESET);
+        for _ in 0..PUMPED {
+            if stream.is_sent() {
+                return Ok(Step::Waits);
             }
+            let room = match stream.answer(pool, tables, qp) {
+                Ok(room) => room,
+                Err(end) => {
+                    stream.tell(&end, &[]);
+                    return Err(status::ECONNRESET);
+                }
+            };
             match stream.send(pool, &self.socket) {
-                Ok(true) => {}
+                Ok(true) if room => {}
+                Ok(true) => return Ok(Step::Later),
                 Ok(false) => {
                     self.writable = false;
-                    break;
+                    return Ok(Step::Waits);
                 }
                 Err(error) => return Err(tcp::status_of(&error)),
             }
         }
-        Ok(())
+        Ok(Step::Again)
     }
 
     /// An event about it.

@@ -520,7 +520,7 @@ impl Iwarp {
         };
         let port = connection.port.clone();
         let kind = match connection.phase {
-            Phase::Connecting | Phase::AwaitsReply => Some(iw_event::CONNECT_REPLY),
+            _ if connection.owes_reply => Some(iw_event::CONNECT_REPLY),
             Phase::AwaitsRequest | Phase::Requested(_) => None,
             _ => Some(iw_event::CLOSE),
         };

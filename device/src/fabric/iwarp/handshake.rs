@@ -268,6 +268,7 @@ impl Iwarp {
             let port = connection.port.clone();
             self.tell(&port);
             // The driver has been told.
+            connection.owes_reply = false;
             connection.phase = Phase::AwaitsRequest;
             return Step::Over(status::ECONNREFUSED);
         }
@@ -384,6 +385,7 @@ impl Iwarp {
         connection
             .port
             .tell(connection.id, with_private(event, reply));
+        connection.owes_reply = false;
         for port in [other.port.clone(), connection.port.clone()] {
             self.tell(&port);
         }
@@ -405,21 +407,21 @@ impl Iwarp {
         let Some(qp) = connection.qp.clone() else {
             return Step::Over(status::ECONNRESET);
         };
+        if let Phase::Accepted(stream) = &mut connection.phase {
+            // What came behind the reply belongs to it.
+            let input = std::mem::take(&mut connection.input);
+            connection.readable |= !input.is_empty();
+            if !stream.keep(&input) {
+                return Step::Over(status::ECONNRESET);
+            }
+        }
         let Depths { ord, ird } = connection.depths;
         if qp.life() != connection.life || !qp.establish(here.registry, None, [ord, ird]) {
             return Step::Over(status::ECONNRESET);
         }
         let phase = std::mem::replace(&mut connection.phase, Phase::Closes(0));
         connection.phase = match phase {
-            Phase::Accepted(mut stream) => {
-                // What came behind the reply belongs to it.
-                let input = std::mem::take(&mut connection.input);
-                connection.readable |= !input.is_empty();
-                if !stream.keep(&input) {
-                    return Step::Over(status::ECONNRESET);
-                }
-                Phase::Streams(stream)
-            }
+            Phase::Accepted(stream) => Phase::Streams(stream),
             other => other,
         };
         self.set_deadline(token, connection, None);
@@ -428,6 +430,7 @@ impl Iwarp {
             None => connection.event(kind, 0),
         };
         connection.port.tell(connection.id, event);
+        connection.owes_reply = false;
         let port = connection.port.clone();
         self.tell(&port);
         Step::Again

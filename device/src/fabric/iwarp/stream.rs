@@ -212,7 +212,8 @@ impl Stream {
         self.replies.clear();
     }
 
-    /// Puts answers to the peer, as far as there is room and memory.
+    /// Puts answers to the peer, as far as there is room and memory. Returns false if there is no
+    /// memory for any.
     ///
     /// # Errors
     /// Why the connection ends.
@@ -221,11 +222,15 @@ impl Stream {
         pool: &mut Pool,
         tables: &Tables,
         qp: &Arc<Qp>,
-    ) -> Result<(), End> {
-        if !self.replies.is_empty() && self.out.prepare(pool) {
+    ) -> Result<bool, End> {
+        if self.replies.is_empty() {
+            return Ok(true);
+        }
+        let memory = self.out.prepare(pool);
+        if memory {
             self.reply(tables, qp)?;
         }
-        Ok(())
+        Ok(memory)
     }
 
     /// Gives its memory back, with what waits to be sent.

@@ -78,14 +78,18 @@ impl Iwarp {
         if qp.life() != connection.life || qp.dead.load(Ordering::SeqCst) {
             return Step::Over(status::ECONNRESET);
         }
+        let mut sends = Step::Waits;
         if connection.writable && connection.waits_to_send() {
-            if let Err(status) = connection.pump(&mut self.pool, tables, &qp) {
-                return self.end_stream(token, connection, tables, &qp, status, here);
+            match connection.pump(&mut self.pool, tables, &qp) {
+                Ok(step) => sends = step,
+                Err(status) => {
+                    return self.end_stream(token, connection, tables, &qp, status, here)
+                }
             }
             qp.schedule();
         }
         if !connection.readable {
-            return Step::Waits;
+            return sends;
         }
         let (came, ended) = match connection.fill(&mut self.space) {
             Ok(came) => came,
@@ -117,8 +121,11 @@ impl Iwarp {
             }
             self.charges.push((vm.clone(), came as u64));
             if connection.writable && connection.waits_to_send() {
-                if let Err(status) = connection.pump(&mut self.pool, tables, &qp) {
-                    return self.end_stream(token, connection, tables, &qp, status, here);
+                match connection.pump(&mut self.pool, tables, &qp) {
+                    Ok(step) => sends = step,
+                    Err(status) => {
+                        return self.end_stream(token, connection, tables, &qp, status, here)
+                    }
                 }
             }
         }
@@ -132,7 +139,7 @@ impl Iwarp {
         if connection.readable {
             Step::Again
         } else {
-            Step::Waits
+            sends
         }
     }
 
