@@ -16,6 +16,9 @@ mod setup;
 mod shell;
 mod vm;
 
+use std::path::PathBuf;
+use std::time::Duration;
+
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -65,6 +68,13 @@ enum Command {
         /// Memory of each VM in MiB
         #[arg(long, default_value_t = 1024)]
         memory: u32,
+        /// Instead of a shell, run this script in all VMs at a time; VM is the number of the one
+        /// that it runs in, and VMS how many there are. Fails if it fails in one of them
+        #[arg(long, value_name = "SCRIPT")]
+        run: Option<PathBuf>,
+        /// How long the script may take, seconds
+        #[arg(long, default_value_t = 600, requires = "run")]
+        timeout: u64,
     },
     /// Check everything that has to hold before a change goes in
     ///
@@ -149,7 +159,17 @@ fn dispatch(command: Command) -> Result<bool> {
             plain,
             wire,
             memory,
-        } => commands::vm::run(number, kernel, image, plain, wire, memory),
+            run,
+            timeout,
+        } => commands::vm::run(&commands::vm::Options {
+            number,
+            kernel,
+            image,
+            plain,
+            wire,
+            memory,
+            script: run.map(|path| (path, Duration::from_secs(timeout))),
+        }),
         Command::Test => commands::test::run(),
         Command::Lane {
             names,

@@ -4,26 +4,58 @@
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::artifacts;
 use crate::images::{Image, Kernel};
 use crate::vm::{Bed, Hosts, Plan};
 use crate::{setup, shell};
 
+/// How often to look at what a script has written.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What is wanted.
+pub struct Options {
+    /// How many VMs.
+    pub number: u8,
+    /// Their kernel.
+    pub kernel: Kernel,
+    /// What is installed in them.
+    pub image: Image,
+    /// They have neither the device nor the driver.
+    pub plain: bool,
+    /// Each is on a host of its own.
+    pub wire: bool,
+    /// Memory of each, MiB.
+    pub memory: u32,
+    /// A script that runs in all of them, and how long it may take.
+    pub script: Option<(PathBuf, Duration)>,
+}
+
 /// Boots VMs and attaches the terminal to them until the shells are left, or until the command is
-/// interrupted.
-pub fn run(
-    number: u8,
-    kernel: Kernel,
-    image: Image,
-    plain: bool,
-    wire: bool,
-    memory: u32,
-) -> Result<bool> {
+/// interrupted. With a script, runs that in them instead, and returns whether it succeeded in all.
+pub fn run(options: &Options) -> Result<bool> {
+    let &Options {
+        number,
+        kernel,
+        image,
+        plain,
+        wire,
+        memory,
+        ref script,
+    } = options;
+    let script = script.as_ref().map(|(path, timeout)| {
+        let text = std::fs::read_to_string(path);
+        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+        Ok::<_, anyhow::Error>((text, *timeout))
+    });
+    let script = script.transpose()?;
     setup::run()?;
-    setup::packages(&["socat", "tmux"])?;
+    if script.is_none() {
+        setup::packages(&["socat", "tmux"])?;
+    }
     let (mut images, qemu, stack) = if plain {
         (
             artifacts::images(&[kernel])?,
@@ -53,9 +85,12 @@ pub fn run(
         },
         disk: None,
         logs: shell::target().join("logs/vm"),
-        interactive: true,
+        interactive: script.is_none(),
     };
     let mut bed = shell::step(&format!("Booting {number} VMs"), || Bed::start(&plan))?;
+    if let Some((text, timeout)) = script {
+        return run_script(&bed, &text, timeout);
+    }
     for device in bed.devices() {
         println!("\nThe device:\n  {}", line(device.command()));
     }
@@ -95,6 +130,52 @@ pub fn run(
     }
     attach(&consoles)?;
     Ok(true)
+}
+
+/// Runs a script in all VMs at a time, and shows what it writes as it comes. Returns whether it
+/// succeeded in all.
+fn run_script(bed: &Bed, script: &str, timeout: Duration) -> Result<bool> {
+    let deadline = Instant::now() + timeout;
+    let count = bed.vms.len();
+    let mut jobs = Vec::new();
+    for vm in &bed.vms {
+        let text = shell::quote(script);
+        let command = format!(
+            "printf %s {text} >/tmp/script && chmod +x /tmp/script && VM={} VMS={count} /tmp/script",
+            vm.number
+        );
+        jobs.push((vm.number, vm.spawn(&command)?, 0));
+    }
+    let mut running = true;
+    while running {
+        running = Instant::now() < deadline && jobs.iter().any(|(_, job, _)| job.running());
+        for (number, job, shown) in &mut jobs {
+            let text = job.text();
+            let new = text.get(*shown..).unwrap_or_default();
+            // Whole lines, but at the end.
+            let whole = match running {
+                true => new.rfind('\n').map_or(0, |end| end + 1),
+                false => new.len(),
+            };
+            for line in new.get(..whole).unwrap_or_default().lines() {
+                println!("vm{number}: {line}");
+            }
+            *shown += whole;
+        }
+        std::thread::sleep(LOOK);
+    }
+    let mut succeeded = true;
+    for (number, job, _) in jobs {
+        if job.running() {
+            println!("vm{number}: did not end in {timeout:?}");
+            succeeded = false;
+            continue;
+        }
+        let output = job.wait(Duration::ZERO)?;
+        println!("vm{number}: ended with {}", output.status);
+        succeeded &= output.status == 0;
+    }
+    Ok(succeeded)
 }
 
 /// Gives the terminal to one console, or to tmux with a pane for each.
