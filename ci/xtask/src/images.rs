@@ -128,6 +128,8 @@ impl Image {
                 "kexec-tools",
             ],
             Image::Software => &[
+                "conmon",
+                "crun",
                 "gcc",
                 "infiniband-diags",
                 "libc6-dev",
@@ -136,6 +138,7 @@ impl Image {
                 "openmpi-bin",
                 "openssh-client",
                 "openssh-server",
+                "podman",
                 "qperf",
                 "ucx-utils",
             ],

@@ -13,6 +13,7 @@ use anyhow::{bail, ensure, Context, Result};
 use super::tools::{counts, device_of, settled, Ready};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
+use crate::shell;
 use crate::vm::{Hosts, SHORT};
 
 const CLIENT: u8 = 1;
@@ -101,6 +102,8 @@ const CASES: &[Case] = &[
     )),
     ours!("rcopy", rcopy),
     ours!("riostream", riostream),
+    ours!("podman, RC", in_containers),
+    ours!("podman, rdma_cm", in_containers_by_cm),
     Case {
         name: "ibv_asyncwatch",
         run: asyncwatch,
@@ -737,6 +740,32 @@ fn riostream(fixture: &mut Fixture, card: Card) -> Result<()> {
     )?;
     let row = format!("{}, riostream", fixture.kernel);
     fixture.cell(&row, card.title(), "verified");
+    Ok(())
+}
+
+/// A command in a container that has the card.
+fn in_container(command: &str) -> String {
+    format!("/payload/container sh -c {}", shell::quote(command))
+}
+
+/// Both ends are in containers, as users of verbs.
+fn in_containers(fixture: &mut Fixture, _: Card) -> Result<()> {
+    let pair = fixture.pair(SERVER, CLIENT);
+    let command = |host: &str| in_container(&pair.pingpong_command("-n 1000", host));
+    let (server, client) = (command(""), command(&pair.host()));
+    let (text, _) = pair.run(&fixture.bed, &server, &client, LONG)?;
+    ensure!(text.contains("iters in"), "no result in:\n{text}");
+    Ok(())
+}
+
+/// The same by connection management.
+fn in_containers_by_cm(fixture: &mut Fixture, _: Card) -> Result<()> {
+    let pair = fixture.pair(SERVER, CLIENT);
+    let server = in_container(&format!("rping -s -C 10 -v -p {}", pair.port));
+    let client = format!("rping -c -C 10 -v -a {} -p {}", pair.host(), pair.port);
+    let client = in_container(&client);
+    let (text, _) = pair.run_when(Ready::Cm(pair.port), &fixture.bed, &server, &client, LONG)?;
+    ensure!(text.contains("rdma-ping-9"), "not all pings in:\n{text}");
     Ok(())
 }
 
