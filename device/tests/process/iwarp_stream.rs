@@ -1498,3 +1498,28 @@ fn connections_fail_without_room_in_the_account() {
     let socket = bed.directory.join("vm0");
     assert_footprint_falls_to(&bed.processes[0], &socket, 0);
 }
+
+/// A queue pair that closes waits for what it has asked for, and closes then.
+// D-IWP-008.
+#[test]
+fn an_answer_comes_to_a_queue_pair_that_closes() {
+    let victim = Victim::new();
+    let (side, mut peer) = victim.accept(Begins::Revision2);
+    side.qp.read(9, &[side.mr.sge(0, 8)], 0x8000, 5).unwrap();
+    let asked = peer.ulpdu().expect("a request");
+    side.qp.set_state(qp_state::SQD).unwrap();
+    side.assert_quiet();
+    let stag = u32::from_be_bytes(asked[18..22].try_into().unwrap());
+    peer.put(&[tagged(
+        READ_RESPONSE,
+        true,
+        stag,
+        0,
+        b"an answer"[..8].as_ref(),
+    )]);
+    assert_success(&side.sent());
+    assert_eq!(peer.end(), None);
+    assert_eq!(event(victim.vm(), iw_event::CLOSE).status, 0);
+    drop(side);
+    victim.leave();
+}

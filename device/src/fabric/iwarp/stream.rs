@@ -971,7 +971,8 @@ impl Stream {
         }
         self.waiting = self.waiting.saturating_sub(1);
         self.complete(&mut sq, tables, qp)?;
-        if sq.active.is_some() || self.refused.is_some() || sq.posted() {
+        let closes = qp.state() == qp_state::SQD;
+        if closes || sq.active.is_some() || self.refused.is_some() || sq.posted() {
             qp.schedule();
         }
         Ok(())
