@@ -570,6 +570,33 @@ fn what_has_begun_is_sent_before_a_connection_closes() {
     assert_eq!(close.status, 0);
 }
 
+/// What has begun is carried out where messages stay in the process, too.
+// D-IWP-008.
+#[test]
+fn a_long_message_goes_on_while_its_queue_pair_closes() {
+    let mut bed = Bed::new(false);
+    let options = SideOptions {
+        memory: 32 << 20,
+        ..SideOptions::default()
+    };
+    let [a, b] = bed.pair_with(&options);
+    let size = 32 << 20;
+    let data = pattern(1, size as usize);
+    a.mr.write(0, &data);
+    a.qp.write(2, &[a.mr.sge(0, size)], b.mr.iova, b.mr.rkey)
+        .unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    while b.mr.read(0, 64) != data[..64] {
+        assert!(Instant::now() < deadline);
+    }
+    a.qp.set_state(qp_state::SQD).unwrap();
+    assert_success(&a.sent());
+    assert_eq!(b.mr.read(0, size as usize), data);
+    for vm in &bed.vms {
+        assert_eq!(event(vm, iw_event::CLOSE).status, 0);
+    }
+    bed.assert_unharmed();
+}
 #[test]
 fn a_connection_is_rejected() {
     for apart in BOTH {

@@ -566,7 +566,7 @@ impl Iwarp {
                 Err(status) => Step::Over(status),
             },
             Phase::Direct => match connection.read_nothing() {
-                Ok(()) => Step::Waits,
+                Ok(()) => self.direct(token, connection, here),
                 Err(status) => Step::Over(status),
             },
             Phase::Accepted(_) | Phase::Streams(_) => self.stream(token, connection, here),
