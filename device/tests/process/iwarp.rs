@@ -81,7 +81,7 @@ impl Bed {
         Self::configured(apart, "", more)
     }
 
-    /// With more in the tables of each device and of its port.
+    /// With more in the tables of each device (`VM` stands for its number) and of its port.
     pub fn configured(apart: bool, of_device: &str, more: &str) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -98,6 +98,7 @@ impl Bed {
         );
         let device = |vm: usize| {
             let socket = directory.join(format!("vm{vm}"));
+            let of_device = of_device.replace("VM", &vm.to_string());
             format!(
                 "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:00:0{vm}'\ntransport = 'iwarp'\n\
                  {of_device}\n[device.iwarp]\naddress = '{}'\n{names}\n{more}\n",
@@ -597,6 +598,26 @@ fn a_long_message_goes_on_while_its_queue_pair_closes() {
     }
     bed.assert_unharmed();
 }
+
+/// VMs of different networks of a process have nothing in common but TCP.
+// D-IWP-001.
+#[test]
+fn networks_of_a_process_are_apart() {
+    let bed = Bed::configured(false, "network = 'of-VM'", "");
+    let [a, b] = [0, 1].map(|vm| bed.side(vm));
+    bed.listen(1);
+    a.qp.post_recv(1, &[a.mr.sge(0, 64)]).unwrap();
+    connect(&bed.vms[0], &a, 1, 1, b"");
+    let request = event(&bed.vms[1], iw_event::CONNECT_REQUEST);
+    accept(&bed.vms[1], request.connection, &b, 1, b"").unwrap();
+    assert_eq!(event(&bed.vms[0], iw_event::CONNECT_REPLY).status, 0);
+    // Who was connected to sends first.
+    event(&bed.vms[1], iw_event::ESTABLISHED);
+    b.qp.send(2, &[b.mr.sge(0, 64)]).unwrap();
+    assert_success(&b.sent());
+    assert_success(&a.received());
+}
+
 #[test]
 fn a_connection_is_rejected() {
     for apart in BOTH {
