@@ -4,7 +4,7 @@
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 
-use vhost_device_rdma_bare::core::command::{IwAccept, IwNextEvent};
+use vhost_device_rdma_bare::core::command::{IwAccept, IwListen, IwNextEvent};
 use vhost_device_rdma_bare::spec::command::status;
 use vhost_device_rdma_bare::spec::iwarp::{self, iw_event};
 use vhost_device_rdma_bare::spec::ring::SendWqe;
@@ -16,7 +16,7 @@ use crate::common::{
     NOTHING, TIMEOUT,
 };
 use crate::iwarp::{
-    accept, destroy_listen, endpoint, event, listen, next, private, try_connect, Bed, PORT,
+    accept, destroy_listen, endpoint, event, guest, listen, next, private, try_connect, Bed, PORT,
 };
 use crate::iwarp_peer::{
     atomic, enhanced, fpdu, read_request, reply, request, send, tagged, Codes, Peer, Untagged,
@@ -1521,5 +1521,60 @@ fn an_answer_comes_to_a_queue_pair_that_closes() {
     assert_eq!(peer.end(), None);
     assert_eq!(event(victim.vm(), iw_event::CLOSE).status, 0);
     drop(side);
+    victim.leave();
+}
+
+/// Peers that say nothing, at however many listeners, leave room for others.
+// D-IWP-006.
+#[test]
+fn silent_peers_of_many_listeners_keep_nobody_waiting() {
+    let victim = Victim::new();
+    let at = |n: u16| PORT + 1 + n;
+    let listeners = (0..20).map(|n| listen(victim.vm(), at(n)).unwrap());
+    let listeners: Vec<_> = listeners.collect();
+    let address = |n: u16| SocketAddr::from((victim.bed.hosts[1], at(n % 20)));
+    let silent: Vec<_> = (0..5200).map(|n| Peer::connect(address(n))).collect();
+    std::thread::sleep(NOTHING);
+    // The VM itself connects, and others do to it.
+    let side = victim.bed.side(1);
+    let to = endpoint(guest(0), PORT);
+    try_connect(victim.vm(), &side, to, 1, b"").unwrap();
+    let refused = event(victim.vm(), iw_event::CONNECT_REPLY).status;
+    assert_eq!(refused, status::ECONNREFUSED);
+    victim.assert_works();
+    drop(silent);
+    // Nor do those that ask for connections which the driver neither accepts nor rejects.
+    let many: Vec<_> = (100..105u16).map(at).collect();
+    let others = many.iter().map(|port| {
+        let body = iwarp::IwListen {
+            local: endpoint(Ipv4Addr::UNSPECIFIED.into(), *port),
+            backlog: 2000,
+            ..iwarp::IwListen::default()
+        };
+        victim.vm().execute::<IwListen>(&body).unwrap().handle
+    });
+    let others: Vec<_> = others.collect();
+    let mut asking = Vec::new();
+    for n in 0..4500 {
+        let to = SocketAddr::from((victim.bed.hosts[1], many[n % many.len()]));
+        let mut peer = Peer::connect(to);
+        peer.write(&Begins::Revision1.request());
+        asking.push(peer);
+    }
+    std::thread::sleep(NOTHING);
+    try_connect(victim.vm(), &side, to, 1, b"").unwrap();
+    drop(asking);
+    for listener in others {
+        destroy_listen(victim.vm(), listener).unwrap();
+    }
+    let deadline = std::time::Instant::now() + TIMEOUT;
+    let replied = |came: &iwarp::IwEvent| came.kind == iw_event::CONNECT_REPLY;
+    while !next(victim.vm()).as_ref().is_some_and(replied) {
+        assert!(std::time::Instant::now() < deadline);
+    }
+    drop(side);
+    for listener in listeners {
+        destroy_listen(victim.vm(), listener).unwrap();
+    }
     victim.leave();
 }

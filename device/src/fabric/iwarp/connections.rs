@@ -415,8 +415,8 @@ impl Iwarp {
                 }
             };
             let (port, id) = (listener.port.clone(), listener.id);
-            if port.is_crowded(id) {
-                self.send_away_oldest(&port, id);
+            if port.is_crowded() {
+                self.send_away_oldest(&port);
             }
             let Some(id) = port.incoming(id) else {
                 // Its end is all that the peer learns.
@@ -430,13 +430,13 @@ impl Iwarp {
         self.ready.push(token);
     }
 
-    /// The peer that came first to a listener, of those that have asked for nothing yet, has to go.
-    pub(super) fn send_away_oldest(&mut self, port: &Arc<Port>, listener: u32) {
+    /// The peer that came first to a port, of those that have asked for nothing yet, has to go.
+    pub(super) fn send_away_oldest(&mut self, port: &Arc<Port>) {
         let silent = |entry: &Entry| match entry {
             Entry::Connection(of) => {
                 Arc::ptr_eq(&of.port, port)
                     && matches!(of.phase, Phase::AwaitsRequest)
-                    && port.waits_at(of.id, listener)
+                    && of.qp.is_none()
             }
             Entry::Listener(_) => false,
         };
