@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Queue pairs of iWARP: connections that the device makes, in one process and between two.
-use std::net::{IpAddr, Ipv4Addr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -674,6 +674,41 @@ fn nobody_listens() {
         destroy_listen(vm, first).unwrap_err().status(),
         Some(status::ENOENT)
     );
+}
+
+/// Who listens everywhere for one family of addresses goes, and who does so for the other one stays.
+#[test]
+fn a_listener_stays_when_that_of_the_other_family_goes() {
+    let bed = Bed::new(false);
+    let (a, vm) = (bed.side(0), &bed.vms[1]);
+    let first = listen(vm, PORT).unwrap();
+    let body = iwarp::IwListen {
+        cookie: 77,
+        local: endpoint(Ipv6Addr::UNSPECIFIED.into(), PORT),
+        backlog: 1,
+        ..iwarp::IwListen::default()
+    };
+    let second = vm.execute::<IwListen>(&body).unwrap().handle;
+    let again = vm.execute::<IwListen>(&body).map(drop);
+    assert_eq!(again.unwrap_err().status(), Some(status::EADDRINUSE));
+    for (gone, cookie) in [(None, LISTENER), (Some(first), 77)] {
+        if let Some(first) = gone {
+            destroy_listen(vm, first).unwrap();
+        }
+        connect(&bed.vms[0], &a, 1, 1, b"");
+        let request = event(vm, iw_event::CONNECT_REQUEST);
+        assert_eq!(request.cookie, cookie);
+        let reject = iwarp::IwReject {
+            connection: request.connection,
+            ..iwarp::IwReject::default()
+        };
+        vm.execute::<IwReject>(&reject).unwrap();
+        let reply = event(&bed.vms[0], iw_event::CONNECT_REPLY);
+        assert_eq!(reply.status, status::ECONNREFUSED);
+    }
+    destroy_listen(vm, second).unwrap();
+    // It is free again.
+    listen(vm, PORT).unwrap();
 }
 
 // D-IWP-002.

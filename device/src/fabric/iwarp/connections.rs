@@ -170,7 +170,11 @@ impl Iwarp {
                 listener,
                 socket,
             } => self.listen(port, listener, socket),
-            Request::DestroyListen { port, listener } => self.destroy_listen(&port, listener),
+            Request::DestroyListen {
+                port,
+                listener,
+                heir,
+            } => self.destroy_listen(&port, listener, heir),
             Request::Connect {
                 port,
                 id,
@@ -214,11 +218,17 @@ impl Iwarp {
             .insert(token, Entry::Listener(Box::new(listener)));
     }
 
-    pub(super) fn destroy_listen(&mut self, port: &Arc<Port>, id: u32) {
+    pub(super) fn destroy_listen(&mut self, port: &Arc<Port>, id: u32, heir: Option<u32>) {
         let Some(token) = self.by_id.remove(&key(port, id)) else {
             return;
         };
-        self.entries.remove(&token);
+        match (heir, self.entries.get_mut(&token)) {
+            (Some(heir), Some(Entry::Listener(listener))) => {
+                listener.id = heir;
+                self.by_id.insert(key(port, heir), token);
+            }
+            _ => drop(self.entries.remove(&token)),
+        }
         // What waited to be accepted, the driver knows no longer.
         let waits = |entry: &Entry| match entry {
             Entry::Connection(of) => {

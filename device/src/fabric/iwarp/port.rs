@@ -105,8 +105,12 @@ pub(crate) enum Request {
         listener: u32,
         socket: Arc<TcpListener>,
     },
-    /// They do so no longer.
-    DestroyListen { port: Arc<Port>, listener: u32 },
+    /// They do so no longer, or for another listener, its heir.
+    DestroyListen {
+        port: Arc<Port>,
+        listener: u32,
+        heir: Option<u32>,
+    },
     /// A connection begins by this socket, which is connecting.
     Connect {
         port: Arc<Port>,
@@ -162,6 +166,8 @@ struct Told {
 struct Listening {
     cookie: u64,
     backlog: u32,
+    /// The TCP port.
+    at: u16,
     /// The worker's, too, which lets it go later. None: another listener of the VM has the address.
     socket: Option<Arc<TcpListener>>,
     _share: Share,
@@ -288,6 +294,7 @@ impl Port {
     pub(crate) fn listen(
         &self,
         cookie: u64,
+        at: u16,
         backlog: u32,
         socket: Option<Arc<TcpListener>>,
     ) -> Result<u32, Error> {
@@ -297,6 +304,7 @@ impl Port {
         let listening = Listening {
             cookie,
             backlog,
+            at,
             socket,
             _share: share,
         };
@@ -310,18 +318,19 @@ impl Port {
         (inner.listeners.len(), inner.connections.len())
     }
 
-    /// Whether the VM listens at a TCP port.
+    /// Whether the VM listens at a TCP port, once.
     pub(crate) fn listens_at(&self, port: u16) -> bool {
         let inner = self.inner();
-        let mut sockets = inner.listeners.values().filter_map(|of| of.socket.as_ref());
-        sockets.any(|socket| socket.local_addr().is_ok_and(|at| at.port() == port))
+        let mut there = inner.listeners.values().filter(|of| of.at == port);
+        there.next().is_some() && there.next().is_none()
     }
 
-    /// A listener ends. Nothing of it is told any longer.
+    /// A listener ends. Nothing of it is told any longer. Returns its heir: the one that it had the
+    /// address instead of.
     ///
     /// # Errors
     /// If there is none.
-    pub(crate) fn destroy_listen(&self, listener: u32) -> Result<(), Error> {
+    pub(crate) fn destroy_listen(&self, listener: u32) -> Result<Option<u32>, Error> {
         let mut inner = self.inner();
         let Inner {
             connections,
@@ -330,9 +339,16 @@ impl Port {
             ..
         } = &mut *inner;
         let gone = listeners.remove(&listener).ok_or(Error::NotFound)?;
+        let mut heir = None;
         if let Some(socket) = gone.socket {
-            // Its address is free at once.
-            let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Read);
+            let mut others = listeners.iter_mut();
+            if let Some((number, other)) = others.find(|(_, of)| of.at == gone.at) {
+                other.socket = Some(socket);
+                heir = Some(*number);
+            } else {
+                // Its address is free at once.
+                let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Read);
+            }
         }
         // What the driver was told of, it will accept or reject.
         let of_it = |known: &Known| known.listener == Some(listener) && !known.told;
@@ -341,7 +357,7 @@ impl Port {
             event.kind != iw_event::CONNECT_REQUEST || !known.is_some_and(of_it)
         });
         connections.retain(|_, known| !of_it(known));
-        Ok(())
+        Ok(heir)
     }
 
     /// A connection of a queue pair; its number.
