@@ -13,7 +13,7 @@ use vhost_device_rdma_bare::{Mr, Pd, Vm};
 
 use crate::common::{
     assert_footprint_falls_to, assert_reaches, assert_status, assert_success, pattern, Side,
-    NOTHING, TIMEOUT,
+    SideOptions, NOTHING, TIMEOUT,
 };
 use crate::iwarp::{
     accept, destroy_listen, endpoint, event, guest, listen, next, private, try_connect, Bed, PORT,
@@ -1576,5 +1576,56 @@ fn silent_peers_of_many_listeners_keep_nobody_waiting() {
     for listener in listeners {
         destroy_listen(victim.vm(), listener).unwrap();
     }
+    victim.leave();
+}
+
+/// A peer that takes long answers as fast as they come keeps nobody else waiting.
+// D-IWP-006.
+#[test]
+fn long_answers_keep_nobody_waiting() {
+    const LONG: u32 = 32 << 20;
+    const READS: u16 = 16;
+    let victim = Victim::new();
+    let (other, mut peer) = victim.accept(Begins::Revision1);
+    let options = SideOptions {
+        memory: LONG as usize,
+        ..SideOptions::default()
+    };
+    let side = victim.bed.side_with(1, &options);
+    let mut reads = Peer::connect(victim.address());
+    reads.write(&Begins::Revision1.request());
+    let request = event(victim.vm(), iw_event::CONNECT_REQUEST);
+    accept(victim.vm(), request.connection, &side, READS, b"").unwrap();
+    reads.frame().expect("a reply");
+    event(victim.vm(), iw_event::ESTABLISHED);
+    let (at, key) = (side.mr.iova, side.mr.rkey);
+    let requests: Vec<_> = (1..=READS.into())
+        .map(|msn| read_request(msn, key, at, LONG))
+        .collect();
+    let taking = std::thread::spawn(move || {
+        use std::io::Read;
+        reads.put(&requests);
+        let mut space = vec![0; 1 << 20];
+        let mut left = u64::from(LONG) * u64::from(READS);
+        while left != 0 {
+            let came = reads.0.read(&mut space).unwrap() as u64;
+            assert_ne!(came, 0);
+            left = left.saturating_sub(came);
+        }
+        reads
+    });
+    let mut rounds = 0;
+    while !taking.is_finished() {
+        rounds += 1;
+        other.qp.post_recv(1, &[other.mr.sge(0, 64)]).unwrap();
+        peer.put(&[send(rounds, b"go on")]);
+        assert_success(&other.received());
+    }
+    assert!(rounds > 30, "{rounds}");
+    drop((taking.join().unwrap(), peer));
+    for _ in 0..2 {
+        event(victim.vm(), iw_event::CLOSE);
+    }
+    drop((side, other));
     victim.leave();
 }
