@@ -88,9 +88,7 @@ impl Flows {
             let share = footprint.share(Flow::FOOTPRINT).ok()?;
             self.all.insert(ends, Flow::new(&vm, way, now, share));
         }
-        let flow = self.all.get_mut(&ends)?;
-        flow.used = now;
-        Some(flow)
+        self.all.get_mut(&ends)
     }
 
     /// Forgets flows that nobody uses.
@@ -201,6 +199,7 @@ impl Flows {
         let Some(flow) = self.flow(tables, ends, way, false, now) else {
             return false;
         };
+        flow.used = now;
         let rested = before.is_some_and(|used| now.saturating_sub(used) >= IDLE);
         if rested && flow.messages.is_empty() {
             flow.renew();
@@ -325,7 +324,6 @@ impl Flows {
         let Some(flow) = self.flow(tables, ends, way, true, now) else {
             return Verdict::Dropped(Reason::NoRoom);
         };
-        flow.way = way;
         let known = flow.incoming.as_ref().map(Incoming::token);
         if known != Some(data.token) {
             if known.is_some_and(|known| !is_newer(data.token, known)) {
@@ -344,6 +342,7 @@ impl Flows {
             flow.remove_all(|message| !message.is_request());
             flow.incoming = Some(Incoming::new(data.token));
         }
+        (flow.way, flow.used) = (way, now);
         let Some(incoming) = &mut flow.incoming else {
             return Verdict::Dropped(Reason::State);
         };
