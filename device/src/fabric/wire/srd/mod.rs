@@ -26,7 +26,7 @@ use super::egress::Egress;
 use super::frame::{Addresses, Frame, Route};
 use super::packet::{Packet, Payload, Psn};
 use super::port::Port;
-use super::recipients::{Arriving, Destination, Recipients};
+use super::recipients::Recipients;
 use super::srd_packet::{most_refusals, Data, Refusal, SrdPacket, MOST_PATHS};
 use super::verdict::{Reason, Verdict};
 use crate::engine::payload_of;
@@ -136,20 +136,17 @@ impl Flows {
                 continue;
             };
             flow.wake = None;
-            let to = Destination {
-                segment: ends.segment,
-                gid: ends.here,
-            };
-            let arriving = Arriving {
-                bytes: 0,
-                source: ends.there,
-                can_wait: true,
+            let Some(vm) = flow.vm.upgrade() else {
+                self.all.remove(&ends);
+                continue;
             };
             let mut running = None;
-            let there = vms.visit(to, arriving, &mut |tables| {
+            // It is told even if it has the GID no longer: its messages have to end.
+            let there = vms.visit_vm(&vm, &mut |tables| {
                 if flow.is_of(tables) && !flow.is_old(now) {
                     running = Some(tables.running);
-                    flow.expire(egress, tables, now);
+                    let has_gid = tables.gids.contains(&Some(ends.here));
+                    flow.expire(egress, tables, has_gid, now);
                 }
             });
             match running {

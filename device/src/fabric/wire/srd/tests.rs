@@ -426,6 +426,34 @@ fn a_message_without_a_receive_keeps_no_other_over_the_wire() {
     assert_eq!(simulation.pair.told().len(), 100);
 }
 
+// D-SRD-005, D-SRD-019.
+/// The GID goes from which messages are sent: they end.
+#[test]
+fn messages_end_when_the_gid_goes_that_they_are_from() {
+    let mut simulation = Simulation::of(qp_type::SRD, [loses_all(), clean()[1]], |_| {});
+    for wr_id in 0..3 {
+        let send = simulation
+            .pair
+            .a_reliable_datagram(0, wr_opcode::RDMA_WRITE, wr_id, 10_000);
+        simulation.pair.post_send(0, &send);
+    }
+    simulation.run(SECOND);
+    simulation.pair.ends[0]
+        .guest
+        .vm
+        .tables_mut()
+        .gids
+        .fill(None);
+    simulation.run(10 * SECOND);
+    let mut told = simulation.pair.told();
+    told.sort_unstable();
+    let error = wc_status::RESP_TIMEOUT_ERR;
+    assert_eq!(told, [0, 1, 2].map(|wr_id| (wr_id, error)));
+    assert_eq!(simulation.pair.state(0), qp_state::RTS);
+    simulation.run(300 * SECOND);
+    assert_eq!(simulation.net.wires[0].flows.all.len(), 0);
+}
+
 // D-SRD-010.
 /// What is of an older flow, or seems to be, changes nothing of the one that there is.
 #[test]
