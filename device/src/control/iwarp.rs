@@ -156,7 +156,7 @@ pub(super) fn listen(rnic: &Arc<Rnic>, body: &IwListen) -> Result<Vec<u8>, Error
             _ => return Err(Error::NoMemory),
         },
     };
-    let listener = port.listen(body.cookie, backlog, socket.clone())?;
+    let listener = port.listen(body.cookie, local.port(), backlog, socket.clone())?;
     if let Some(socket) = socket {
         rnic.ask_iwarp(Request::Listen {
             port: port.clone(),
@@ -169,10 +169,11 @@ pub(super) fn listen(rnic: &Arc<Rnic>, body: &IwListen) -> Result<Vec<u8>, Error
 
 pub(super) fn destroy_listen(rnic: &Arc<Rnic>, listener: u32) -> Result<Vec<u8>, Error> {
     let port = port(rnic)?;
-    port.destroy_listen(listener)?;
+    let heir = port.destroy_listen(listener)?;
     rnic.ask_iwarp(Request::DestroyListen {
         port: port.clone(),
         listener,
+        heir,
     });
     Ok(Vec::new())
 }

@@ -151,6 +151,10 @@ impl Recipients for Here<'_> {
         let vm = owners.get(to);
         vm.is_none_or(|vm| visit_one(section, queue, *worker, vm, bytes, visit))
     }
+
+    fn visit_vm(&mut self, vm: &Vm, visit: &mut dyn FnMut(&Tables)) -> bool {
+        visit_one(self.section, self.queue, self.worker, vm, 0, visit)
+    }
 }
 
 impl WireEnd {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Queue pairs of iWARP: connections that the device makes, in one process and between two.
-use std::net::{IpAddr, Ipv4Addr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -87,7 +87,7 @@ impl Bed {
         Self::made(apart, false, "", more)
     }
 
-    /// With more in the tables of each device and of its port.
+    /// With more in the tables of each device (`VM` stands for its number) and of its port.
     pub fn configured(apart: bool, of_device: &str, more: &str) -> Self {
         Self::made(apart, false, of_device, more)
     }
@@ -108,6 +108,7 @@ impl Bed {
         );
         let device = |vm: usize| {
             let socket = directory.join(format!("vm{vm}"));
+            let of_device = of_device.replace("VM", &vm.to_string());
             format!(
                 "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:00:0{vm}'\ntransport = 'iwarp'\n\
                  {of_device}\n[device.iwarp]\naddress = '{}'\n{names}\n{more}\n",
@@ -600,6 +601,53 @@ fn what_has_begun_is_sent_before_a_connection_closes() {
     assert_eq!(close.status, 0);
 }
 
+/// What has begun is carried out where messages stay in the process, too.
+// D-IWP-008.
+#[test]
+fn a_long_message_goes_on_while_its_queue_pair_closes() {
+    let mut bed = Bed::new(false);
+    let options = SideOptions {
+        memory: 32 << 20,
+        ..SideOptions::default()
+    };
+    let [a, b] = bed.pair_with(&options);
+    let size = 32 << 20;
+    let data = pattern(1, size as usize);
+    a.mr.write(0, &data);
+    a.qp.write(2, &[a.mr.sge(0, size)], b.mr.iova, b.mr.rkey)
+        .unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    while b.mr.read(0, 64) != data[..64] {
+        assert!(Instant::now() < deadline);
+    }
+    a.qp.set_state(qp_state::SQD).unwrap();
+    assert_success(&a.sent());
+    assert_eq!(b.mr.read(0, size as usize), data);
+    for vm in &bed.vms {
+        assert_eq!(event(vm, iw_event::CLOSE).status, 0);
+    }
+    bed.assert_unharmed();
+}
+
+/// VMs of different networks of a process have nothing in common but TCP.
+// D-IWP-001.
+#[test]
+fn networks_of_a_process_are_apart() {
+    let bed = Bed::configured(false, "network = 'of-VM'", "");
+    let [a, b] = [0, 1].map(|vm| bed.side(vm));
+    bed.listen(1);
+    a.qp.post_recv(1, &[a.mr.sge(0, 64)]).unwrap();
+    connect(&bed.vms[0], &a, 1, 1, b"");
+    let request = event(&bed.vms[1], iw_event::CONNECT_REQUEST);
+    accept(&bed.vms[1], request.connection, &b, 1, b"").unwrap();
+    assert_eq!(event(&bed.vms[0], iw_event::CONNECT_REPLY).status, 0);
+    // Who was connected to sends first.
+    event(&bed.vms[1], iw_event::ESTABLISHED);
+    b.qp.send(2, &[b.mr.sge(0, 64)]).unwrap();
+    assert_success(&b.sent());
+    assert_success(&a.received());
+}
+
 #[test]
 fn a_connection_is_rejected() {
     for apart in BOTH {
@@ -656,6 +704,41 @@ fn nobody_listens() {
         destroy_listen(vm, first).unwrap_err().status(),
         Some(status::ENOENT)
     );
+}
+
+/// Who listens everywhere for one family of addresses goes, and who does so for the other one stays.
+#[test]
+fn a_listener_stays_when_that_of_the_other_family_goes() {
+    let bed = Bed::new(false);
+    let (a, vm) = (bed.side(0), &bed.vms[1]);
+    let first = listen(vm, PORT).unwrap();
+    let body = iwarp::IwListen {
+        cookie: 77,
+        local: endpoint(Ipv6Addr::UNSPECIFIED.into(), PORT),
+        backlog: 1,
+        ..iwarp::IwListen::default()
+    };
+    let second = vm.execute::<IwListen>(&body).unwrap().handle;
+    let again = vm.execute::<IwListen>(&body).map(drop);
+    assert_eq!(again.unwrap_err().status(), Some(status::EADDRINUSE));
+    for (gone, cookie) in [(None, LISTENER), (Some(first), 77)] {
+        if let Some(first) = gone {
+            destroy_listen(vm, first).unwrap();
+        }
+        connect(&bed.vms[0], &a, 1, 1, b"");
+        let request = event(vm, iw_event::CONNECT_REQUEST);
+        assert_eq!(request.cookie, cookie);
+        let reject = iwarp::IwReject {
+            connection: request.connection,
+            ..iwarp::IwReject::default()
+        };
+        vm.execute::<IwReject>(&reject).unwrap();
+        let reply = event(&bed.vms[0], iw_event::CONNECT_REPLY);
+        assert_eq!(reply.status, status::ECONNREFUSED);
+    }
+    destroy_listen(vm, second).unwrap();
+    // It is free again.
+    listen(vm, PORT).unwrap();
 }
 
 // D-IWP-002.

@@ -4,7 +4,7 @@
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 
-use vhost_device_rdma_bare::core::command::{IwAccept, IwNextEvent};
+use vhost_device_rdma_bare::core::command::{IwAccept, IwListen, IwNextEvent};
 use vhost_device_rdma_bare::spec::command::status;
 use vhost_device_rdma_bare::spec::iwarp::{self, iw_event};
 use vhost_device_rdma_bare::spec::ring::SendWqe;
@@ -13,10 +13,10 @@ use vhost_device_rdma_bare::{Mr, Pd, Vm};
 
 use crate::common::{
     assert_footprint_falls_to, assert_reaches, assert_status, assert_success, pattern, Side,
-    NOTHING, TIMEOUT,
+    SideOptions, NOTHING, TIMEOUT,
 };
 use crate::iwarp::{
-    accept, destroy_listen, endpoint, event, listen, next, private, try_connect, Bed, PORT,
+    accept, destroy_listen, endpoint, event, guest, listen, next, private, try_connect, Bed, PORT,
 };
 use crate::iwarp_peer::{
     atomic, enhanced, fpdu, read_request, reply, request, send, tagged, Codes, Peer, Untagged,
@@ -1497,4 +1497,135 @@ fn connections_fail_without_room_in_the_account() {
     bed.assert_unharmed();
     let socket = bed.directory.join("vm0");
     assert_footprint_falls_to(&bed.processes[0], &socket, 0);
+}
+
+/// A queue pair that closes waits for what it has asked for, and closes then.
+// D-IWP-008.
+#[test]
+fn an_answer_comes_to_a_queue_pair_that_closes() {
+    let victim = Victim::new();
+    let (side, mut peer) = victim.accept(Begins::Revision2);
+    side.qp.read(9, &[side.mr.sge(0, 8)], 0x8000, 5).unwrap();
+    let asked = peer.ulpdu().expect("a request");
+    side.qp.set_state(qp_state::SQD).unwrap();
+    side.assert_quiet();
+    let stag = u32::from_be_bytes(asked[18..22].try_into().unwrap());
+    peer.put(&[tagged(
+        READ_RESPONSE,
+        true,
+        stag,
+        0,
+        b"an answer"[..8].as_ref(),
+    )]);
+    assert_success(&side.sent());
+    assert_eq!(peer.end(), None);
+    assert_eq!(event(victim.vm(), iw_event::CLOSE).status, 0);
+    drop(side);
+    victim.leave();
+}
+
+/// Peers that say nothing, at however many listeners, leave room for others.
+// D-IWP-006.
+#[test]
+fn silent_peers_of_many_listeners_keep_nobody_waiting() {
+    let victim = Victim::new();
+    let at = |n: u16| PORT + 1 + n;
+    let listeners = (0..20).map(|n| listen(victim.vm(), at(n)).unwrap());
+    let listeners: Vec<_> = listeners.collect();
+    let address = |n: u16| SocketAddr::from((victim.bed.hosts[1], at(n % 20)));
+    let silent: Vec<_> = (0..5200).map(|n| Peer::connect(address(n))).collect();
+    std::thread::sleep(NOTHING);
+    // The VM itself connects, and others do to it.
+    let side = victim.bed.side(1);
+    let to = endpoint(guest(0), PORT);
+    try_connect(victim.vm(), &side, to, 1, b"").unwrap();
+    let refused = event(victim.vm(), iw_event::CONNECT_REPLY).status;
+    assert_eq!(refused, status::ECONNREFUSED);
+    victim.assert_works();
+    drop(silent);
+    // Nor do those that ask for connections which the driver neither accepts nor rejects.
+    let many: Vec<_> = (100..105u16).map(at).collect();
+    let others = many.iter().map(|port| {
+        let body = iwarp::IwListen {
+            local: endpoint(Ipv4Addr::UNSPECIFIED.into(), *port),
+            backlog: 2000,
+            ..iwarp::IwListen::default()
+        };
+        victim.vm().execute::<IwListen>(&body).unwrap().handle
+    });
+    let others: Vec<_> = others.collect();
+    let mut asking = Vec::new();
+    for n in 0..4500 {
+        let to = SocketAddr::from((victim.bed.hosts[1], many[n % many.len()]));
+        let mut peer = Peer::connect(to);
+        peer.write(&Begins::Revision1.request());
+        asking.push(peer);
+    }
+    std::thread::sleep(NOTHING);
+    try_connect(victim.vm(), &side, to, 1, b"").unwrap();
+    drop(asking);
+    for listener in others {
+        destroy_listen(victim.vm(), listener).unwrap();
+    }
+    let deadline = std::time::Instant::now() + TIMEOUT;
+    let replied = |came: &iwarp::IwEvent| came.kind == iw_event::CONNECT_REPLY;
+    while !next(victim.vm()).as_ref().is_some_and(replied) {
+        assert!(std::time::Instant::now() < deadline);
+    }
+    drop(side);
+    for listener in listeners {
+        destroy_listen(victim.vm(), listener).unwrap();
+    }
+    victim.leave();
+}
+
+/// A peer that takes long answers as fast as they come keeps nobody else waiting.
+// D-IWP-006.
+#[test]
+fn long_answers_keep_nobody_waiting() {
+    const LONG: u32 = 32 << 20;
+    const READS: u16 = 16;
+    let victim = Victim::new();
+    let (other, mut peer) = victim.accept(Begins::Revision1);
+    let options = SideOptions {
+        memory: LONG as usize,
+        ..SideOptions::default()
+    };
+    let side = victim.bed.side_with(1, &options);
+    let mut reads = Peer::connect(victim.address());
+    reads.write(&Begins::Revision1.request());
+    let request = event(victim.vm(), iw_event::CONNECT_REQUEST);
+    accept(victim.vm(), request.connection, &side, READS, b"").unwrap();
+    reads.frame().expect("a reply");
+    event(victim.vm(), iw_event::ESTABLISHED);
+    let (at, key) = (side.mr.iova, side.mr.rkey);
+    let requests: Vec<_> = (1..=READS.into())
+        .map(|msn| read_request(msn, key, at, LONG))
+        .collect();
+    let taking = std::thread::spawn(move || {
+        use std::io::Read;
+        reads.put(&requests);
+        let mut space = vec![0; 1 << 20];
+        let mut left = u64::from(LONG) * u64::from(READS);
+        while left != 0 {
+            let came = reads.0.read(&mut space).unwrap() as u64;
+            assert_ne!(came, 0);
+            left = left.saturating_sub(came);
+        }
+        reads
+    });
+    let mut rounds = 0;
+    while !taking.is_finished() {
+        rounds += 1;
+        other.qp.post_recv(1, &[other.mr.sge(0, 64)]).unwrap();
+        peer.put(&[send(rounds, b"go on")]);
+        assert_success(&other.received());
+    }
+    assert!(rounds > 30, "{rounds}");
+    drop((taking.join().unwrap(), peer));
+    for _ in 0..2 {
+        event(victim.vm(), iw_event::CLOSE);
+    }
+    drop((side, other));
+    victim.leave();
 }

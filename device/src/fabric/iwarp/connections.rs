@@ -170,7 +170,11 @@ impl Iwarp {
                 listener,
                 socket,
             } => self.listen(port, listener, socket),
-            Request::DestroyListen { port, listener } => self.destroy_listen(&port, listener),
+            Request::DestroyListen {
+                port,
+                listener,
+                heir,
+            } => self.destroy_listen(&port, listener, heir),
             Request::Connect {
                 port,
                 id,
@@ -214,11 +218,17 @@ impl Iwarp {
             .insert(token, Entry::Listener(Box::new(listener)));
     }
 
-    pub(super) fn destroy_listen(&mut self, port: &Arc<Port>, id: u32) {
+    pub(super) fn destroy_listen(&mut self, port: &Arc<Port>, id: u32, heir: Option<u32>) {
         let Some(token) = self.by_id.remove(&key(port, id)) else {
             return;
         };
-        self.entries.remove(&token);
+        match (heir, self.entries.get_mut(&token)) {
+            (Some(heir), Some(Entry::Listener(listener))) => {
+                listener.id = heir;
+                self.by_id.insert(key(port, heir), token);
+            }
+            _ => drop(self.entries.remove(&token)),
+        }
         // What waited to be accepted, the driver knows no longer.
         let waits = |entry: &Entry| match entry {
             Entry::Connection(of) => {
@@ -415,8 +425,8 @@ impl Iwarp {
                 }
             };
             let (port, id) = (listener.port.clone(), listener.id);
-            if port.is_crowded(id) {
-                self.send_away_oldest(&port, id);
+            if port.is_crowded() {
+                self.send_away_oldest(&port);
             }
             let Some(id) = port.incoming(id) else {
                 // Its end is all that the peer learns.
@@ -430,13 +440,13 @@ impl Iwarp {
         self.ready.push(token);
     }
 
-    /// The peer that came first to a listener, of those that have asked for nothing yet, has to go.
-    pub(super) fn send_away_oldest(&mut self, port: &Arc<Port>, listener: u32) {
+    /// The peer that came first to a port, of those that have asked for nothing yet, has to go.
+    pub(super) fn send_away_oldest(&mut self, port: &Arc<Port>) {
         let silent = |entry: &Entry| match entry {
             Entry::Connection(of) => {
                 Arc::ptr_eq(&of.port, port)
                     && matches!(of.phase, Phase::AwaitsRequest)
-                    && port.waits_at(of.id, listener)
+                    && of.qp.is_none()
             }
             Entry::Listener(_) => false,
         };
@@ -566,7 +576,7 @@ impl Iwarp {
                 Err(status) => Step::Over(status),
             },
             Phase::Direct => match connection.read_nothing() {
-                Ok(()) => Step::Waits,
+                Ok(()) => self.direct(token, connection, here),
                 Err(status) => Step::Over(status),
             },
             Phase::Accepted(_) | Phase::Streams(_) => self.stream(token, connection, here),

@@ -222,7 +222,7 @@ impl Iwarp {
         let both = request
             .enhanced
             .is_some_and(|with| with.peer_to_peer.is_some());
-        if both || self.initiator_is_here(connection) {
+        if both || self.initiator_is_here(connection, here) {
             // The first message of the initiator shows that it is ready; one of this process joins.
             self.set_deadline(token, connection, Some(here.now.saturating_add(BEGIN)));
             return Step::Again;
@@ -296,32 +296,31 @@ impl Iwarp {
         self.begin_streaming(token, connection, kind, Some(reply), here)
     }
 
-    /// Whether the other end of a connection is here, and waits for the reply.
-    pub(super) fn initiator_is_here(&self, connection: &Connection) -> bool {
-        let ends = (connection.remote, connection.local);
-        let entry = self
-            .ends
-            .get(&ends)
-            .and_then(|token| self.entries.get(token));
-        let Some(Entry::Connection(other)) = entry else {
-            return false;
-        };
-        matches!(other.phase, Phase::AwaitsReply)
+    /// Whether the other end of a connection is here, and waits for the reply, to join.
+    pub(super) fn initiator_is_here(&self, connection: &Connection, here: Here<'_>) -> bool {
+        let other = self.other_end(connection, here);
+        other.is_some_and(|(_, other)| matches!(other.phase, Phase::AwaitsReply))
     }
 
-    /// The connection of this process that is the other end of this one, if messages between their VMs
-    /// stay here.
+    /// The connection of this process that is the other end of this one and was accepted, if messages
+    /// between their VMs stay here.
     pub(super) fn partner(&self, connection: &Connection, here: Here<'_>) -> Option<Token> {
+        let (token, other) = self.other_end(connection, here)?;
+        let accepted = matches!(other.phase, Phase::Accepted(_)) && other.qp.is_some();
+        accepted.then_some(token)
+    }
+
+    /// The other end of a connection, if messages between their VMs stay here.
+    fn other_end(&self, connection: &Connection, here: Here<'_>) -> Option<(Token, &Connection)> {
         let ends = (connection.remote, connection.local);
         let token = *self.ends.get(&ends)?;
         let Some(Entry::Connection(other)) = self.entries.get(&token) else {
             return None;
         };
         let (ours, theirs) = (&connection.port.vm, &other.port.vm);
-        let accepted = matches!(other.phase, Phase::Accepted(_)) && other.qp.is_some();
         let meets = ours.network == theirs.network && ours.meets(theirs);
         let known = own_gid(ours, here).is_some() && own_gid(theirs, here).is_some();
-        (accepted && meets && known).then_some(token)
+        (meets && known).then_some((token, other))
     }
 
     /// Both ends are here: their queue pairs are connected to each other.

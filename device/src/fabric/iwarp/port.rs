@@ -25,7 +25,9 @@ use crate::verbs::Error;
 pub const MOST_CONNECTIONS: usize = 4096;
 /// Connections of a listener that wait to be accepted, at most.
 pub(crate) const MOST_BACKLOG: u32 = 1024;
-/// Those that came in and have asked for nothing yet, at most.
+/// Those of a port, at whichever listeners: what is left is for connections that the driver wants.
+const MOST_WAITING: usize = MOST_CONNECTIONS / 2;
+/// Those of a port that came in and have asked for nothing yet, at most.
 const MOST_SILENT: usize = 256;
 /// Events that wait for the driver, at most: no connection begins while there are more.
 const MOST_EVENTS: usize = 4 * MOST_CONNECTIONS;
@@ -103,8 +105,12 @@ pub(crate) enum Request {
         listener: u32,
         socket: Arc<TcpListener>,
     },
-    /// They do so no longer.
-    DestroyListen { port: Arc<Port>, listener: u32 },
+    /// They do so no longer, or for another listener, its heir.
+    DestroyListen {
+        port: Arc<Port>,
+        listener: u32,
+        heir: Option<u32>,
+    },
     /// A connection begins by this socket, which is connecting.
     Connect {
         port: Arc<Port>,
@@ -160,6 +166,8 @@ struct Told {
 struct Listening {
     cookie: u64,
     backlog: u32,
+    /// The TCP port.
+    at: u16,
     /// The worker's, too, which lets it go later. None: another listener of the VM has the address.
     socket: Option<Arc<TcpListener>>,
     _share: Share,
@@ -182,10 +190,23 @@ impl Known {
 }
 
 impl Inner {
-    /// Connections that came in at a listener, and of which `asked` is so.
-    fn count(&self, listener: u32, asked: bool) -> usize {
-        let of_it = |known: &&Known| known.listener == Some(listener) && known.asked == asked;
-        self.connections.values().filter(of_it).count()
+    /// Connections that came in, and have asked for nothing yet.
+    fn silent(&self) -> usize {
+        let silent = |known: &&Known| known.listener.is_some() && !known.asked;
+        self.connections.values().filter(silent).count()
+    }
+
+    /// Whether one more that came in at a listener may wait to be accepted.
+    fn may_wait(&self, listener: u32) -> bool {
+        let Some(Listening { backlog, .. }) = self.listeners.get(&listener) else {
+            return false;
+        };
+        let (mut all, mut here) = (0, 0);
+        for known in self.connections.values().filter(|known| known.waits()) {
+            all += 1;
+            here += u32::from(known.listener == Some(listener));
+        }
+        all < MOST_WAITING && here < *backlog
     }
 
     /// A number that no connection or listener has.
@@ -273,6 +294,7 @@ impl Port {
     pub(crate) fn listen(
         &self,
         cookie: u64,
+        at: u16,
         backlog: u32,
         socket: Option<Arc<TcpListener>>,
     ) -> Result<u32, Error> {
@@ -282,6 +304,7 @@ impl Port {
         let listening = Listening {
             cookie,
             backlog,
+            at,
             socket,
             _share: share,
         };
@@ -295,18 +318,19 @@ impl Port {
         (inner.listeners.len(), inner.connections.len())
     }
 
-    /// Whether the VM listens at a TCP port.
+    /// Whether the VM listens at a TCP port, once.
     pub(crate) fn listens_at(&self, port: u16) -> bool {
         let inner = self.inner();
-        let mut sockets = inner.listeners.values().filter_map(|of| of.socket.as_ref());
-        sockets.any(|socket| socket.local_addr().is_ok_and(|at| at.port() == port))
+        let mut there = inner.listeners.values().filter(|of| of.at == port);
+        there.next().is_some() && there.next().is_none()
     }
 
-    /// A listener ends. Nothing of it is told any longer.
+    /// A listener ends. Nothing of it is told any longer. Returns its heir: the one that it had the
+    /// address instead of.
     ///
     /// # Errors
     /// If there is none.
-    pub(crate) fn destroy_listen(&self, listener: u32) -> Result<(), Error> {
+    pub(crate) fn destroy_listen(&self, listener: u32) -> Result<Option<u32>, Error> {
         let mut inner = self.inner();
         let Inner {
             connections,
@@ -315,9 +339,16 @@ impl Port {
             ..
         } = &mut *inner;
         let gone = listeners.remove(&listener).ok_or(Error::NotFound)?;
+        let mut heir = None;
         if let Some(socket) = gone.socket {
-            // Its address is free at once.
-            let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Read);
+            let mut others = listeners.iter_mut();
+            if let Some((number, other)) = others.find(|(_, of)| of.at == gone.at) {
+                other.socket = Some(socket);
+                heir = Some(*number);
+            } else {
+                // Its address is free at once.
+                let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Read);
+            }
         }
         // What the driver was told of, it will accept or reject.
         let of_it = |known: &Known| known.listener == Some(listener) && !known.told;
@@ -326,7 +357,7 @@ impl Port {
             event.kind != iw_event::CONNECT_REQUEST || !known.is_some_and(of_it)
         });
         connections.retain(|_, known| !of_it(known));
-        Ok(())
+        Ok(heir)
     }
 
     /// A connection of a queue pair; its number.
@@ -358,9 +389,9 @@ impl Port {
         Ok(())
     }
 
-    /// Whether as many connections came in at a listener and asked for nothing as may.
-    pub(crate) fn is_crowded(&self, listener: u32) -> bool {
-        self.inner().count(listener, false) >= MOST_SILENT
+    /// Whether as many connections came in and asked for nothing as may.
+    pub(crate) fn is_crowded(&self) -> bool {
+        self.inner().silent() >= MOST_SILENT
     }
 
     /// A connection came in at a listener. Returns its number, unless the listener has gone, or
@@ -369,7 +400,7 @@ impl Port {
         let share = self.vm.footprint().share(CONNECTION).ok()?;
         let mut inner = self.inner();
         let cookie = inner.listeners.get(&listener)?.cookie;
-        if inner.count(listener, false) >= MOST_SILENT {
+        if inner.silent() >= MOST_SILENT {
             return None;
         }
         let number = inner.number().ok()?;
@@ -385,19 +416,11 @@ impl Port {
         Some(number)
     }
 
-    /// Whether a connection came in at this listener, and is not accepted.
-    pub(crate) fn waits_at(&self, id: u32, listener: u32) -> bool {
-        let inner = self.inner();
-        let known = inner.connections.get(&id);
-        known.is_some_and(|known| known.listener == Some(listener))
-    }
-
     /// The peer of one that came in asks for a connection. Returns whether it may wait for that.
     pub(crate) fn asks(&self, id: u32) -> bool {
         let mut inner = self.inner();
         let of = inner.connections.get(&id).and_then(|known| known.listener);
-        let listener = of.and_then(|of| Some((of, inner.listeners.get(&of)?.backlog)));
-        let may = listener.is_some_and(|(of, backlog)| inner.count(of, true) < backlog as usize);
+        let may = of.is_some_and(|of| inner.may_wait(of));
         if let Some(known) = inner.connections.get_mut(&id) {
             known.asked |= may;
         }

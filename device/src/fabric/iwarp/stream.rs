@@ -516,8 +516,12 @@ impl Stream {
         Ok(())
     }
 
-    /// Flushes all that is under way. The send queue flushes what it has itself.
+    /// Flushes all that is under way. The send queue flushes what it has itself. Of a queue pair that
+    /// was reset, nothing completes.
     pub(super) fn flush(&mut self, sq: &mut SendQueue, tables: &Tables, qp: &Arc<Qp>) {
+        if qp.state() != qp_state::ERR {
+            self.begun.clear();
+        }
         while let Some(begun) = self.begun.pop_front() {
             if begun.done {
                 sq.finish_begun(tables, qp, &begun.active);
@@ -954,6 +958,8 @@ impl Stream {
         last: bool,
     ) -> Result<(), End> {
         let mut sq = qp.send_queue();
+        // It may have been reset meanwhile.
+        check_listens(qp)?;
         if let Err(key) = placed {
             // What was posted before is done.
             self.complete(&mut sq, tables, qp)?;
@@ -971,7 +977,8 @@ impl Stream {
         }
         self.waiting = self.waiting.saturating_sub(1);
         self.complete(&mut sq, tables, qp)?;
-        if sq.active.is_some() || self.refused.is_some() || sq.posted() {
+        let closes = qp.state() == qp_state::SQD;
+        if closes || sq.active.is_some() || self.refused.is_some() || sq.posted() {
             qp.schedule();
         }
         Ok(())
@@ -988,7 +995,7 @@ impl Stream {
             (layer::RDMAP, error_type::RDMAP_REMOTE_PROTECTION)
         );
         let mut sq = qp.send_queue();
-        if self.complete(&mut sq, tables, qp).is_ok() {
+        if qp.listens() && self.complete(&mut sq, tables, qp).is_ok() {
             if let Some(oldest) = self.begun.pop_front() {
                 let status = if about_access {
                     wc_status::REM_ACCESS_ERR
@@ -1194,5 +1201,98 @@ fn of_untagged(reason: u8) -> Refusal {
         }
         vendor_err::KEY_ACCESS | vendor_err::QP_ACCESS => Refusal::RdmapAccess,
         _ => Refusal::DdpCatastrophic,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::fixture::{Guest, Send, TestQp, DATA};
+    use crate::engine::BUDGET;
+    use vhost_device_rdma_sync::Readers;
+    use virtio_rdma_spec::command::QpAttr;
+    use virtio_rdma_spec::verbs::{qp_attr, qp_type, send_flag};
+
+    /// A stream of a queue pair that has sent a request, without a socket.
+    fn asked(guest: &mut Guest) -> (TestQp, Stream) {
+        let mut qp = guest.queue_pair(qp_type::IWARP);
+        let attr = QpAttr {
+            qp_state: qp_state::INIT,
+            ..QpAttr::default()
+        };
+        qp.qp.modify(guest, qp_attr::STATE, &attr).unwrap();
+        assert!(qp.qp.establish(guest, None, [1, 1]));
+        let agreed = Agreed {
+            crc: false,
+            longest: 1000,
+            ord: 1,
+            ird: 1,
+        };
+        let mut stream = Stream::new(agreed, Share::default());
+        let read = Send {
+            opcode: wr_opcode::RDMA_READ,
+            flags: send_flag::SIGNALED,
+            sges: vec![guest.sge(0, 8)],
+            remote_addr: DATA,
+            ..Send::default()
+        };
+        guest.post_send(&mut qp, &read);
+        let tables = guest.vm.tables();
+        let mut sq = qp.qp.send_queue();
+        let (pool, budget) = (&mut Pool::default(), &mut { BUDGET });
+        let polled = stream.poll(pool, &mut sq, &tables, &qp.qp, 0, budget);
+        assert_eq!((polled, sq.under_way()), (Ok(Polled::Idle), 1));
+        drop((sq, tables));
+        (qp, stream)
+    }
+
+    /// The FPDU with this ULPDU.
+    fn fpdu(ulpdu: &[u8]) -> Vec<u8> {
+        let mut space = vec![0; 1000];
+        let length = fpdu::write(&mut space, ulpdu, 0, false, |_| Ok::<_, ()>(())).unwrap();
+        space.truncate(length);
+        space
+    }
+
+    /// A queue pair is reset while what came for its connection is taken: what its driver has forgotten
+    /// does not complete.
+    #[test]
+    fn nothing_completes_in_another_life() {
+        let (readers, _each) = Readers::new(1);
+        let response = Segment::Tagged(Tagged {
+            kind: TaggedKind::ReadResponse,
+            last: true,
+            stag: 1,
+            offset: 0,
+            payload: &[7; 8],
+        });
+        let mut segment = Vec::new();
+        response.write(&mut segment);
+        let response = fpdu(&segment);
+        let mut segment = Vec::new();
+        Terminate::new(Refusal::RdmapAccess, &[]).write_segment(&mut segment);
+        let terminate = fpdu(&segment);
+        for what in 0..3 {
+            for resets in [false, true] {
+                let mut guest = Guest::new(&readers, 1);
+                let (qp, mut stream) = asked(&mut guest);
+                if resets {
+                    let attr = QpAttr::default();
+                    qp.qp.modify(&guest, qp_attr::STATE, &attr).unwrap();
+                }
+                let tables = guest.vm.tables();
+                match what {
+                    0 => drop(stream.take(&response, &tables, &qp.qp)),
+                    1 => drop(stream.take(&terminate, &tables, &qp.qp)),
+                    _ => {
+                        qp.qp.fail();
+                        stream.flush(&mut qp.qp.send_queue(), &tables, &qp.qp);
+                    }
+                }
+                drop(tables);
+                assert_eq!(guest.poll_all().len(), usize::from(!resets), "{what}");
+                assert_eq!(qp.qp.send_queue().under_way(), 0);
+            }
+        }
     }
 }

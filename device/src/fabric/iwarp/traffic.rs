@@ -211,11 +211,8 @@ impl Iwarp {
                     self.poll_stream(token, &mut connection, tables, qp, budget, here);
                 (Some(polled), step)
             }
-            qp_state::SQD if alive => {
-                // What has begun is carried out; there is nothing that has, between polls.
-                let step = self.begin_to_close(token, &mut connection, 0, here);
-                (idle, step)
-            }
+            // What has begun is carried out, and then the connection closes.
+            qp_state::SQD if alive => (None, self.direct(token, &mut connection, here)),
             // It waits for its connection.
             qp_state::INIT if alive => (idle, Step::Waits),
             qp_state::ERR if alive => {
@@ -232,6 +229,21 @@ impl Iwarp {
         };
         self.settle(token, connection, step, here);
         polled
+    }
+
+    /// Messages go directly to the other end: there is nothing to do before the queue pair closes.
+    pub(super) fn direct(
+        &mut self,
+        token: Token,
+        connection: &mut Connection,
+        here: Here<'_>,
+    ) -> Step {
+        let closes = |qp: &Arc<Qp>| qp.state() == qp_state::SQD;
+        match connection.qp.as_ref().filter(|qp| closes(qp)) {
+            None => Step::Waits,
+            Some(qp) if qp.send_queue().in_progress() => Step::Later,
+            Some(_) => self.begin_to_close(token, connection, 0, here),
+        }
     }
 
     /// The queue pair went to the error state: the peer is told by the end of the connection.

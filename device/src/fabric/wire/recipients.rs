@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Whom the fabric asks which VMs a frame is for.
 use crate::engine::tables::{Gid, Tables};
-use crate::engine::vm::Segment;
+use crate::engine::vm::{Segment, Vm};
 
 /// Who a frame may be for.
 pub(crate) trait Recipients {
@@ -9,6 +9,10 @@ pub(crate) trait Recipients {
     /// pairs in that group. The frame, of so many bytes, is work that is done for the VM. Returns
     /// false if a VM is busy for a moment, and calls nothing if the frame can wait.
     fn visit(&mut self, to: Destination, frame: Arriving, visit: &mut dyn FnMut(&Tables)) -> bool;
+
+    /// Calls `visit` with the tables of a VM, whatever destinations it has. Returns false if it is busy
+    /// for a moment.
+    fn visit_vm(&mut self, vm: &Vm, visit: &mut dyn FnMut(&Tables)) -> bool;
 }
 
 /// What there is to know of a frame that comes.

@@ -28,10 +28,10 @@ use super::port::{Direction, Port};
 use super::recipients::{Arriving, Destination as To, Recipients};
 use super::{path_mtu_within, Wire, MOST_WAIT, MOST_WAITING_FOR_ONE};
 use crate::engine::fixture::{Destination, Guest, Send, DATA, ON_HOSTS, QKEY};
-use crate::engine::message::GRH;
+use crate::engine::message::{is_multicast, GRH};
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Tables;
-use crate::engine::vm::{Congestion, PacketEvent, Segment, Uplink};
+use crate::engine::vm::{Congestion, PacketEvent, Segment, Uplink, Vm};
 use crate::engine::{payload_of, Budget, BUDGET};
 use crate::fabric::local::lookup_cache::LookupCache;
 use crate::fabric::local::tests::{Never, Process};
@@ -59,7 +59,14 @@ const TIMEOUT: Duration = Duration::from_nanos(TIMEOUT_NANOSECONDS);
 struct Only<'a>(&'a Tables);
 
 impl Recipients for Only<'_> {
-    fn visit(&mut self, _: To, _: Arriving, visit: &mut dyn FnMut(&Tables)) -> bool {
+    fn visit(&mut self, to: To, _: Arriving, visit: &mut dyn FnMut(&Tables)) -> bool {
+        if is_multicast(&to.gid) || self.0.gids.contains(&Some(to.gid)) {
+            visit(self.0);
+        }
+        true
+    }
+
+    fn visit_vm(&mut self, _: &Vm, visit: &mut dyn FnMut(&Tables)) -> bool {
         visit(self.0);
         true
     }
@@ -1288,6 +1295,10 @@ impl Recipients for Busy {
         self.taken.push((to.gid[15], frame.bytes));
         true
     }
+
+    fn visit_vm(&mut self, _: &Vm, _: &mut dyn FnMut(&Tables)) -> bool {
+        true
+    }
 }
 
 /// A wire to which frames come that are for VMs.
@@ -1638,6 +1649,11 @@ impl Recipients for ForFrames<'_> {
             visit(self.0);
         }
         there
+    }
+
+    fn visit_vm(&mut self, _: &Vm, visit: &mut dyn FnMut(&Tables)) -> bool {
+        visit(self.0);
+        true
     }
 }
 

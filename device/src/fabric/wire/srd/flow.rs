@@ -512,12 +512,23 @@ impl Flow {
         }
     }
 
-    /// Time has come to `now`.
-    pub(super) fn expire<P: Port>(&mut self, egress: &mut Egress<P>, tables: &Tables, now: u64) {
+    /// Time has come to `now`. If its VM has the GID no longer, all of it ends.
+    pub(super) fn expire<P: Port>(
+        &mut self,
+        egress: &mut Egress<P>,
+        tables: &Tables,
+        has_gid: bool,
+        now: u64,
+    ) {
         if !tables.running {
             // That does not count.
             self.out.heard(now);
             self.heard(now);
+            return;
+        }
+        if !has_gid {
+            self.abandon(NO_ANSWER, now);
+            self.settle(tables);
             return;
         }
         if !self.out.expire(now) {

@@ -26,7 +26,7 @@ use super::egress::Egress;
 use super::frame::{Addresses, Frame, Route};
 use super::packet::{Packet, Payload, Psn};
 use super::port::Port;
-use super::recipients::{Arriving, Destination, Recipients};
+use super::recipients::Recipients;
 use super::srd_packet::{most_refusals, Data, Refusal, SrdPacket, MOST_PATHS};
 use super::verdict::{Reason, Verdict};
 use crate::engine::payload_of;
@@ -88,9 +88,7 @@ impl Flows {
             let share = footprint.share(Flow::FOOTPRINT).ok()?;
             self.all.insert(ends, Flow::new(&vm, way, now, share));
         }
-        let flow = self.all.get_mut(&ends)?;
-        flow.used = now;
-        Some(flow)
+        self.all.get_mut(&ends)
     }
 
     /// Forgets flows that nobody uses.
@@ -138,20 +136,17 @@ impl Flows {
                 continue;
             };
             flow.wake = None;
-            let to = Destination {
-                segment: ends.segment,
-                gid: ends.here,
-            };
-            let arriving = Arriving {
-                bytes: 0,
-                source: ends.there,
-                can_wait: true,
+            let Some(vm) = flow.vm.upgrade() else {
+                self.all.remove(&ends);
+                continue;
             };
             let mut running = None;
-            let there = vms.visit(to, arriving, &mut |tables| {
+            // It is told even if it has the GID no longer: its messages have to end.
+            let there = vms.visit_vm(&vm, &mut |tables| {
                 if flow.is_of(tables) && !flow.is_old(now) {
                     running = Some(tables.running);
-                    flow.expire(egress, tables, now);
+                    let has_gid = tables.gids.contains(&Some(ends.here));
+                    flow.expire(egress, tables, has_gid, now);
                 }
             });
             match running {
@@ -201,6 +196,7 @@ impl Flows {
         let Some(flow) = self.flow(tables, ends, way, false, now) else {
             return false;
         };
+        flow.used = now;
         let rested = before.is_some_and(|used| now.saturating_sub(used) >= IDLE);
         if rested && flow.messages.is_empty() {
             flow.renew();
@@ -325,7 +321,6 @@ impl Flows {
         let Some(flow) = self.flow(tables, ends, way, true, now) else {
             return Verdict::Dropped(Reason::NoRoom);
         };
-        flow.way = way;
         let known = flow.incoming.as_ref().map(Incoming::token);
         if known != Some(data.token) {
             if known.is_some_and(|known| !is_newer(data.token, known)) {
@@ -344,6 +339,7 @@ impl Flows {
             flow.remove_all(|message| !message.is_request());
             flow.incoming = Some(Incoming::new(data.token));
         }
+        (flow.way, flow.used) = (way, now);
         let Some(incoming) = &mut flow.incoming else {
             return Verdict::Dropped(Reason::State);
         };

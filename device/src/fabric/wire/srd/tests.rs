@@ -426,6 +426,95 @@ fn a_message_without_a_receive_keeps_no_other_over_the_wire() {
     assert_eq!(simulation.pair.told().len(), 100);
 }
 
+// D-SRD-005, D-SRD-019.
+/// The GID goes from which messages are sent: they end.
+#[test]
+fn messages_end_when_the_gid_goes_that_they_are_from() {
+    let mut simulation = Simulation::of(qp_type::SRD, [loses_all(), clean()[1]], |_| {});
+    for wr_id in 0..3 {
+        let send = simulation
+            .pair
+            .a_reliable_datagram(0, wr_opcode::RDMA_WRITE, wr_id, 10_000);
+        simulation.pair.post_send(0, &send);
+    }
+    simulation.run(SECOND);
+    simulation.pair.ends[0]
+        .guest
+        .vm
+        .tables_mut()
+        .gids
+        .fill(None);
+    simulation.run(10 * SECOND);
+    let mut told = simulation.pair.told();
+    told.sort_unstable();
+    let error = wc_status::RESP_TIMEOUT_ERR;
+    assert_eq!(told, [0, 1, 2].map(|wr_id| (wr_id, error)));
+    assert_eq!(simulation.pair.state(0), qp_state::RTS);
+    simulation.run(300 * SECOND);
+    assert_eq!(simulation.net.wires[0].flows.all.len(), 0);
+}
+
+// D-SRD-010.
+/// What is of an older flow, or seems to be, changes nothing of the one that there is.
+#[test]
+fn packets_of_an_older_flow_change_nothing() {
+    let mut simulation = start();
+    let write = simulation
+        .pair
+        .a_reliable_datagram(0, wr_opcode::RDMA_WRITE, 1, 100);
+    simulation.pair.post_send(0, &write);
+    simulation.run(SECOND);
+    assert_eq!(simulation.pair.told(), [(1, wc_status::SUCCESS)]);
+    let known = |simulation: &Simulation| {
+        let mut flows = simulation.net.wires[1].flows.all.values();
+        let flow = flows.next().unwrap();
+        let token = flow.incoming.as_ref().map_or(0, Incoming::token);
+        (token, flow.way, flow.used)
+    };
+    let before = known(&simulation);
+    let [first, second] = &simulation.pair.ends;
+    let addresses = Addresses {
+        source_mac: [0x66; 6],
+        destination_mac: second.mac(),
+        source: first.guest.gid,
+        destination: second.guest.gid,
+        ..Addresses::default()
+    };
+    let data = Data {
+        kind: Kind::Nothing,
+        solicited: false,
+        path: 0,
+        token: before.0 - (1 << 32),
+        number: 0,
+        heard: 0,
+        src_qp: 0,
+        qkey: 0,
+        message: 0,
+        length: 0,
+        offset: 0,
+        immediate: None,
+        rkey: 0,
+        remote_addr: 0,
+    };
+    let packet = Packet::srd(0, Psn::default(), SrdPacket::Data(data, &[]));
+    let bytes = frame::frame(&addresses, &packet);
+    simulation.net.wires[0]
+        .out
+        .port
+        .send(SECOND, SEGMENT, [0; 16], &bytes);
+    simulation.run(2 * SECOND);
+    assert_eq!(
+        simulation.net.wires[1]
+            .out
+            .view
+            .counters
+            .dropped()
+            .find(|of| of.0 == "behind"),
+        Some(("behind", 1))
+    );
+    assert_eq!(known(&simulation), before);
+}
+
 #[test]
 fn tokens_rise() {
     let mut token = new_token(0);
