@@ -318,23 +318,25 @@ impl Flows {
         payload: &[u8],
     ) -> Verdict {
         let way = frame.addresses.back();
+        let known = self.all.get(&ends).filter(|flow| flow.is_of(tables));
+        let known = known.and_then(|flow| flow.incoming.as_ref().map(Incoming::token));
+        let begins = known != Some(data.token);
+        if begins && known.is_some_and(|known| !is_newer(data.token, known)) {
+            return Verdict::Dropped(Reason::Behind);
+        }
+        if begins && data.heard != 0 {
+            // What came before is not known here. Nothing is kept for it.
+            if let Some(vm) = tables.vm.upgrade() {
+                let token = data.token;
+                let reset = Packet::srd(0, Psn::default(), SrdPacket::Reset { token });
+                egress.send_empty(now, &vm, Some(&Route::on_path(way, 0)), &reset);
+            }
+            return Verdict::Dropped(Reason::State);
+        }
         let Some(flow) = self.flow(tables, ends, way, true, now) else {
             return Verdict::Dropped(Reason::NoRoom);
         };
-        let known = flow.incoming.as_ref().map(Incoming::token);
-        if known != Some(data.token) {
-            if known.is_some_and(|known| !is_newer(data.token, known)) {
-                return Verdict::Dropped(Reason::Behind);
-            }
-            if data.heard != 0 {
-                // What came before is not known here.
-                if let Some(vm) = tables.vm.upgrade() {
-                    let token = data.token;
-                    let reset = Packet::srd(0, Psn::default(), SrdPacket::Reset { token });
-                    egress.send_empty(now, &vm, Some(&Route::on_path(way, 0)), &reset);
-                }
-                return Verdict::Dropped(Reason::State);
-            }
+        if begins {
             // What the peer has asked for before is of no use to it.
             flow.remove_all(|message| !message.is_request());
             flow.incoming = Some(Incoming::new(data.token));

@@ -515,6 +515,50 @@ fn packets_of_an_older_flow_change_nothing() {
     assert_eq!(known(&simulation), before);
 }
 
+// D-SRD-010.
+/// What is of flows that are not known here is answered, and nothing is kept for it.
+#[test]
+fn packets_of_unknown_flows_leave_nothing() {
+    let mut simulation = start();
+    let [first, second] = &simulation.pair.ends;
+    for source in 0..10 {
+        let mut gid = first.guest.gid;
+        gid[14] = source;
+        let addresses = Addresses {
+            source_mac: first.mac(),
+            destination_mac: second.mac(),
+            source: gid,
+            destination: second.guest.gid,
+            ..Addresses::default()
+        };
+        let data = Data {
+            kind: Kind::Nothing,
+            solicited: false,
+            path: 0,
+            token: new_token(0),
+            number: 5,
+            heard: 1,
+            src_qp: 0,
+            qkey: 0,
+            message: 0,
+            length: 0,
+            offset: 0,
+            immediate: None,
+            rkey: 0,
+            remote_addr: 0,
+        };
+        let packet = Packet::srd(0, Psn::default(), SrdPacket::Data(data, &[]));
+        let bytes = frame::frame(&addresses, &packet);
+        let port = &mut simulation.net.wires[0].out.port;
+        port.send(0, SEGMENT, [0; 16], &bytes);
+    }
+    simulation.run(SECOND);
+    let wire = &simulation.net.wires[1];
+    let mut dropped = wire.out.view.counters.dropped();
+    assert_eq!(dropped.find(|of| of.0 == "state"), Some(("state", 10)));
+    assert_eq!(wire.flows.all.len(), 0);
+}
+
 #[test]
 fn tokens_rise() {
     let mut token = new_token(0);
