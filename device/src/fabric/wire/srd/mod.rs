@@ -86,15 +86,30 @@ impl Flows {
                 return None;
             }
             let share = footprint.share(Flow::FOOTPRINT).ok()?;
-            self.all.insert(ends, Flow::new(&vm, way, now, share));
+            let before = self.all.insert(ends, Flow::new(&vm, way, now, share));
+            if let Some(wake) = before.and_then(|before| before.wake) {
+                self.timers.remove(&(wake, ends));
+            }
         }
         self.all.get_mut(&ends)
     }
 
     /// Forgets flows that nobody uses.
     fn tidy(&mut self, now: u64) {
-        self.all.retain(|_, flow| flow.lives() && !flow.is_old(now));
+        self.keep(|flow| flow.lives() && !flow.is_old(now));
         self.tidy_at = 2 * self.all.len();
+    }
+
+    /// Forgets flows of which `stays` does not say otherwise.
+    fn keep(&mut self, stays: impl Fn(&Flow) -> bool) {
+        let timers = &mut self.timers;
+        self.all.retain(|ends, flow| {
+            let stays = stays(flow);
+            if let Some(wake) = flow.wake.filter(|_| !stays) {
+                timers.remove(&(wake, *ends));
+            }
+            stays
+        });
     }
 
     /// Something was done in a flow: it may be due at another time than before.
@@ -241,7 +256,7 @@ impl Flows {
 
     /// Forgets flows of VMs that are gone, and what is of queue pairs that are.
     pub(super) fn forget_destroyed(&mut self) {
-        self.all.retain(|_, flow| flow.lives());
+        self.keep(Flow::lives);
         let gone = |message: &Sending| {
             let qp = message.qp.upgrade();
             qp.is_none_or(|qp| qp.dead.load(Ordering::SeqCst))

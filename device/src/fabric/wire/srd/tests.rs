@@ -559,6 +559,30 @@ fn packets_of_unknown_flows_leave_nothing() {
     assert_eq!(wire.flows.all.len(), 0);
 }
 
+/// A VM is reset again and again, and its peers go on: nothing of its earlier lives is left.
+#[test]
+fn flows_of_earlier_lives_leave_no_timers() {
+    let mut simulation = start();
+    for life in 1..=5 {
+        let write = simulation
+            .pair
+            .a_reliable_datagram(0, wr_opcode::RDMA_WRITE, life, 100);
+        simulation.pair.post_send(0, &write);
+        simulation.run(life * SECOND);
+        assert_eq!(simulation.pair.told().len(), 1);
+        let flows = &simulation.net.wires[1].flows;
+        assert!(flows.timers.len() <= flows.all.len());
+        let guest = &simulation.pair.ends[1].guest;
+        let mut tables = guest.vm.tables_mut();
+        tables.clear();
+        tables.gids[0] = Some(guest.gid);
+        drop(tables);
+        if life % 2 == 0 {
+            simulation.net.wires[1].flows.forget_destroyed();
+        }
+    }
+}
+
 #[test]
 fn tokens_rise() {
     let mut token = new_token(0);
