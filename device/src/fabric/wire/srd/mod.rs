@@ -86,15 +86,30 @@ impl Flows {
                 return None;
             }
             let share = footprint.share(Flow::FOOTPRINT).ok()?;
-            self.all.insert(ends, Flow::new(&vm, way, now, share));
+            let before = self.all.insert(ends, Flow::new(&vm, way, now, share));
+            if let Some(wake) = before.and_then(|before| before.wake) {
+                self.timers.remove(&(wake, ends));
+            }
         }
         self.all.get_mut(&ends)
     }
 
     /// Forgets flows that nobody uses.
     fn tidy(&mut self, now: u64) {
-        self.all.retain(|_, flow| flow.lives() && !flow.is_old(now));
+        self.keep(|flow| flow.lives() && !flow.is_old(now));
         self.tidy_at = 2 * self.all.len();
+    }
+
+    /// Forgets flows of which `stays` does not say otherwise.
+    fn keep(&mut self, stays: impl Fn(&Flow) -> bool) {
+        let timers = &mut self.timers;
+        self.all.retain(|ends, flow| {
+            let stays = stays(flow);
+            if let Some(wake) = flow.wake.filter(|_| !stays) {
+                timers.remove(&(wake, *ends));
+            }
+            stays
+        });
     }
 
     /// Something was done in a flow: it may be due at another time than before.
@@ -241,7 +256,7 @@ impl Flows {
 
     /// Forgets flows of VMs that are gone, and what is of queue pairs that are.
     pub(super) fn forget_destroyed(&mut self) {
-        self.all.retain(|_, flow| flow.lives());
+        self.keep(Flow::lives);
         let gone = |message: &Sending| {
             let qp = message.qp.upgrade();
             qp.is_none_or(|qp| qp.dead.load(Ordering::SeqCst))
@@ -318,23 +333,25 @@ impl Flows {
         payload: &[u8],
     ) -> Verdict {
         let way = frame.addresses.back();
+        let known = self.all.get(&ends).filter(|flow| flow.is_of(tables));
+        let known = known.and_then(|flow| flow.incoming.as_ref().map(Incoming::token));
+        let begins = known != Some(data.token);
+        if begins && known.is_some_and(|known| !is_newer(data.token, known)) {
+            return Verdict::Dropped(Reason::Behind);
+        }
+        if begins && data.heard != 0 {
+            // What came before is not known here. Nothing is kept for it.
+            if let Some(vm) = tables.vm.upgrade() {
+                let token = data.token;
+                let reset = Packet::srd(0, Psn::default(), SrdPacket::Reset { token });
+                egress.send_empty(now, &vm, Some(&Route::on_path(way, 0)), &reset);
+            }
+            return Verdict::Dropped(Reason::State);
+        }
         let Some(flow) = self.flow(tables, ends, way, true, now) else {
             return Verdict::Dropped(Reason::NoRoom);
         };
-        let known = flow.incoming.as_ref().map(Incoming::token);
-        if known != Some(data.token) {
-            if known.is_some_and(|known| !is_newer(data.token, known)) {
-                return Verdict::Dropped(Reason::Behind);
-            }
-            if data.heard != 0 {
-                // What came before is not known here.
-                if let Some(vm) = tables.vm.upgrade() {
-                    let token = data.token;
-                    let reset = Packet::srd(0, Psn::default(), SrdPacket::Reset { token });
-                    egress.send_empty(now, &vm, Some(&Route::on_path(way, 0)), &reset);
-                }
-                return Verdict::Dropped(Reason::State);
-            }
+        if begins {
             // What the peer has asked for before is of no use to it.
             flow.remove_all(|message| !message.is_request());
             flow.incoming = Some(Incoming::new(data.token));

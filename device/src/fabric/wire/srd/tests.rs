@@ -515,6 +515,74 @@ fn packets_of_an_older_flow_change_nothing() {
     assert_eq!(known(&simulation), before);
 }
 
+// D-SRD-010.
+/// What is of flows that are not known here is answered, and nothing is kept for it.
+#[test]
+fn packets_of_unknown_flows_leave_nothing() {
+    let mut simulation = start();
+    let [first, second] = &simulation.pair.ends;
+    for source in 0..10 {
+        let mut gid = first.guest.gid;
+        gid[14] = source;
+        let addresses = Addresses {
+            source_mac: first.mac(),
+            destination_mac: second.mac(),
+            source: gid,
+            destination: second.guest.gid,
+            ..Addresses::default()
+        };
+        let data = Data {
+            kind: Kind::Nothing,
+            solicited: false,
+            path: 0,
+            token: new_token(0),
+            number: 5,
+            heard: 1,
+            src_qp: 0,
+            qkey: 0,
+            message: 0,
+            length: 0,
+            offset: 0,
+            immediate: None,
+            rkey: 0,
+            remote_addr: 0,
+        };
+        let packet = Packet::srd(0, Psn::default(), SrdPacket::Data(data, &[]));
+        let bytes = frame::frame(&addresses, &packet);
+        let port = &mut simulation.net.wires[0].out.port;
+        port.send(0, SEGMENT, [0; 16], &bytes);
+    }
+    simulation.run(SECOND);
+    let wire = &simulation.net.wires[1];
+    let mut dropped = wire.out.view.counters.dropped();
+    assert_eq!(dropped.find(|of| of.0 == "state"), Some(("state", 10)));
+    assert_eq!(wire.flows.all.len(), 0);
+}
+
+/// A VM is reset again and again, and its peers go on: nothing of its earlier lives is left.
+#[test]
+fn flows_of_earlier_lives_leave_no_timers() {
+    let mut simulation = start();
+    for life in 1..=5 {
+        let write = simulation
+            .pair
+            .a_reliable_datagram(0, wr_opcode::RDMA_WRITE, life, 100);
+        simulation.pair.post_send(0, &write);
+        simulation.run(life * SECOND);
+        assert_eq!(simulation.pair.told().len(), 1);
+        let flows = &simulation.net.wires[1].flows;
+        assert!(flows.timers.len() <= flows.all.len());
+        let guest = &simulation.pair.ends[1].guest;
+        let mut tables = guest.vm.tables_mut();
+        tables.clear();
+        tables.gids[0] = Some(guest.gid);
+        drop(tables);
+        if life % 2 == 0 {
+            simulation.net.wires[1].flows.forget_destroyed();
+        }
+    }
+}
+
 #[test]
 fn tokens_rise() {
     let mut token = new_token(0);
