@@ -61,6 +61,8 @@ pub(super) struct Connection {
     pub(super) phase: Phase,
     /// The driver asked for it, and was not told what came of that.
     pub(super) owes_reply: bool,
+    /// When the reply came that says yes, nanoseconds.
+    pub(super) replied: Option<u64>,
     /// Bytes of the request or reply.
     pub(super) input: Vec<u8>,
     pub(super) readable: bool,
@@ -116,6 +118,7 @@ impl Connection {
             private: PrivateData::new(),
             phase,
             owes_reply: connecting,
+            replied: None,
             input: Vec::new(),
             readable: true,
             writable: !connecting,

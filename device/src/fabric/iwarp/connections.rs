@@ -34,7 +34,7 @@ pub(super) const ACCEPTED: usize = 16;
 pub(super) const BEGIN: u64 = 10_000_000_000;
 pub(super) const END: u64 = 3_000_000_000;
 /// How often a connection of a VM that is stopped is looked at, and a listener for which there are no
-/// descriptors, nanoseconds.
+/// descriptors, and how long a peer that replies is left alone, nanoseconds.
 pub(super) const LATER: u64 = 10_000_000;
 
 /// What the worker knows when it looks at connections.

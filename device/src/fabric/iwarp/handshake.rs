@@ -8,7 +8,7 @@ use virtio_rdma_spec::command::status;
 use virtio_rdma_spec::iwarp::{iw_event, IwEvent};
 
 use super::connection::{with_private, Connection, Phase, Step};
-use super::connections::{Entry, Here, Iwarp, Token, BEGIN};
+use super::connections::{Entry, Here, Iwarp, Token, BEGIN, LATER};
 use super::mpa::{Enhanced, Frame, Rtr, NOT_NEGOTIATED, REVISION_2};
 use super::port::{Depths, Port, PrivateData};
 use super::tcp;
@@ -111,6 +111,15 @@ impl Iwarp {
         let awaited = matches!(connection.phase, Phase::AwaitsReply);
         if frame.reply != awaited {
             return Step::Over(status::ECONNRESET);
+        }
+        let alone = connection.input.len() == length;
+        if awaited && !frame.rejected && alone && self.partner(connection, here).is_none() {
+            // A peer may reply before it looks at what comes after: Soft-iWARP does, and never sees
+            // what it has missed.
+            let at = *connection.replied.get_or_insert(here.now);
+            if here.now < at.saturating_add(LATER) {
+                return Step::Later;
+            }
         }
         connection.input.drain(..length);
         if awaited {
