@@ -33,6 +33,7 @@ use virtio_rdma_driver_core::abi;
     non_camel_case_types,
     non_snake_case,
     non_upper_case_globals,
+    unknown_lints,
     unnecessary_transmutes,
     unsafe_op_in_unsafe_fn,
     clippy::all,
@@ -135,12 +136,12 @@ c_data!(
 /// A structure of libibverbs and behind it the driver's own data, as commands and responses have
 /// it.
 #[repr(C)]
-struct With<T, const N: usize> {
+struct With<T, D> {
     base: T,
-    driver: [u8; N],
+    driver: D,
 }
 
-impl<T: CData, const N: usize> With<T, N> {
+impl<T: CData, const N: usize> With<T, [u8; N]> {
     fn new(driver: [u8; N]) -> Self {
         // The driver's data follow without a hole.
         const {
