@@ -69,8 +69,8 @@ pub enum Error {
     },
     /// There is nothing to serve.
     #[error(
-        "no socket to serve: give --socket-path, or a [[device]] in the file of --config, \
-         or --status-socket to add one later"
+        "no socket to serve: give --socket-path, --vfio-user-path, or a [[device]] in the file \
+         of --config, or --status-socket to add one later"
     )]
     NoDevice,
     /// A socket is named twice.
@@ -199,7 +199,7 @@ pub enum Error {
     NoPath,
 }
 
-/// An RDMA NIC for virtual machines, on the host side of vhost-user.
+/// An RDMA NIC for virtual machines, on the host side of vhost-user or vfio-user.
 ///
 /// One process serves any number of VMs, each on a socket of its own. VMs on the same network reach
 /// each other.
@@ -475,6 +475,15 @@ pub struct ServeArgs {
         verbatim_doc_comment
     )]
     pub socket_path: Vec<DeviceConfig>,
+    /// Serve a VM on this socket by vfio-user, for a stock QEMU from 10.1 on; may be repeated. The
+    /// options are those of --socket-path.
+    #[arg(
+        long,
+        value_name = "PATH[,mac=MAC][,...]",
+        value_parser = vfio_user_device,
+        verbatim_doc_comment
+    )]
+    pub vfio_user_path: Vec<DeviceConfig>,
     /// Read settings and devices from this TOML file; the command line has priority.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -530,6 +539,9 @@ pub struct ServeArgs {
 pub struct DeviceConfig {
     /// Its socket.
     pub socket: PathBuf,
+    /// What its VMM speaks there.
+    #[serde(default, alias = "front_end")]
+    pub front_end: FrontEnd,
     /// MAC address of the network interface that is paired with the RNIC.
     pub mac: Option<Mac>,
     /// The network it is on.
@@ -577,6 +589,25 @@ pub struct DeviceConfig {
     pub transport: Transport,
     /// Where its connections are from, if it is one of iWARP.
     pub iwarp: Option<IwarpConfig>,
+}
+
+/// What a VMM speaks at the socket of a device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FrontEnd {
+    /// vhost-user: the VMM has a virtio device of its own, and the process its virtqueues.
+    #[default]
+    VhostUser,
+    /// vfio-user: the process has the whole PCI device.
+    VfioUser,
+}
+
+fn vfio_user_device(text: &str) -> Result<DeviceConfig, Error> {
+    let front_end = FrontEnd::VfioUser;
+    text.parse().map(|device| DeviceConfig {
+        front_end,
+        ..device
+    })
 }
 
 /// What an RNIC is.
@@ -656,6 +687,7 @@ impl FromStr for DeviceConfig {
             .ok_or(Error::NoPath)?;
         let mut device = Self {
             socket: socket.into(),
+            front_end: FrontEnd::default(),
             mac: None,
             network: None,
             completion_queues: None,
@@ -1137,7 +1169,7 @@ impl Config {
             interfaces: Vec::new(),
         };
         let mut seen = HashSet::new();
-        let count = file.device.len() + args.socket_path.len();
+        let count = file.device.len() + args.socket_path.len() + args.vfio_user_path.len();
         let limits = Limits {
             memory: file.limits.memory.or(Some(memory_of_each(count))),
             ..file.limits
@@ -1146,6 +1178,7 @@ impl Config {
             .device
             .into_iter()
             .chain(args.socket_path)
+            .chain(args.vfio_user_path)
             .map(|device| {
                 if !seen.insert(device.socket.clone()) {
                     return Err(Error::Twice(device.socket));
@@ -1529,6 +1562,25 @@ mod tests {
     }
 
     #[test]
+    fn a_device_has_a_front_end() {
+        let config = config(
+            &["--socket-path", "a", "--vfio-user-path", "b,network=n"],
+            "[[device]]\nsocket = 'c'\nfront-end = 'vfio-user'\n",
+        );
+        let config = config.unwrap();
+        let paths: Vec<_> = config
+            .devices
+            .iter()
+            .map(|(device, _)| &*device.socket)
+            .collect();
+        assert_eq!(paths, ["c", "a", "b"].map(Path::new));
+        assert_eq!(config.devices[2].1.network, "n");
+        let (vhost, vfio) = (FrontEnd::VhostUser, FrontEnd::VfioUser);
+        let front_ends = config.devices.iter().map(|(device, _)| device.front_end);
+        assert_eq!(front_ends.collect::<Vec<_>>(), [vfio, vhost, vfio]);
+    }
+
+    #[test]
     fn sockets_are_parsed() {
         let plain = device("/run/a.sock").unwrap();
         assert_eq!(plain.socket, Path::new("/run/a.sock"));
@@ -1571,6 +1623,38 @@ mod tests {
             "a,memory",
         ] {
             assert!(device(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_file_of_the_package_is_one_to_be_filled_in() {
+        let file = include_str!("../../packaging/vhost-device-rdma.toml").replace("kvm", "root");
+        assert!(config(&[], &file).unwrap().devices.is_empty());
+        // The examples in it, without their marks of a comment.
+        let line = |line: &str| {
+            let example = line.strip_prefix("# ").unwrap_or(line);
+            let is_one = example.starts_with("[[") || example.contains(" = ");
+            format!("{}\n", if is_one { example } else { line })
+        };
+        let filled_in: String = file.lines().map(line).collect();
+        let config = config(&[], &filled_in).unwrap();
+        assert_eq!(config.devices.len(), 2, "{filled_in}");
+        let directory = |path: &Path| path.parent().map(Path::to_owned);
+        let tmpfiles = include_str!("../../packaging/systemd/tmpfiles.conf");
+        let status = config.status_socket.as_deref();
+        for socket in config
+            .devices
+            .iter()
+            .map(|(device, _)| device.socket.as_path())
+            .chain(status)
+        {
+            let directory = directory(socket).unwrap();
+            let made = format!("d {} ", directory.display());
+            assert!(
+                tmpfiles.contains(&made),
+                "nobody makes {}",
+                directory.display()
+            );
         }
     }
 

@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use log::info;
 
 use crate::adapter::{Adapter, NoFrames};
-use crate::config::{self, check_together, Asked, Defaults, DeviceConfig};
+use crate::config::{self, check_together, Asked, Defaults, DeviceConfig, FrontEnd};
+use crate::front_end::Server;
 use crate::limits::Limits;
 use crate::rnic::RnicSettings;
 use crate::sandbox::Sandbox;
 use crate::socket::{self, BoundSocket};
-use crate::vhost_user::Server;
+use crate::{vfio_user, vhost_user};
 
 /// Why a device is not served.
 #[derive(Debug, thiserror::Error)]
@@ -190,7 +191,11 @@ impl Devices {
     ) -> Result<Device, Error> {
         self.adapter.begin_faults(&settings)?;
         let adapter = self.adapter.clone();
-        let server = Server::start(socket, adapter, settings.clone(), &self.sandbox)?;
+        let serve = match asked.0.front_end {
+            FrontEnd::VhostUser => vhost_user::serve,
+            FrontEnd::VfioUser => vfio_user::serve,
+        };
+        let server = serve(socket, adapter, settings.clone(), &self.sandbox)?;
         Ok(Device {
             asked,
             settings,

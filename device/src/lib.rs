@@ -16,7 +16,7 @@
 //! | [`adapter`], [`rnic`] | the process's adapter, and what each VM sees of it |
 //! | [`control`] | control commands |
 //! | [`virtio`] | the virtio device: virtqueues, configuration, events |
-//! | [`vhost_user`] | the front end: sessions over vhost-user |
+//! | [`front_end`], [`vhost_user`], [`vfio_user`] | front ends: sessions over vhost-user, and over vfio-user |
 //! | [`config`], [`devices`], [`status`], [`metrics`], [`service`], [`manage`], [`top`], [`check`] | the process |
 //!
 //! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
@@ -36,6 +36,7 @@ pub mod error;
 pub mod eventfd;
 pub mod fabric;
 pub mod footprint;
+pub mod front_end;
 #[allow(unsafe_code)]
 pub mod heap;
 pub mod limits;
@@ -54,6 +55,7 @@ pub mod status;
 mod table;
 pub mod top;
 pub mod verbs;
+pub mod vfio_user;
 pub mod vhost_user;
 pub mod virtio;
 mod warnings;

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
+use vhost_device_rdma::front_end::Server;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::Sandbox;
 use vhost_device_rdma::socket::{Access, BoundSocket};
-use vhost_device_rdma::vhost_user::Server;
+use vhost_device_rdma::vhost_user;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::core::buffer::QpCaps;
 use vhost_device_rdma_bare::spec::ring::SendWqe;
@@ -143,7 +144,7 @@ impl Bed {
             };
             let socket = BoundSocket::bind(&path, &Access::default()).unwrap();
             let sandbox = Sandbox::default();
-            servers.push(Server::start(socket, adapter.clone(), settings, &sandbox).unwrap());
+            servers.push(vhost_user::serve(socket, adapter.clone(), settings, &sandbox).unwrap());
             let options = VmOptions {
                 placement: Placement::Contiguous,
                 ..VmOptions::default()

@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
+use vhost_device_rdma::front_end::Server;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::Sandbox;
 use vhost_device_rdma::socket::{Access, BoundSocket};
-use vhost_device_rdma::vhost_user::Server;
+use vhost_device_rdma::vhost_user;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::spec::command::{mw_type, PageList};
 use vhost_device_rdma_bare::spec::config::feature;
@@ -79,7 +80,7 @@ impl Bed {
             };
             let socket = BoundSocket::bind(&path, &Access::default()).unwrap();
             let sandbox = Sandbox::default();
-            servers.push(Server::start(socket, adapter.clone(), settings, &sandbox).unwrap());
+            servers.push(vhost_user::serve(socket, adapter.clone(), settings, &sandbox).unwrap());
             let options = VmOptions {
                 features: 1 << feature::FAST_REG
                     | 1 << feature::PHYSICAL_MR

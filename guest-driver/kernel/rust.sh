@@ -72,15 +72,19 @@ flags="--target $target $(echo $flags)"
 edition=$(sed -n 's/^edition *= *"\([0-9]*\)".*/\1/p' "$library/core/Cargo.toml")
 cache=${VIRTIO_RDMA_RUST_CACHE:-$work}/$( ($rustc -vV && echo "$flags $features $edition" | sed "s|$work||") | sha256sum | cut -c 1-16)
 if ! [ -e "$cache/libcompiler_builtins.rlib" ]; then
-    mkdir -p "$cache"
+    # Others may be at it as well, for another kernel: it is whole before it gets its name.
+    made=$cache.$$
+    rm -rf "$made"
+    mkdir -p "$made"
     $rustc --edition="${edition:-2021}" --crate-type rlib --crate-name core $flags --cap-lints allow \
-        --cfg no_fp_fmt_parse --emit=link="$cache/libcore.rlib" "$library/core/src/lib.rs"
+        --cfg no_fp_fmt_parse --emit=link="$made/libcore.rlib" "$library/core/src/lib.rs"
     # The compiler wants a crate of this name; what would be in it (memcpy and the like) the kernel has.
     printf '%s\n' '#![allow(internal_features)]' '#![feature(compiler_builtins)]' '#![compiler_builtins]' \
         '#![no_builtins]' '#![no_std]' >"$work/compiler_builtins.rs"
-    $rustc --edition=2021 --crate-type rlib --crate-name compiler_builtins $flags -L "$cache" \
-        --emit=link="$cache/libcompiler_builtins.rlib.new" "$work/compiler_builtins.rs"
-    mv "$cache/libcompiler_builtins.rlib.new" "$cache/libcompiler_builtins.rlib"
+    $rustc --edition=2021 --crate-type rlib --crate-name compiler_builtins $flags -L "$made" \
+        --emit=link="$made/libcompiler_builtins.rlib" "$work/compiler_builtins.rs"
+    [ -e "$cache/libcompiler_builtins.rlib" ] || rm -rf "$cache"
+    mv -T "$made" "$cache" 2>/dev/null || rm -rf "$made"
 fi
 
 # What this kernel's headers have.

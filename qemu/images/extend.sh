@@ -21,6 +21,8 @@ if [ "$suite" != sid ]; then sources+=("deb $mirror $suite-updates main"); fi
 printf '%s\n' "${sources[@]}" >"$tree"/etc/apt/sources.list
 cp -L /etc/resolv.conf "$tree"/etc/resolv.conf
 
+# A regular file in its place would keep what was written to it, and packages make copies of /dev/null.
+[ -c "$tree"/dev/null ] || mknod -m 666 "$tree"/dev/null c 1 3
 # Nothing is to be started here.
 printf '#!/bin/sh\nexit 101\n' >"$tree"/usr/sbin/policy-rc.d
 chmod 755 "$tree"/usr/sbin/policy-rc.d
@@ -32,6 +34,8 @@ apt() {
 }
 apt update
 apt install -y "$@"
+# Some bring systemd.
+ln -sf /usr/bin/busybox "$tree"/sbin/init
 rm -rf "$tree"/var/cache/* "$tree"/var/lib/apt/lists/* "$tree"/usr/share/info "$tree"/usr/sbin/policy-rc.d
 
 size=$(du -sm --apparent-size "$tree" | cut -f1)

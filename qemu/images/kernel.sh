@@ -13,9 +13,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 # The modules a guest may want: virtio, the RDMA stack and what runs over it, network and file systems for tests.
-wanted='^kernel/(drivers/(virtio|block|infiniband/(core|sw|ulp)|nvme|target)/|drivers/acpi/button'
-wanted+='|drivers/net/(virtio_net|dummy|veth|macvlan|vrf|bonding/)|drivers/char/hw_random/virtio-rng|drivers/scsi/sd_mod'
-wanted+='|fs/(ext4|overlayfs|9p|nfs|nfsd|nfs_common|lockd|fuse)/|net/(9p|sunrpc|rds|smc|8021q|vmw_vsock)/|crypto/crc32|lib/libcrc32c)'
+wanted='^kernel/(drivers/(virtio|block|infiniband/(core|sw|ulp)|nvme|target)/|drivers/acpi/button|drivers/input/evdev'
+wanted+='|drivers/net/(virtio_net|dummy|tun|veth|macvlan|vrf|bonding/)|drivers/char/hw_random/virtio-rng|drivers/scsi/sd_mod'
+wanted+='|fs/(ext4|overlayfs|9p|nfs|nfsd|nfs_common|lockd|fuse)/|net/(9p|sunrpc|rds|smc|8021q|vmw_vsock)/|net/bridge/bridge|crypto/crc32|lib/libcrc32c)'
 unwanted='^kernel/drivers/block/(drbd|aoe|mtip32xx|zram|xen|rbd)'
 
 # closure FILE...: the named modules and all they need, each after what it needs.

@@ -18,6 +18,7 @@ pub mod queues;
 pub mod rings;
 pub mod scene;
 pub mod stream;
+pub mod vfio_user;
 pub mod vhost_user;
 
 /// A target.
@@ -58,6 +59,10 @@ pub const TARGETS: &[Target] = &[
     Target {
         name: "stream",
         run: stream::run,
+    },
+    Target {
+        name: "vfio_user",
+        run: vfio_user::run,
     },
     Target {
         name: "vhost_user",

@@ -17,10 +17,11 @@ use rustix::event::{eventfd, EventfdFlags};
 use rustix::fs::{memfd_create, MemfdFlags};
 use rustix::net::{sendmsg, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
+use vhost_device_rdma::front_end::Server;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::Sandbox;
-use vhost_device_rdma::socket::{Access, BoundSocket};
-use vhost_device_rdma::vhost_user::Server;
+use vhost_device_rdma::socket::{self, Access, BoundSocket};
+use vhost_device_rdma::vhost_user;
 use vhost_device_rdma_bare::mapping::{Mapping, View};
 use vhost_device_rdma_bare::{Vm, VmOptions};
 
@@ -99,16 +100,25 @@ const PROTOCOL_FEATURES: u64 = 1 | 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
 /// VERSION_1, RING_EVENT_IDX, and that there are protocol features.
 const VIRTIO_FEATURES: u64 = 1 << 32 | 1 << 29 | 1 << 30;
 
+/// What serves a socket.
+type Serve = fn(
+    BoundSocket,
+    Arc<Adapter>,
+    RnicSettings,
+    &Sandbox,
+) -> std::result::Result<Server, socket::Error>;
+
 /// The device with its sockets.
-struct Device {
+pub(crate) struct Device {
     adapter: Arc<Adapter>,
     servers: Vec<Server>,
-    sockets: [PathBuf; 2],
+    pub(crate) sockets: [PathBuf; 2],
     directory: PathBuf,
 }
 
 impl Device {
-    fn new() -> Self {
+    /// One whose first socket is served by `serve`; the neighbour's is one of vhost-user.
+    pub(crate) fn new(serve: Serve) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let directory = std::env::temp_dir().join(format!("fuzz-{}-{number}", std::process::id()));
@@ -116,7 +126,7 @@ impl Device {
         let made = Adapter::without_threads(&AdapterSettings::default());
         let (adapter, _) = made.expect("an adapter");
         let mut servers = Vec::new();
-        let sockets = [1, 2].map(|number| {
+        let sockets = [(1, serve), (2, vhost_user::serve)].map(|(number, serve)| {
             let path = directory.join(format!("vm{number}"));
             let settings = RnicSettings {
                 name: path.display().to_string(),
@@ -126,7 +136,7 @@ impl Device {
             };
             let socket = BoundSocket::bind(&path, &Access::default()).expect("a socket");
             let sandbox = Sandbox::default();
-            let server = Server::start(socket, adapter.clone(), settings, &sandbox);
+            let server = serve(socket, adapter.clone(), settings, &sandbox);
             servers.push(server.expect("a server"));
             path
         });
@@ -142,6 +152,30 @@ impl Device {
     fn vms(&self) -> usize {
         let status = self.adapter.status();
         status["devices"].as_array().map_or(0, Vec::len)
+    }
+
+    /// The VM on its second socket.
+    pub(crate) fn neighbour(&self) -> Arc<Vm> {
+        let options = VmOptions {
+            memory: 1 << 20,
+            event_size: 4,
+            ..VmOptions::default()
+        };
+        Vm::connect(&self.sockets[1], options).expect("a neighbour")
+    }
+
+    /// Waits until the first VM has gone, and the neighbour alone is left, which is served all the
+    /// time.
+    pub(crate) fn wait_end(&self, neighbour: &Vm) {
+        neighbour.query_port().expect("the neighbour is served");
+        let end = Instant::now() + PATIENCE;
+        // It may not have been attached yet: then there is nothing to wait for but the end of
+        // servers.
+        while self.vms() > 1 {
+            assert!(Instant::now() < end, "the VM has not gone");
+            std::thread::yield_now();
+        }
+        neighbour.query_port().expect("the neighbour is served");
     }
 }
 
@@ -164,16 +198,8 @@ struct FrontEnd {
 
 /// Runs an input.
 pub fn run(data: &[u8]) {
-    let device = Device::new();
-    let neighbour = Vm::connect(
-        &device.sockets[1],
-        VmOptions {
-            memory: 1 << 20,
-            event_size: 4,
-            ..VmOptions::default()
-        },
-    )
-    .expect("a neighbour");
+    let device = Device::new(vhost_user::serve);
+    let neighbour = device.neighbour();
     let memory = memory(PAGES * PAGE);
     let file = File::from(memory.try_clone().expect("a file"));
     let mapping = Mapping::new(&file, 0, PAGES * PAGE).expect("a mapping");
@@ -195,28 +221,21 @@ pub fn run(data: &[u8]) {
         }
     }
     drop(front);
-    neighbour.query_port().expect("the neighbour is served");
-    let end = Instant::now() + PATIENCE;
-    // It may not have been attached yet: then there is nothing to wait for but the end of servers.
-    while device.vms() > 1 {
-        assert!(Instant::now() < end, "the VM has not gone");
-        std::thread::yield_now();
-    }
-    neighbour.query_port().expect("the neighbour is served");
+    device.wait_end(&neighbour);
     drop(neighbour);
 }
 
-fn memory(size: usize) -> OwnedFd {
+pub(crate) fn memory(size: usize) -> OwnedFd {
     let file = memfd_create("front-end", MemfdFlags::CLOEXEC).expect("memory");
     rustix::fs::ftruncate(&file, size as u64).expect("memory");
     file
 }
 
-fn words(words: &[u32]) -> Vec<u8> {
+pub(crate) fn words(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-fn long_words(words: &[u64]) -> Vec<u8> {
+pub(crate) fn long_words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 

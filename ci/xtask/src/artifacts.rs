@@ -11,7 +11,9 @@ use anyhow::{anyhow, bail, ensure, Context, Result};
 
 use crate::cache::{self, Key};
 use crate::images::{self, BuildRoot, Image, Kernel, KernelImage, Suite};
+use crate::packages::{self, Repositories};
 use crate::shell;
+use crate::vm::FrontEnd;
 
 /// The guest images.
 #[derive(Clone, Debug)]
@@ -69,12 +71,17 @@ pub struct Everything {
     pub images: Images,
     /// The QEMU that has our device.
     pub qemu: PathBuf,
+    /// One of Debian's that has vfio-user.
+    stock_qemu: Option<PathBuf>,
+    /// Guests get what makes them hosts of VMs, too.
+    pub hosts: bool,
     device: PathBuf,
     modules: Vec<(Kernel, Modules)>,
     providers: Vec<(Suite, PathBuf)>,
     verbs_test: PathBuf,
     soft_iwarp: Vec<(Kernel, [PathBuf; 2])>,
     perftest: Vec<(Suite, PathBuf)>,
+    packages: Option<Repositories>,
 }
 
 impl Everything {
@@ -88,6 +95,12 @@ impl Everything {
         Ok(())
     }
 
+    /// Adds the Debian packages to what guests get, and those of the version that comes next.
+    pub fn add_packages(&mut self) -> Result<()> {
+        self.packages = Some(packages::both(Suite::Trixie)?);
+        Ok(())
+    }
+
     /// Adds perftest with SRD of our device, for some kernels, to what guests get.
     pub fn add_perftest(&mut self, kernels: &[Kernel]) -> Result<()> {
         for (kernel, root) in build_roots(kernels)? {
@@ -97,6 +110,34 @@ impl Everything {
             }
         }
         Ok(())
+    }
+
+    /// Adds a QEMU as Debian has built it.
+    pub fn add_stock_qemu(&mut self) -> Result<()> {
+        self.stock_qemu = Some(images::stock_qemu()?);
+        Ok(())
+    }
+
+    /// The QEMU that has the device in this way.
+    pub fn qemu_with(&self, front_end: FrontEnd) -> Result<&PathBuf> {
+        match front_end {
+            FrontEnd::VhostUser => Ok(&self.qemu),
+            FrontEnd::VfioUser => self.stock_qemu.as_ref().context("no stock QEMU"),
+        }
+    }
+
+    /// Adds what makes a guest a host of VMs with the device to a payload: QEMU, the device process,
+    /// and the files of docs/libvirt with those that the lane has for them.
+    fn add_host(&self, payload: &Path) -> Result<()> {
+        let prefix = self.qemu.ancestors().nth(2).context("QEMU has no prefix")?;
+        for directory in ["bin", "share/qemu"] {
+            let to = payload.join("qemu").join(directory);
+            copy_files(&prefix.join(directory), &to)?;
+        }
+        copy(&self.device, payload)?;
+        let root = shell::root();
+        copy_files(&root.join("docs/libvirt"), &payload.join("libvirt"))?;
+        copy_files(&root.join("ci/libvirt"), &payload.join("libvirt"))
     }
 
     /// The stack for a guest kernel; puts together its payload.
@@ -124,6 +165,10 @@ impl Everything {
         if let Some((_, programs)) = self.perftest.iter().find(|(of, _)| *of == suite) {
             copy_files(programs, &payload.join("perftest"))?;
         }
+        if let Some(repositories) = &self.packages {
+            copy_files(&repositories.this, &payload.join("packages"))?;
+            copy_files(&repositories.next, &payload.join("next"))?;
+        }
         copy(provider, &payload)?;
         copy(&self.verbs_test.with_file_name("device-lost"), &payload)?;
         copy(&self.verbs_test, &payload)?;
@@ -131,6 +176,9 @@ impl Everything {
         let image = self.images.kernel(kernel)?;
         copy(&image.vmlinuz, &payload)?;
         copy(&image.initrd, &payload)?;
+        if self.hosts {
+            self.add_host(&payload)?;
+        }
         Ok(Stack {
             device: self.device.clone(),
             payload,
@@ -234,12 +282,15 @@ pub fn everything(kernels: &[Kernel]) -> Result<Everything> {
         Ok(Everything {
             images,
             qemu: join(qemu)?,
+            stock_qemu: None,
+            hosts: false,
             device,
             modules,
             providers,
             verbs_test: verbs_test?,
             soft_iwarp: Vec::new(),
             perftest: Vec::new(),
+            packages: None,
         })
     })
 }

@@ -13,7 +13,7 @@ use crate::cache::{self, Key};
 use crate::shell;
 
 /// A suite of Debian that guests have their user space from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Suite {
     /// Debian 13, with rdma-core 56.1
     Trixie,
@@ -103,6 +103,11 @@ pub enum Image {
     Storage,
     /// UCX, libfabric, Open MPI with its compiler, and qperf, too
     Software,
+    /// Debian as its installer leaves it, with systemd, on a disk of its own
+    #[value(skip)]
+    System,
+    /// libvirt and AppArmor, too: for guests that are hosts of VMs
+    Libvirt,
 }
 
 impl Image {
@@ -112,10 +117,13 @@ impl Image {
             Image::Plain => "guest-root",
             Image::Storage => "guest-storage",
             Image::Software => "guest-software",
+            Image::System => "guest-system",
+            Image::Libvirt => "guest-libvirt",
         }
     }
 
-    /// The packages of Debian that it has and [`Image::Plain`] has not.
+    /// The packages of Debian that it has and [`Image::Plain`] has not; those that may be installed
+    /// in [`Image::System`].
     fn packages(self) -> &'static [&'static str] {
         match self {
             Image::Plain => &[],
@@ -142,6 +150,23 @@ impl Image {
                 "qperf",
                 "ucx-utils",
             ],
+            Image::System => &[
+                "bindgen",
+                "dkms",
+                "gcc",
+                "ibverbs-utils",
+                "libibverbs-dev",
+                "make",
+                "rdma-core",
+                "rust-src",
+                "rustc",
+            ],
+            Image::Libvirt => &[
+                "apparmor",
+                "libvirt-clients",
+                "libvirt-daemon-system",
+                "libxml2-utils",
+            ],
         }
     }
 }
@@ -158,6 +183,8 @@ impl std::fmt::Display for Image {
             Image::Plain => "plain",
             Image::Storage => "storage",
             Image::Software => "software",
+            Image::System => "system",
+            Image::Libvirt => "libvirt",
         })
     }
 }
@@ -177,15 +204,16 @@ pub struct BuildRoot {
     key: String,
 }
 
-/// What a guest kernel needs to boot the root image.
+/// What a guest kernel needs to boot a root image.
 #[derive(Clone, Debug)]
 pub struct KernelImage {
     /// The kernel, bzImage.
     pub vmlinuz: PathBuf,
     /// The initramfs that finds the root.
     pub initrd: PathBuf,
-    /// ext4 with its modules.
-    pub modules: PathBuf,
+    /// ext4 with its modules; none if they are in the root, which is then a disk that the guest
+    /// writes to.
+    pub modules: Option<PathBuf>,
 }
 
 fn scripts() -> PathBuf {
@@ -264,7 +292,57 @@ impl BuildRoot {
     /// A command in the root, in a mount namespace of its own: the repository at /src (read-only,
     /// current directory), `out` at /out, and KVER set to the kernel's release.
     pub fn command(&self, kernel: Kernel, out: &Path, words: &[&str]) -> Result<Command> {
-        const SCRIPT: &str = r#"
+        let kernel = format!("KVER={}", self.release(kernel)?);
+        enter(&self.tree, Some(&kernel), &[], out, words)
+    }
+}
+
+/// The root in which packages of a suite are built.
+#[derive(Clone, Debug)]
+pub struct PackageRoot(PathBuf);
+
+/// The root of a suite in which packages are built.
+pub fn package_root(suite: Suite) -> Result<PackageRoot> {
+    let packaging = shell::root().join("packaging");
+    let script = packaging.join("build-root.sh");
+    let control = packaging.join("debian/control");
+    let key = Key::new().path(&script)?.path(&control)?;
+    let name = suite.entry("package-root");
+    let dir = cache::entry(&name, key, |dir| {
+        let what = format!("Making the {suite} root for building packages");
+        shell::step(&what, || {
+            shell::logged(
+                &name,
+                shell::as_root("bash")
+                    .arg(&script)
+                    .arg(dir.join("tree"))
+                    .arg(mirror())
+                    .arg(suite.name())
+                    .arg(&control),
+            )
+        })
+    })?;
+    Ok(PackageRoot(dir.join("tree")))
+}
+
+impl PackageRoot {
+    /// A command in the root, as [`BuildRoot::command`], without a network.
+    pub fn command(&self, out: &Path, words: &[&str]) -> Result<Command> {
+        enter(&self.0, None, &["--net"], out, words)
+    }
+}
+
+/// A command in a root, with one more variable of the environment, in a mount namespace of its own,
+/// and others that `unshare` is asked for: the repository is at /src (read-only, current directory),
+/// and `out` at /out.
+fn enter(
+    root: &Path,
+    variable: Option<&str>,
+    namespaces: &[&str],
+    out: &Path,
+    words: &[&str],
+) -> Result<Command> {
+    const SCRIPT: &str = r#"
 root=$1 src=$2 out=$3; shift 3
 mount --bind "$src" "$root/src"
 mount -o remount,bind,ro "$root/src"
@@ -274,41 +352,48 @@ mount -t tmpfs tmp "$root/tmp"
 mount --rbind /dev "$root/dev"
 exec chroot "$root" /bin/sh -c 'cd /src && exec "$@"' sh "$@"
 "#;
-        let out =
-            fs::canonicalize(out).with_context(|| format!("cannot find {}", out.display()))?;
-        let mut command = shell::as_root("env");
-        command.args([
-            "-i",
-            "PATH=/usr/sbin:/usr/bin:/sbin:/bin",
-            "HOME=/tmp",
-            "LC_ALL=C.UTF-8",
-        ]);
-        command.arg(format!("KVER={}", self.release(kernel)?));
-        command.args([
-            "unshare",
-            "--mount",
-            "--propagation",
-            "private",
-            "--",
-            "/bin/sh",
-            "-ec",
-            SCRIPT,
-            "sh",
-        ]);
-        command
-            .arg(&self.tree)
-            .arg(shell::root())
-            .arg(out)
-            .args(words);
-        Ok(command)
-    }
+    let out = fs::canonicalize(out).with_context(|| format!("cannot find {}", out.display()))?;
+    let mut command = shell::as_root("env");
+    command.args([
+        "-i",
+        "PATH=/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME=/tmp",
+        "LC_ALL=C.UTF-8",
+    ]);
+    command.args(variable);
+    command.args(["unshare", "--mount", "--propagation", "private"]);
+    command.args(namespaces);
+    command.args(["--", "/bin/sh", "-ec", SCRIPT, "sh"]);
+    command.arg(root).arg(shell::root()).arg(out).args(words);
+    Ok(command)
+}
+
+/// The QEMU of trixie-backports, as Debian has built it.
+pub fn stock_qemu() -> Result<PathBuf> {
+    let script = shell::root().join("qemu/stock.sh");
+    let key = Key::new().path(&script)?;
+    let dir = cache::entry("qemu-stock", key, |dir| {
+        shell::step("Unpacking the QEMU of trixie-backports", || {
+            let mut make = shell::as_root("bash");
+            shell::logged("qemu-stock", make.arg(&script).arg(dir).arg(mirror()))?;
+            shell::own(dir)
+        })
+    })?;
+    Ok(dir.join("qemu-system-x86_64"))
 }
 
 /// The root image of guests of a suite.
 pub fn root_image(image: Image, suite: Suite) -> Result<PathBuf> {
     let name = suite.entry(image.entry());
     let packages = image.packages();
-    let (script, base, key) = if packages.is_empty() {
+    let (script, base, key) = if image == Image::System {
+        let script = scripts().join("system.sh");
+        let key = Key::new()
+            .path(&script)?
+            .path(&scripts().join("guest/agent"))?
+            .text(&packages.join(" "));
+        (script, None, key)
+    } else if packages.is_empty() {
         let script = scripts().join("root.sh");
         let key = Key::new().path(&script)?.path(&scripts().join("guest"))?;
         (script, None, key)
@@ -344,6 +429,15 @@ pub fn root_image(image: Image, suite: Suite) -> Result<PathBuf> {
     Ok(dir.join("root.img"))
 }
 
+/// What a kernel of [`Image::System`] boots with; its modules are on the disk.
+pub fn system_kernel(root: &Path, kernel: Kernel) -> KernelImage {
+    KernelImage {
+        vmlinuz: root.with_file_name(format!("vmlinuz-{kernel}")),
+        initrd: root.with_file_name(format!("initrd-{kernel}")),
+        modules: None,
+    }
+}
+
 /// What a kernel needs to boot the root image.
 pub fn kernel_image(build_root: &BuildRoot, kernel: Kernel) -> Result<KernelImage> {
     let key = build_root.key(
@@ -365,6 +459,6 @@ pub fn kernel_image(build_root: &BuildRoot, kernel: Kernel) -> Result<KernelImag
     Ok(KernelImage {
         vmlinuz: dir.join("vmlinuz"),
         initrd: dir.join("initrd.img"),
-        modules: dir.join("modules.img"),
+        modules: Some(dir.join("modules.img")),
     })
 }

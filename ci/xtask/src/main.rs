@@ -11,6 +11,7 @@ mod cache;
 mod commands;
 mod images;
 mod lanes;
+mod packages;
 mod report;
 mod setup;
 mod shell;
@@ -22,7 +23,8 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use crate::images::{Image, Kernel};
+use crate::images::{Image, Kernel, Suite};
+use crate::vm::FrontEnd;
 
 #[derive(Parser)]
 #[command(
@@ -65,6 +67,9 @@ enum Command {
         /// RoCEv2 between them; takes root
         #[arg(long, conflicts_with = "plain")]
         wire: bool,
+        /// How QEMU has the device; by vfio-user, it is one as Debian has built it
+        #[arg(long, value_enum, default_value_t, conflicts_with_all = ["plain", "wire"])]
+        front_end: FrontEnd,
         /// Memory of each VM in MiB
         #[arg(long, default_value_t = 1024)]
         memory: u32,
@@ -118,6 +123,16 @@ enum Command {
         #[arg(long, conflicts_with = "update")]
         only: Option<String>,
     },
+    /// Build the Debian packages and the tarball of the sources; they go to target/packages/, which
+    /// has a repository for apt
+    Package {
+        /// The suite of Debian that they are for
+        #[arg(long, value_enum, default_value_t = Suite::Trixie)]
+        suite: Suite,
+        /// Build them also as the version that comes next, for tests of upgrades
+        #[arg(long)]
+        next: bool,
+    },
     /// Install the packages that the other commands need
     Setup,
     /// Make the guest images of Debian 13 (sid's are made when they are wanted)
@@ -158,6 +173,7 @@ fn dispatch(command: Command) -> Result<bool> {
             image,
             plain,
             wire,
+            front_end,
             memory,
             run,
             timeout,
@@ -167,6 +183,7 @@ fn dispatch(command: Command) -> Result<bool> {
             image,
             plain,
             wire,
+            front_end,
             memory,
             script: run.map(|path| (path, Duration::from_secs(timeout))),
         }),
@@ -196,6 +213,7 @@ fn dispatch(command: Command) -> Result<bool> {
             setup::packages(&["valgrind"])?;
             commands::instructions::run(update, only.as_deref())
         }
+        Command::Package { suite, next } => commands::package::run(suite, next),
         Command::Setup => setup::run().map(|()| true),
         Command::Images => {
             setup::run()?;

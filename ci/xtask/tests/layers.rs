@@ -28,7 +28,8 @@ const DEVICE: &[&[&str]] = &[
     &["control"],
     &["virtio"],
     &["heap"],
-    &["vhost_user"],
+    &["front_end"],
+    &["vhost_user", "vfio_user"],
     &[
         "check",
         "config",

@@ -10,10 +10,11 @@ use std::time::Duration;
 use vhost_device_rdma::adapter::{Adapter, AdapterSettings};
 use vhost_device_rdma::config::{Config, ServeArgs};
 use vhost_device_rdma::engine::LONE_BUDGET;
+use vhost_device_rdma::front_end::Server;
 use vhost_device_rdma::rnic::RnicSettings;
 use vhost_device_rdma::sandbox::Sandbox;
 use vhost_device_rdma::socket::{Access, BoundSocket};
-use vhost_device_rdma::vhost_user::Server;
+use vhost_device_rdma::vhost_user;
 use vhost_device_rdma::worker::Loop;
 use vhost_device_rdma_bare::core::buffer::QpCaps;
 use vhost_device_rdma_bare::spec::config::feature;
@@ -182,7 +183,7 @@ fn directory() -> PathBuf {
 
 fn serve(path: &Path, adapter: &Arc<Adapter>, settings: RnicSettings) -> Server {
     let socket = BoundSocket::bind(path, &Access::default()).expect("a socket");
-    Server::start(socket, adapter.clone(), settings, &Sandbox::default()).expect("a server")
+    vhost_user::serve(socket, adapter.clone(), settings, &Sandbox::default()).expect("a server")
 }
 
 fn connect(socket: &Path, gid: Option<[u8; 16]>) -> Arc<Vm> {

@@ -352,15 +352,22 @@ pub(super) fn map(regions: Vec<RegionInfo>) -> Result<GuestMemoryMmap, Error> {
         .into_iter()
         .try_fold(GuestMemoryMmap::new(), |mmap, region| {
             let addr = region.guest_addr;
-            let file = FileOffset::new(region.file, region.fd_offset);
-            let size = usize::try_from(region.size).map_err(|_| Error::Alignment(addr))?;
-            let mapping =
-                MmapRegion::from_file(file, size).map_err(|source| Error::Map { addr, source })?;
-            let region =
-                GuestRegionMmap::new(mapping, GuestAddress(addr)).ok_or(Error::Alignment(addr))?;
-            mmap.insert_region(Arc::new(region))
+            mmap.insert_region(Arc::new(map_region(region)?))
                 .map_err(|_| Error::Overlap(addr))
         })
+}
+
+/// Maps a region, which [`GuestMemory::of`] has to judge before it is accessed.
+///
+/// # Errors
+/// If it is larger than an address space, or the system refuses.
+pub fn map_region(region: RegionInfo) -> Result<GuestRegionMmap, Error> {
+    let addr = region.guest_addr;
+    let file = FileOffset::new(region.file, region.fd_offset);
+    let size = usize::try_from(region.size).map_err(|_| Error::Alignment(addr))?;
+    let mapping =
+        MmapRegion::from_file(file, size).map_err(|source| Error::Map { addr, source })?;
+    GuestRegionMmap::new(mapping, GuestAddress(addr)).ok_or(Error::Alignment(addr))
 }
 
 /// Where a region is, if it is one that can be accessed.

@@ -21,7 +21,7 @@ mod range;
 mod scatter;
 
 pub use blocks::Blocks;
-pub use guest::{Error, GuestMemory, RegionInfo};
+pub use guest::{map_region, Error, GuestMemory, RegionInfo};
 pub use list::{Form, ListReader, Resolved};
 pub use pages::Pages;
 pub use range::{

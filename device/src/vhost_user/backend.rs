@@ -3,29 +3,19 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use log::error;
 use vhost::vhost_user::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
-use vhost_user_backend::{
-    Error, ShutdownHandle, VhostUserBackend, VhostUserDaemon, VringEpollHandler,
-};
+use vhost_user_backend::{Error, VhostUserBackend, VhostUserDaemon, VringEpollHandler};
 use virtio_rdma_spec::config::CONTROL_QUEUE;
-use vm_memory::{
-    GuestAddressSpace, GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
-};
+use vm_memory::{GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::vring::{make_for, Memory, Vring};
-use crate::engine::vm::Warn;
-use crate::error::sentence;
 use crate::eventfd;
-use crate::limits::Limits;
-use crate::memory::GuestMemory;
+use crate::front_end::{lock, SharedDevice, Vm};
 use crate::virtio::{self, Ring, VirtioDevice, MAX_RING_SIZE};
-use crate::warnings::Named;
 
 /// The feature of which vhost-user itself makes use.
 const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
@@ -38,14 +28,7 @@ const LOST: u16 = 0x102;
 /// Kicks of virtqueue i have this number plus i.
 const FIRST_KICK: u16 = 0x200;
 
-/// The connection of a session, as soon as there is one.
-pub type Connection = Arc<Mutex<Option<ShutdownHandle>>>;
-
 pub type Daemon = VhostUserDaemon<Arc<Backend>>;
-
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A file descriptor is no eventfd.
 #[derive(Debug, thiserror::Error)]
@@ -58,21 +41,13 @@ struct NoKick {
 
 /// A device, as the messages of its front end change it.
 pub struct Backend {
-    name: String,
-    log: Arc<Named>,
     queues: u16,
-    limits: Limits,
-    device: Mutex<VirtioDevice>,
-    /// Held while waiting for the device, so that only one thread has it at a time.
-    turn: Mutex<()>,
-    connection: Connection,
+    device: SharedDevice,
     /// Where the virtqueues' thread waits.
     handler: OnceLock<Weak<VringEpollHandler<Arc<Self>>>>,
     /// How the guest notifies virtqueues, by their numbers. Those of doorbell queues are a worker's.
     kicks: Mutex<Vec<Option<File>>>,
     end: EventFd,
-    more: EventFd,
-    lost: Arc<EventFd>,
 }
 
 /// Edge triggered: every write is seen, and nobody reads, which the front end could have wait.
@@ -81,33 +56,24 @@ fn edges() -> EventSet {
 }
 
 impl Backend {
-    /// The device that `attach` gives, behind a new connection.
-    pub fn new(
-        name: &str,
-        log: Arc<Named>,
-        limits: Limits,
-        connection: Connection,
-        attach: impl FnOnce() -> VirtioDevice,
-    ) -> io::Result<Arc<Self>> {
-        let eventfd = || EventFd::new(EFD_NONBLOCK);
-        let (end, more, lost) = (eventfd()?, eventfd()?, Arc::new(eventfd()?));
+    /// A device for the VM that connects.
+    pub fn new(vm: &Vm) -> io::Result<Arc<Self>> {
+        let end = EventFd::new(EFD_NONBLOCK)?;
         // Nothing fails from here on, so that what is attached is detached by its session.
-        let device = attach();
-        let queues = device.queues();
+        let device = SharedDevice::attach(vm)?;
+        let queues = device.with(|device| device.queues());
         Ok(Arc::new(Self {
-            name: name.to_owned(),
-            log,
             queues,
-            limits,
-            device: Mutex::new(device),
-            turn: Mutex::default(),
-            connection,
+            device,
             handler: OnceLock::new(),
             kicks: Mutex::new((0..queues).map(|_| None).collect()),
             end,
-            more,
-            lost,
         }))
+    }
+
+    /// The device.
+    pub fn device(&self) -> &SharedDevice {
+        &self.device
     }
 
     /// What handles the messages of a front end by this. Dropping it takes [`Backend::end`] first.
@@ -126,7 +92,8 @@ impl Backend {
     /// Has the virtqueues' thread wait for what is not a virtqueue.
     fn listen(&self, daemon: &Daemon) -> io::Result<()> {
         for handler in daemon.get_epoll_handlers() {
-            let events = [(&self.end, END), (&self.more, MORE), (&*self.lost, LOST)];
+            let (more, lost) = (self.device.more(), self.device.lost());
+            let events = [(&self.end, END), (more, MORE), (lost, LOST)];
             for (event, number) in events {
                 handler.register_listener(event.as_raw_fd(), edges(), number.into())?;
             }
@@ -142,24 +109,11 @@ impl Backend {
         let _ = self.end.write(1);
     }
 
-    /// Applies `f` to the device. Threads that want it wait for each other.
-    pub fn with_device<R>(&self, f: impl FnOnce(&mut VirtioDevice) -> R) -> R {
-        let turn = lock(&self.turn);
-        let mut device = lock(&self.device);
-        drop(turn);
-        let result = f(&mut device);
-        if device.has_more_commands() {
-            // It fails only when the counter is full: then there is an event anyway.
-            let _ = self.more.write(1);
-        }
-        result
-    }
-
     /// Applies `f` to virtqueue `index`.
     pub fn configure(&self, index: u16, f: impl FnOnce(&mut Ring) -> Result<(), virtio::Error>) {
-        let result = self.with_device(|device| device.with_ring(index, f));
+        let result = self.device.with(|device| device.with_ring(index, f));
         if let Some(Err(error)) = result {
-            self.refuse(&error);
+            self.device.refuse(&error);
         }
     }
 
@@ -171,11 +125,11 @@ impl Backend {
             return;
         };
         if let Err(error) = eventfd::check(&kick) {
-            self.refuse(&NoKick { index, error });
+            self.device.refuse(&NoKick { index, error });
             return;
         }
         // A doorbell queue's kick goes straight to the worker.
-        let ours = self.with_device(|device| {
+        let ours = self.device.with(|device| {
             if device.is_doorbell(index) {
                 device.set_doorbell_kick(index, Some(kick));
                 return None;
@@ -184,15 +138,15 @@ impl Backend {
         });
         if let Some(kick) = ours {
             if let Err(error) = self.watch(index, Some(kick)) {
-                self.refuse(&error);
+                self.device.refuse(&error);
                 return;
             }
         }
-        self.with_device(|device| device.start(index));
+        self.device.with(|device| device.start(index));
     }
 
     fn stop(&self, index: u16) {
-        self.with_device(|device| device.stop(index));
+        self.device.with(|device| device.stop(index));
         self.forget_kick(index);
     }
 
@@ -218,20 +172,6 @@ impl Backend {
         }
         Ok(())
     }
-
-    /// Ends the connection: the front end has asked for something that cannot be.
-    fn refuse(&self, error: &dyn std::error::Error) {
-        let reason = sentence(error);
-        self.log
-            .warn(format_args!("a request was refused: {reason}"));
-        self.shut_down();
-    }
-
-    fn shut_down(&self) {
-        if let Some(connection) = &*lock(&self.connection) {
-            connection.shutdown();
-        }
-    }
 }
 
 impl VhostUserBackend for Backend {
@@ -247,13 +187,15 @@ impl VhostUserBackend for Backend {
     }
 
     fn features(&self) -> u64 {
-        self.with_device(|device| device.features()) | PROTOCOL_FEATURES
+        self.device.with(|device| device.features()) | PROTOCOL_FEATURES
     }
 
     fn acked_features(&self, features: u64) {
-        let result = self.with_device(|device| device.set_features(features & !PROTOCOL_FEATURES));
+        let result = self
+            .device
+            .with(|device| device.set_features(features & !PROTOCOL_FEATURES));
         if let Err(error) = result {
-            self.refuse(&error);
+            self.device.refuse(&error);
         }
     }
 
@@ -266,7 +208,7 @@ impl VhostUserBackend for Backend {
     }
 
     fn reset_device(&self) {
-        self.with_device(VirtioDevice::reset);
+        self.device.with(VirtioDevice::reset);
         for index in 0..self.queues {
             self.forget_kick(index);
         }
@@ -276,20 +218,12 @@ impl VhostUserBackend for Backend {
     fn set_event_idx(&self, _enabled: bool) {}
 
     fn get_config(&self, offset: u32, size: u32) -> Vec<u8> {
-        self.with_device(|device| device.config(offset, size))
+        self.device.with(|device| device.config(offset, size))
     }
 
     fn update_memory(&self, memory: Memory) -> io::Result<()> {
-        let memory = memory.memory().into_inner();
         // The crate has mapped it already. What is refused goes with the connection, at once.
-        let size = memory.iter().map(GuestMemoryRegion::len);
-        let size = size.fold(0, u64::saturating_add);
-        self.limits
-            .check_memory(memory.num_regions(), size)
-            .map_err(io::Error::other)?;
-        let memory = GuestMemory::of(memory, &self.lost).map_err(io::Error::other)?;
-        self.with_device(|device| device.set_memory(Some(memory)));
-        Ok(())
+        self.device.set_memory(memory.memory().into_inner())
     }
 
     /// One thread, and no virtqueue in it: their kicks are listeners of our own (`watch`).
@@ -316,10 +250,7 @@ impl VhostUserBackend for Backend {
             END => return Err(io::Error::other("the session has ended")),
             MORE => CONTROL_QUEUE,
             LOST => {
-                self.log.warn(format_args!(
-                    "memory of the VM is lost: its file was truncated, or the system had none left"
-                ));
-                self.shut_down();
+                self.device.end_by_loss();
                 return Ok(());
             }
             _ => match event.checked_sub(FIRST_KICK) {
@@ -327,12 +258,7 @@ impl VhostUserBackend for Backend {
                 None => return Ok(()),
             },
         };
-        // A panic would be a bug. It must not leave a VM behind that nobody serves.
-        let notified = || self.with_device(|device| device.notified(index));
-        if catch_unwind(AssertUnwindSafe(notified)).is_err() {
-            error!("{}: disconnected by a panic", self.name);
-            self.shut_down();
-        }
+        self.device.notified(index);
         Ok(())
     }
 }

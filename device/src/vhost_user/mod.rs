@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The front end that speaks vhost-user: sessions, and what their messages mean for the device. It
-//! knows nothing of verbs.
+//! Front ends that speak vhost-user: what their messages mean for the device. It knows nothing of
+//! verbs.
 //!
-//! A [`Server`] listens on a socket and serves one front end (one VM) after the other (`server`).
+//! A session (`server`) lasts as long as the connection of a front end.
 //! The crate `vhost-user-backend` reads and answers the messages in a thread, and waits for kicks
 //! in another; the latter executes the commands in the control queue and delivers events. Both
 //! change the device, a [`crate::virtio::VirtioDevice`], through `backend` and `vring`, in turn.
@@ -48,4 +48,4 @@ mod backend;
 mod server;
 mod vring;
 
-pub use server::Server;
+pub use server::serve;

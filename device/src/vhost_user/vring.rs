@@ -93,12 +93,13 @@ impl VringT<Memory> for Vring {
 
     fn set_queue_next_avail(&self, position: u16) {
         self.backend
-            .with_device(|device| device.set_position(self.index, position));
+            .device()
+            .with(|device| device.set_position(self.index, position));
     }
 
     fn queue_next_avail(&self) -> u16 {
         let position = |device: &mut VirtioDevice| device.with_ring(self.index, |r| r.position());
-        self.backend.with_device(position).unwrap_or_default()
+        self.backend.device().with(position).unwrap_or_default()
     }
 
     /// The device keeps no buffer: the next used index is the next available one, whatever the
@@ -111,7 +112,8 @@ impl VringT<Memory> for Vring {
 
     fn set_enabled(&self, enabled: bool) {
         self.backend
-            .with_device(|device| device.set_enabled(self.index, enabled));
+            .device()
+            .with(|device| device.set_enabled(self.index, enabled));
     }
 
     fn set_kick(&self, kick: Option<File>) {

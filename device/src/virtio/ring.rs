@@ -181,6 +181,17 @@ impl Ring {
         let (Some(addresses), Some(memory)) = (self.addresses, &self.memory) else {
             return;
         };
+        // Front ends change memory region by region. The crate takes a ring whose region is not
+        // there for an error, and logs it.
+        let size = u64::from(self.queue.size());
+        let parts = [
+            (addresses.descriptors, 16 * size),
+            (addresses.available, 6 + 2 * size),
+            (addresses.used, 6 + 8 * size),
+        ];
+        if !parts.iter().all(|(addr, len)| memory.covers(*addr, *len)) {
+            return;
+        }
         let [descriptors, available, used] =
             [addresses.descriptors, addresses.available, addresses.used].map(GuestAddress);
         let placed = self

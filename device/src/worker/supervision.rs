@@ -83,7 +83,7 @@ mod tests {
     use crate::rnic::RnicSettings;
     use crate::sandbox::{self, Kind, Sandbox};
     use crate::socket::{Access, BoundSocket};
-    use crate::vhost_user::Server;
+    use crate::vhost_user;
     use crate::worker::{Loop, ThreadOptions, Watchdog, WatchdogLimits};
 
     /// Long enough for a busy machine.
@@ -179,7 +179,7 @@ mod tests {
         let readers = adapter.readers().clone();
         let _watchdog = Watchdog::start(&[worker], readers, limits, &sandbox, failed).unwrap();
         let settings = RnicSettings::default();
-        let _server = Server::start(socket, adapter.clone(), settings, &sandbox).unwrap();
+        let _server = vhost_user::serve(socket, adapter.clone(), settings, &sandbox).unwrap();
         sandbox.confine(Kind::Control).unwrap();
         std::io::stdin().read_exact(&mut [0]).unwrap();
         fail.store(true, Ordering::Relaxed);

@@ -33,6 +33,7 @@ mod srq;
 mod states;
 mod system_calls;
 mod uc;
+mod vfio_user;
 mod wire;
 mod wire_setup;
 mod xrc;

@@ -101,7 +101,8 @@ fn resources_are_limited() {
     ] {
         assert_eq!(limit(process.id(), name), 0, "{name}");
     }
-    assert!(limit(process.id(), "Max open files") <= 256 + 2 * 1024);
+    // For the devices that there are, and for some that may come.
+    assert!(limit(process.id(), "Max open files") <= 256 + (2 + 64) * 1024);
 }
 
 #[test]

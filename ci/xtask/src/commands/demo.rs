@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::artifacts;
 use crate::images::{Image, Kernel};
 use crate::lanes::tools::Pair;
-use crate::vm::{kvm, Bed, Hosts, Plan};
+use crate::vm::{kvm, Bed, FrontEnd, Hosts, Plan};
 use crate::{setup, shell};
 
 /// How long one run may take on a busy machine without KVM.
@@ -33,7 +33,9 @@ pub fn run(kernel: Kernel, wire: bool) -> Result<bool> {
         vms: 2,
         memory: 1024,
         bare: 0,
+        front_end: FrontEnd::VhostUser,
         hosts: if wire { WIRE } else { Hosts::One },
+        nested: false,
         disk: None,
         logs: shell::target().join("logs/demo"),
         interactive: false,

@@ -8,6 +8,7 @@ pub mod deny;
 pub mod fuzz;
 pub mod instructions;
 pub mod lane;
+pub mod package;
 pub mod sanitize;
 pub mod soak;
 pub mod test;

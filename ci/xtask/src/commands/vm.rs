@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use crate::artifacts;
 use crate::images::{Image, Kernel};
-use crate::vm::{Bed, Hosts, Plan};
+use crate::vm::{Bed, FrontEnd, Hosts, Plan};
 use crate::{setup, shell};
 
 /// How often to look at what a script has written.
@@ -28,6 +28,8 @@ pub struct Options {
     pub plain: bool,
     /// Each is on a host of its own.
     pub wire: bool,
+    /// What is spoken between QEMU and the device.
+    pub front_end: FrontEnd,
     /// Memory of each, MiB.
     pub memory: u32,
     /// A script that runs in all of them, and how long it may take.
@@ -43,6 +45,7 @@ pub fn run(options: &Options) -> Result<bool> {
         image,
         plain,
         wire,
+        front_end,
         memory,
         ref script,
     } = options;
@@ -63,9 +66,13 @@ pub fn run(options: &Options) -> Result<bool> {
             None,
         )
     } else {
-        let everything = artifacts::everything(&[kernel])?;
+        let mut everything = artifacts::everything(&[kernel])?;
+        if front_end == FrontEnd::VfioUser {
+            everything.add_stock_qemu()?;
+        }
         let stack = everything.stack(kernel)?;
-        (everything.images, everything.qemu, Some(stack))
+        let qemu = everything.qemu_with(front_end)?.clone();
+        (everything.images, qemu, Some(stack))
     };
     if image != Image::Plain {
         images.add(image, &[kernel])?;
@@ -78,11 +85,13 @@ pub fn run(options: &Options) -> Result<bool> {
         vms: number,
         memory,
         bare: 0,
+        front_end,
         hosts: if wire {
             Hosts::Tap(1500, "")
         } else {
             Hosts::One
         },
+        nested: false,
         disk: None,
         logs: shell::target().join("logs/vm"),
         interactive: script.is_none(),

@@ -16,7 +16,7 @@ use super::tools::Table;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
-use crate::vm::{kvm, Hosts};
+use crate::vm::{kvm, FrontEnd, Hosts};
 
 /// How often everything is measured.
 const ROUNDS: usize = 5;
@@ -35,6 +35,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],
     }

@@ -9,7 +9,7 @@ use anyhow::{ensure, Result};
 
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, Hosts, SHORT};
+use crate::vm::{wait_for, FrontEnd, Hosts, SHORT};
 
 /// The lane.
 pub fn lane() -> Lane {
@@ -27,6 +27,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs: cases,
     }

@@ -15,7 +15,7 @@ use virtio_rdma_hostile::{Attack, Attacker, Random, Victim};
 use super::tools::{counts, progress, resident_memory, settled, wait_progress, Counts, Pair};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{mac, wait_for, Bed, Hosts, Job, SHORT};
+use crate::vm::{mac, wait_for, Bed, FrontEnd, Hosts, Job, SHORT};
 
 /// The attacker's number among the guests of the device.
 const ATTACKER: u8 = 3;
@@ -43,6 +43,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 1,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         // The attacks are on the device; on another kernel they are the same.
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],

@@ -12,7 +12,7 @@ use super::stock::{self, Ends};
 use super::storage::{self, Fio};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::Hosts;
+use crate::vm::{FrontEnd, Hosts};
 
 /// The VM with our device, and that with rxe.
 const OURS: u8 = 1;
@@ -74,6 +74,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::Switch(1500),
+        front_end: FrontEnd::VhostUser,
         image: Image::Storage,
         runs,
     }

@@ -18,7 +18,7 @@ use super::tools::{Ready, Table};
 use super::{decode, Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::setup;
-use crate::vm::{iwarp_address, Capture, Hosts, Processes, IWARP_MTU};
+use crate::vm::{iwarp_address, Capture, FrontEnd, Hosts, Processes, IWARP_MTU};
 
 /// Its name.
 pub const NAME: &str = "iwarp";
@@ -158,6 +158,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: NO_DEVICE,
+        front_end: FrontEnd::VhostUser,
         image: Image::Storage,
         runs,
     }

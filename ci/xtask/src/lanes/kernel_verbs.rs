@@ -14,7 +14,7 @@ use super::tools::{counts, settled};
 use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
-use crate::vm::Hosts;
+use crate::vm::{FrontEnd, Hosts};
 
 /// Longer than any of the tests takes: they give up waiting before.
 const LONG: Duration = Duration::from_secs(150);
@@ -38,6 +38,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs: || {
             Kernel::STABLE

@@ -14,6 +14,8 @@ mod hostile;
 mod interop;
 mod iwarp;
 mod kernel_verbs;
+mod libvirt;
+mod packages;
 mod perftest;
 mod recovery;
 mod scale;
@@ -27,6 +29,7 @@ mod suite;
 pub mod tools;
 mod ulp;
 mod verbs;
+mod vfio_user;
 mod wire;
 
 use std::fmt::Write as _;
@@ -40,10 +43,10 @@ use serde_json::Value;
 use virtio_rdma_bench::{Figure, Measurements};
 
 use crate::artifacts::{self, Everything, Images};
-use crate::images::{Image, Kernel};
+use crate::images::{self, Image, Kernel};
 use crate::report::{self, CaseReport, Outcome, Report};
 use crate::shell;
-use crate::vm::{Bed, Hosts, Plan, Vm};
+use crate::vm::{Bed, FrontEnd, Hosts, Plan, Vm};
 use soak::Soak;
 
 /// A lane.
@@ -62,6 +65,8 @@ pub struct Lane {
     pub bare: u8,
     /// Which device process each VM has.
     pub hosts: Hosts,
+    /// How QEMU has the device.
+    pub front_end: FrontEnd,
     /// What they boot. Those of storage have a disk each that outlives them.
     pub image: Image,
     /// The kernels it runs on, and the cases it runs there.
@@ -140,6 +145,7 @@ pub fn all() -> Vec<Lane> {
     vec![
         boot::lane(),
         smoke::lane(),
+        vfio_user::lane(),
         suite::lane_56(),
         suite::lane_65(),
         suite::lane_wire(),
@@ -159,6 +165,8 @@ pub fn all() -> Vec<Lane> {
         recovery::lane(),
         hostile::lane(),
         software::lane(),
+        libvirt::lane(),
+        packages::lane(),
         bench::lane(),
         bench::wire(),
     ]
@@ -267,6 +275,11 @@ impl Fixture<'_> {
     /// Writes a cell of the report's table.
     pub fn cell(&mut self, row: &str, column: &str, text: &str) {
         self.table.set(row, column, text);
+    }
+
+    /// The root image that the VMs boot, or of which their disks are copies.
+    pub fn root(&self) -> &Path {
+        self.plan.root
     }
 
     /// Where the logs of this run are.
@@ -383,7 +396,12 @@ impl Means {
         };
         if lanes.iter().any(|lane| lane.with_device) {
             let mut everything = artifacts::everything(&kernels)?;
-            for image in [Image::Storage, Image::Software] {
+            for image in [
+                Image::Storage,
+                Image::Software,
+                Image::Libvirt,
+                Image::System,
+            ] {
                 if lanes.iter().any(|lane| lane.image == image) {
                     everything.images.add(image, &kernels)?;
                 }
@@ -391,8 +409,18 @@ impl Means {
             if lanes.iter().any(chosen) {
                 everything.add_soft_iwarp(&kernels)?;
             }
+            everything.hosts = lanes.iter().any(|lane| lane.image == Image::Libvirt);
             if lanes.iter().any(|lane| lane.name == srd::NAME) {
                 everything.add_perftest(&kernels)?;
+            }
+            if lanes
+                .iter()
+                .any(|lane| lane.front_end == FrontEnd::VfioUser)
+            {
+                everything.add_stock_qemu()?;
+            }
+            if lanes.iter().any(|lane| lane.image == Image::System) {
+                everything.add_packages()?;
             }
             Ok(Means::All(Box::new(everything)))
         } else {
@@ -457,7 +485,7 @@ fn run_on(
     let (images, qemu, stack) = match means {
         Means::All(everything) => (
             &everything.images,
-            &everything.qemu,
+            everything.qemu_with(lane.front_end)?,
             Some(everything.stack(kernel)?),
         ),
         Means::Stock(images) => (images, &stock, None),
@@ -466,16 +494,23 @@ fn run_on(
         .join(format!("{}-logs", lane.name))
         .join(kernel.name());
     let _ = fs::remove_dir_all(&logs);
+    let root = images.root(lane.image, kernel)?;
+    let on_disk = images::system_kernel(root, kernel);
     let plan = Plan {
         stack: stack.as_ref().filter(|_| lane.with_device),
         qemu,
-        root: images.root(lane.image, kernel)?,
-        kernel: images.kernel(kernel)?,
+        root,
+        kernel: match lane.image {
+            Image::System => &on_disk,
+            _ => images.kernel(kernel)?,
+        },
         vms: lane.vms,
         memory: lane.memory,
         bare: lane.bare,
         hosts: lane.hosts,
+        front_end: lane.front_end,
         disk: (lane.image == Image::Storage).then_some(STORAGE_DISK),
+        nested: lane.image == Image::Libvirt,
         logs,
         interactive: false,
     };

@@ -14,7 +14,7 @@ use super::tools::{Ready, Table};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::report::Outcome;
-use crate::vm::Hosts;
+use crate::vm::{FrontEnd, Hosts};
 
 /// How long one run may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(120);
@@ -32,6 +32,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs: || vec![(Kernel::Trixie, CASES.to_vec())],
     }
@@ -47,7 +48,8 @@ macro_rules! cases {
     };
 }
 
-const CASES: &[Case] = cases![
+/// Its cases.
+pub const CASES: &[Case] = cases![
     "send" "RC", "send" "UC", "send" "UD", "send" "XRC",
     "write" "RC", "write" "UC", "write" "UD", "write" "XRC",
     "read" "RC", "read" "UC", "read" "UD", "read" "XRC",

@@ -8,7 +8,7 @@ use anyhow::{ensure, Context, Result};
 use super::tools::{counts, device_memory, settled};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::Hosts;
+use crate::vm::{FrontEnd, Hosts};
 
 /// Queue pairs and as many completion queues.
 const COUNT: u64 = 65_536;
@@ -25,6 +25,7 @@ pub fn lane() -> Lane {
         memory: 4096,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs: || {
             let case = Case {

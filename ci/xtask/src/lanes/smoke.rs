@@ -10,7 +10,7 @@ use anyhow::{ensure, Context, Result};
 use super::tools::{counts, device_of, progress, settled, wait_progress, Table};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, Bed, Hosts, SHORT};
+use crate::vm::{wait_for, Bed, FrontEnd, Hosts, SHORT};
 
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(240);
@@ -31,12 +31,14 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs,
     }
 }
 
-const CASES: &[Case] = &[
+/// Its cases.
+pub const CASES: &[Case] = &[
     Case {
         name: "tools show the device",
         run: tools_show_the_device,

@@ -14,7 +14,7 @@ use super::tools::{counts, device_of, settled, Ready};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::shell;
-use crate::vm::{Hosts, SHORT};
+use crate::vm::{FrontEnd, Hosts, SHORT};
 
 const CLIENT: u8 = 1;
 const SERVER: u8 = 2;
@@ -39,6 +39,7 @@ pub fn lane() -> Lane {
         memory: 1536,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Software,
         runs,
     }

@@ -11,7 +11,7 @@ use super::stock::USUAL;
 use super::verbs::apart;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::Hosts;
+use crate::vm::{FrontEnd, Hosts};
 
 /// Its name.
 pub const NAME: &str = "srd";
@@ -32,6 +32,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::Vxlan,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs,
     }

@@ -9,7 +9,7 @@ use anyhow::{ensure, Result};
 use super::tools::Ready;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::Hosts;
+use crate::vm::{FrontEnd, Hosts};
 
 /// How long one run of a tool may take on a busy machine without KVM.
 pub const LONG: Duration = Duration::from_secs(240);
@@ -38,6 +38,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs,
     }

@@ -18,7 +18,7 @@ use super::tools::{counts, settled};
 use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
-use crate::vm::Hosts;
+use crate::vm::{FrontEnd, Hosts};
 
 /// How long all tests may take on one device. Most of it is for tests that hang.
 const LONG: Duration = Duration::from_secs(45 * 60);
@@ -153,6 +153,11 @@ fn on_ours_56(fixture: &mut Fixture) -> Result<()> {
     on_ours(fixture, &VERSION_56)
 }
 
+/// The tests of rdma-core 56.1 on our device, and the end of its driver.
+pub fn cases_56() -> [Case; 2] {
+    ours(on_ours_56)
+}
+
 /// The lane for rdma-core 56.1.
 pub fn lane_56() -> Lane {
     Lane {
@@ -163,6 +168,7 @@ pub fn lane_56() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs: || {
             let rxe = Case {
@@ -196,6 +202,7 @@ pub fn lane_65() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs: || {
             let run = |fixture: &mut Fixture| on_ours(fixture, &VERSION_65);

@@ -16,7 +16,7 @@ use super::storage::{
 use super::tools::device_memory;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{Hosts, SHORT};
+use crate::vm::{FrontEnd, Hosts, SHORT};
 
 /// How long a tree of files may take.
 const TREE: Duration = Duration::from_secs(600);
@@ -37,6 +37,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Storage,
         runs,
     }

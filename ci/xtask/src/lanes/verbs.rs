@@ -9,7 +9,7 @@ use anyhow::{bail, Result};
 use super::tools::{counts, settled, Pair};
 use super::{Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
-use crate::vm::Hosts;
+use crate::vm::{FrontEnd, Hosts};
 
 /// Longer than any of the tests takes before it ends itself.
 const LONG: Duration = Duration::from_secs(400);
@@ -30,6 +30,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs,
     }

@@ -13,7 +13,7 @@ use super::storage::{Fio, Protocol, Storage};
 use super::tools::Ready;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{namespace, Hosts};
+use crate::vm::{namespace, FrontEnd, Hosts};
 
 /// How long storage is worked on in a cell, seconds.
 const STORAGE_SECONDS: u64 = 30;
@@ -59,6 +59,7 @@ pub fn vxlan() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::Vxlan,
+        front_end: FrontEnd::VhostUser,
         image: Image::Storage,
         runs: || runs(&[NETWORK_CASES]),
     }

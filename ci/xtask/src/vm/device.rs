@@ -48,16 +48,22 @@ pub struct DeviceProcess {
 }
 
 impl DeviceProcess {
-    /// Starts the process with a socket and a MAC address for each VM.
+    /// Starts the process with a socket and a MAC address for each VM; so many of them, the first
+    /// ones, are for vfio-user.
     pub fn start(
         binary: &Path,
         sockets: &[(PathBuf, String)],
+        vfio_user: usize,
         status: &Path,
         log: &Path,
     ) -> Result<Self> {
         let mut command = vec![binary.display().to_string()];
-        for (socket, mac) in sockets {
-            command.push("--socket-path".to_owned());
+        for (nth, (socket, mac)) in sockets.iter().enumerate() {
+            let option = match nth < vfio_user {
+                true => "--vfio-user-path",
+                false => "--socket-path",
+            };
+            command.push(option.to_owned());
             command.push(format!("{},mac={mac}", socket.display()));
         }
         command.push("--status-socket".to_owned());

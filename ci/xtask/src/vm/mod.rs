@@ -35,6 +35,8 @@ use qmp::Qmp;
 /// How long a guest may take from power-on to its agent, on a machine that is busy with other
 /// things.
 const BOOT: Duration = Duration::from_secs(120);
+/// The same for an installed system, with all that it starts.
+const BOOT_SYSTEM: Duration = Duration::from_secs(400);
 
 /// QEMU's names of the RDMA device, of the slot it is in, and of the network interface.
 const CARD: &str = "rdma-card";
@@ -43,6 +45,16 @@ const NIC: &str = "nic";
 
 /// How long a short command may take.
 pub const SHORT: Duration = Duration::from_secs(60);
+
+/// How QEMU has the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum FrontEnd {
+    /// By `vhost-user-rdma-pci`, which our patches add to it.
+    #[default]
+    VhostUser,
+    /// By `vfio-user-pci`, which it has from 10.1 on.
+    VfioUser,
+}
 
 /// Which device process VMs have, and what is between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,6 +118,11 @@ pub struct Plan<'a> {
     pub bare: u8,
     /// Which device process each VM has.
     pub hosts: Hosts,
+    /// How QEMU has the device; with VMs that are not [`Hosts::One`], by vhost-user.
+    pub front_end: FrontEnd,
+    /// They are hosts of VMs themselves: each has a second processor, and writes to its kernel's log
+    /// what is denied.
+    pub nested: bool,
     /// MiB of a disk for each that keeps its contents when the VM is killed, `/dev/vdc`.
     pub disk: Option<u64>,
     /// Where console and device logs go.
@@ -208,12 +225,13 @@ impl Bed {
                 .map(|number| (bed.directory.join(format!("rdma-{number}")), mac(number)))
                 .collect();
             let (status, log) = (bed.directory.join("status"), plan.logs.join("device.log"));
-            bed.device = Some(DeviceProcess::start(
-                &stack.device,
-                &sockets,
-                &status,
-                &log,
-            )?);
+            let vfio_user = match plan.front_end {
+                FrontEnd::VhostUser => 0,
+                FrontEnd::VfioUser => plan.vms.into(),
+            };
+            let device = &stack.device;
+            let device = DeviceProcess::start(device, &sockets, vfio_user, &status, &log)?;
+            bed.device = Some(device);
         }
         for number in 1..=plan.vms {
             let vm = Vm::start(plan, number, bed.host_prefix(number), &bed.directory)?;
@@ -303,12 +321,15 @@ pub struct Vm {
     command: Vec<String>,
     console_log: PathBuf,
     qemu_log: PathBuf,
+    /// What QEMU is told when the RDMA device is plugged.
+    card: Value,
     control: PathBuf,
     qmp_path: PathBuf,
     links: Vec<PathBuf>,
     qmp: Option<Qmp>,
     agent: Option<Agent>,
     boot: Option<String>,
+    boots_in: Duration,
 }
 
 impl Vm {
@@ -320,6 +341,11 @@ impl Vm {
         if let Some(size) = plan.disk {
             File::create(disk(directory, number))?.set_len(size << 20)?;
         }
+        if plan.kernel.modules.is_none() {
+            let mut copy = Command::new("cp");
+            copy.args(["--sparse=always", "--reflink=auto"]);
+            shell::capture(copy.arg(plan.root).arg(system(directory, number)))?;
+        }
         let path = |name: &str| directory.join(format!("{name}-{number}"));
         let mut command = prefix;
         command.extend(command_line(plan, number, directory, &console_log));
@@ -329,6 +355,7 @@ impl Vm {
             command,
             console_log,
             qemu_log,
+            card: card(plan.front_end, directory, number),
             control: path("control"),
             qmp_path: path("qmp"),
             links: match plan.hosts {
@@ -340,6 +367,10 @@ impl Vm {
             qmp: None,
             agent: None,
             boot: None,
+            boots_in: match plan.kernel.modules {
+                Some(_) => BOOT,
+                None => BOOT_SYSTEM,
+            },
         };
         vm.connect()?;
         Ok(vm)
@@ -387,7 +418,7 @@ impl Vm {
     pub fn wait_up(&mut self) -> Result<()> {
         let agent = self.agent.as_ref().context("the VM is not connected")?;
         let boot = agent
-            .wait_boot(self.boot.as_deref(), BOOT)
+            .wait_boot(self.boot.as_deref(), self.boots_in)
             .with_context(|| {
                 format!(
                     "vm{} does not boot; the end of its console:\n{}",
@@ -469,9 +500,7 @@ impl Vm {
 
     /// Puts the RDMA device into its slot again.
     pub fn plug(&mut self) -> Result<()> {
-        let card = json!({
-            "driver": "vhost-user-rdma-pci", "id": CARD, "chardev": "rdma", "bus": SLOT
-        });
+        let card = self.card.clone();
         self.qmp_with("device_add", card).map(drop)
     }
 
@@ -536,6 +565,16 @@ impl Vm {
         Ok(())
     }
 
+    /// Has the VM boot another kernel when it is started again.
+    pub fn set_kernel(&mut self, kernel: &KernelImage) {
+        for (option, file) in [("-kernel", &kernel.vmlinuz), ("-initrd", &kernel.initrd)] {
+            let at = self.command.iter().position(|word| word == option);
+            if let Some(value) = at.and_then(|at| self.command.get_mut(at + 1)) {
+                *value = file.display().to_string();
+            }
+        }
+    }
+
     /// Starts the VM again after [`Self::kill`], on the same sockets, and waits until it is up.
     pub fn start_again(&mut self) -> Result<()> {
         for path in [&self.control, &self.qmp_path]
@@ -578,6 +617,27 @@ fn disk(directory: &Path, number: u8) -> PathBuf {
     directory.join(format!("disk-{number}"))
 }
 
+/// QEMU's words for the RDMA device of a VM.
+fn card(front_end: FrontEnd, directory: &Path, number: u8) -> Value {
+    match front_end {
+        FrontEnd::VhostUser => json!({
+            "driver": "vhost-user-rdma-pci", "id": CARD, "bus": SLOT, "chardev": "rdma"
+        }),
+        FrontEnd::VfioUser => {
+            let path = directory.join(format!("rdma-{number}"));
+            json!({
+                "driver": "vfio-user-pci", "id": CARD, "bus": SLOT,
+                "socket": { "type": "unix", "path": path }
+            })
+        }
+    }
+}
+
+/// A VM's own copy of the disk of an installed system.
+fn system(directory: &Path, number: u8) -> PathBuf {
+    directory.join(format!("system-{number}"))
+}
+
 /// The QEMU command line of a VM.
 fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -> Vec<String> {
     let socket = |name: &str| {
@@ -608,11 +668,13 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
         );
     }
     add(
-        // With room for another, TCG makes the guest's atomic instructions atomic for those who
-        // share its memory, too.
-        "-machine q35,memory-backend=ram,hpet=off -smp 1,maxcpus=2 -m",
+        "-machine q35,memory-backend=ram,hpet=off -m",
         format!("{}M", plan.memory),
     );
+    // With room for another, TCG makes the guest's atomic instructions atomic for those who share
+    // its memory, too.
+    let cpus = if plan.nested { 2 } else { 1 };
+    add("-smp", format!("{cpus},maxcpus=2"));
     add(
         "-object",
         format!("memory-backend-memfd,id=ram,size={}M,share=on", plan.memory),
@@ -622,23 +684,28 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     add("-kernel", plan.kernel.vmlinuz.display().to_string());
     add("-initrd", plan.kernel.initrd.display().to_string());
     // An NMI is for a guest that hangs: it says where, and ends.
-    let kernel_words =
-        "panic=1 unknown_nmi_panic no_timer_check tsc=reliable mitigations=off audit=0";
+    let kernel_words = "panic=1 unknown_nmi_panic no_timer_check tsc=reliable mitigations=off";
+    let audit = if plan.nested { "" } else { " audit=0" };
+    let root = match plan.kernel.modules {
+        Some(_) => "",
+        None => " root=/dev/vda rw",
+    };
     add(
         "-append",
-        format!("console=ttyS0{quiet} {kernel_words} vr.number={number}"),
+        format!("console=ttyS0{quiet} {kernel_words}{audit} vr.number={number}{root}"),
     );
-    for (disk, image) in [
-        ("root", plan.root),
-        ("modules", plan.kernel.modules.as_path()),
-    ] {
-        add(
-            "-drive",
-            format!(
-                "if=none,id={disk},format=raw,readonly=on,file.locking=off,file={}",
-                image.display()
-            ),
-        );
+    let own = system(directory, number);
+    let disks = match &plan.kernel.modules {
+        Some(modules) => vec![
+            ("root", "readonly=on,file.locking=off", plan.root),
+            ("modules", "readonly=on,file.locking=off", modules),
+        ],
+        None => vec![("root", "cache=unsafe,discard=unmap", own.as_path())],
+    };
+    for (disk, how, image) in disks {
+        let image = image.display();
+        let drive = format!("if=none,id={disk},format=raw,{how},file={image}");
+        add("-drive", drive);
         add("-device", format!("virtio-blk-pci,drive={disk}"));
     }
     if plan.disk.is_some() {
@@ -756,21 +823,28 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
             "-device virtio-9p-pci,fsdev=payload,mount_tag=payload",
             String::new(),
         );
-        // QEMU connects again to a device process that was started again.
-        add(
-            "-chardev",
-            format!("socket,id=rdma,path={},reconnect-ms=1000", socket("rdma")),
-        );
+        if plan.front_end == FrontEnd::VhostUser {
+            // QEMU connects again to a device process that was started again.
+            add(
+                "-chardev",
+                format!("socket,id=rdma,path={},reconnect-ms=1000", socket("rdma")),
+            );
+        }
         // In a slot of its own it can be unplugged and plugged. The window is for the doorbells of
         // one that is not there when the firmware looks.
         add(
             "-device",
             format!("pcie-root-port,id={SLOT},chassis=1,slot=1,pref64-reserve=32M"),
         );
-        add(
-            "-device",
-            format!("vhost-user-rdma-pci,id={CARD},chardev=rdma,bus={SLOT}"),
-        );
+        match plan.front_end {
+            FrontEnd::VhostUser => add(
+                "-device",
+                format!("vhost-user-rdma-pci,id={CARD},chardev=rdma,bus={SLOT}"),
+            ),
+            front_end @ FrontEnd::VfioUser => {
+                add("-device", card(front_end, directory, number).to_string());
+            }
+        }
     }
     words
 }

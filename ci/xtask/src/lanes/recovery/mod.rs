@@ -18,7 +18,7 @@ use anyhow::{ensure, Context, Result};
 use super::tools::device_of;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, Hosts, SHORT};
+use crate::vm::{wait_for, FrontEnd, Hosts, SHORT};
 
 /// How long an application may take to end when its device is gone.
 const ENDS: Duration = Duration::from_secs(20);
@@ -46,6 +46,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: 0,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Storage,
         runs,
     }

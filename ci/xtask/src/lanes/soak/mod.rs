@@ -23,7 +23,7 @@ use super::recovery::{nothing_stuck, rping, wait_active_in, wait_noticed};
 use super::tools::{counts, resident_memory, settled};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, Hosts, SHORT};
+use crate::vm::{wait_for, FrontEnd, Hosts, SHORT};
 use flow::{Flows, Seen};
 
 /// How long it runs, and what its events are drawn from.
@@ -61,6 +61,7 @@ pub fn lane() -> Lane {
         memory: 1024,
         bare: BARE,
         hosts: Hosts::One,
+        front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs: || {
             let kernels = Kernel::STABLE.iter();
