@@ -44,6 +44,8 @@ pub enum Target {
     Rings,
     /// What a peer sends over a connection of iWARP
     Stream,
+    /// Messages of a front end of vfio-user, with file descriptors of all kinds
+    VfioUser,
     /// Messages of a front end, with file descriptors of all kinds
     VhostUser,
 }
