@@ -14,7 +14,7 @@ use crate::images::{Image, Kernel};
 use crate::vm::{wait_for, FrontEnd, Hosts, SHORT};
 
 /// How long something may take in a VM whose host is an emulated VM itself.
-const LONG: Duration = Duration::from_secs(600);
+const LONG: Duration = Duration::from_secs(1200);
 
 /// The lane.
 pub fn lane() -> Lane {
