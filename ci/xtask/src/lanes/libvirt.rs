@@ -135,7 +135,7 @@ fn confined(fixture: &mut Fixture) -> Result<()> {
         "virt-xml-validate /payload/libvirt/domain.xml domain",
     )?;
     for number in [1, 2] {
-        let write = format!("/payload/libvirt/domain.py {number} >/root/vm{number}.xml");
+        let write = format!("/payload/libvirt/domain.py {number} >/tmp/vm{number}.xml");
         host(fixture, &write)?;
     }
     Ok(())
@@ -185,12 +185,12 @@ fn denied(fixture: &mut Fixture) -> Result<()> {
     };
     refused(
         fixture,
-        "virsh define /root/vm1.xml",
+        "virsh define /tmp/vm1.xml",
         "/opt/virtio-rdma/bin/",
     )?;
     // It may, and QEMU may not become what it is to be.
     install_rules(fixture, false, true)?;
-    host(fixture, "virsh define /root/vm1.xml")?;
+    host(fixture, "virsh define /tmp/vm1.xml")?;
     refused(fixture, "virsh start vm1", "virtio-rdma")?;
     install_rules(fixture, true, true)
 }
@@ -216,7 +216,7 @@ fn no_process(fixture: &mut Fixture) -> Result<()> {
 fn start(fixture: &mut Fixture) -> Result<()> {
     host(
         fixture,
-        "dmesg -C; virsh define /root/vm2.xml; virsh start vm1 && virsh start vm2",
+        "dmesg -C; virsh define /tmp/vm2.xml; virsh start vm1 && virsh start vm2",
     )?;
     let label = host(
         fixture,
