@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod artifacts;
+mod book;
 mod cache;
 mod commands;
 mod images;

@@ -7,6 +7,7 @@
 //! order, so that the next case has a fair start.
 
 pub mod bench;
+pub mod book;
 mod boot;
 mod columns;
 mod decode;
@@ -165,6 +166,7 @@ pub fn all() -> Vec<Lane> {
         recovery::lane(),
         hostile::lane(),
         software::lane(),
+        book::lane(),
         libvirt::lane(),
         packages::lane(),
         bench::lane(),

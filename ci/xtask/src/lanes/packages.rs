@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Lane `packages`: the Debian packages on a Debian 13 as its installer leaves it, from their
-//! installation by apt to their removal.
+//! installation by apt to their removal, by the commands of `docs/install.md`.
 //!
 //! Its cases follow each other: each begins with what the one before it has left.
 
@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{ensure, Context, Result};
 
 use super::{Case, Fixture, Lane, Skip};
+use crate::book::Page;
 use crate::images::{self, Image, Kernel};
 use crate::vm::{wait_for, FrontEnd, Hosts, Vm, SHORT};
 
@@ -17,8 +18,8 @@ const APT: Duration = Duration::from_secs(3600);
 /// How long a guest may take to power off.
 const POWER_OFF: Duration = Duration::from_secs(120);
 
-/// What is installed where the card is.
-const GUEST: &str = "virtio-rdma-dkms libvirtio-rdma1 libvirtio-rdma-dev ibverbs-utils rdma-core";
+/// What this project has for where the card is.
+const GUEST: [&str; 3] = ["virtio-rdma-dkms", "libvirtio-rdma1", "libvirtio-rdma-dev"];
 /// What belongs to where VMs are run. Here, that is the guest, too.
 const HOST: &str = "vhost-device-rdma";
 
@@ -75,25 +76,31 @@ const CASES: &[Case] = &[
     },
 ];
 
-/// A command line for apt that asks nothing.
-fn apt(vm: &Vm, words: &str) -> Result<String> {
-    let command = format!(
-        "DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends {words} 2>&1"
-    );
-    let output = vm.run(&command, APT)?;
-    let text = output.text;
-    ensure!(output.status == 0, "apt-get {words} failed:\n{text}");
+/// Runs a block of `docs/install.md`.
+fn page(vm: &Vm, block: &str) -> Result<String> {
+    let commands = Page::read("install.md")?
+        .of_lane("packages", block)?
+        .to_owned();
+    let script = format!("exec 2>&1\nset -e\nexport DEBIAN_FRONTEND=noninteractive\n{commands}");
+    let output = vm.run(&script, APT)?;
+    let (status, text) = (output.status, output.text);
+    ensure!(status == 0, "{commands}ended with {status}:\n{text}");
     Ok(text)
 }
 
-/// Has apt take this project's packages from a directory of the payload.
+/// Has apt take this project's packages from a directory of the payload, and ask nothing.
 fn use_repository(vm: &Vm, directory: &str) -> Result<()> {
     vm.sh("mkdir -p /payload && (mountpoint -q /payload || \
            mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=none payload /payload)")?;
     vm.sh(&format!(
-        "echo 'deb [trusted=yes] file:/payload/{directory} ./' >/etc/apt/sources.list.d/virtio-rdma.list"
+        "mkdir -p /srv/virtio-rdma && (! mountpoint -q /srv/virtio-rdma || umount /srv/virtio-rdma) && \
+         mount --bind /payload/{directory} /srv/virtio-rdma"
     ))?;
-    apt(vm, "update").map(drop)
+    vm.sh(
+        "printf 'APT::Get::Assume-Yes \"true\";\nAPT::Install-Recommends \"false\";\n' \
+         >/etc/apt/apt.conf.d/90-asks-nothing",
+    )?;
+    page(vm, "repository").map(drop)
 }
 
 /// A case cannot go on if the one before it has failed.
@@ -127,7 +134,7 @@ fn host_installs(fixture: &mut Fixture) -> Result<()> {
     use_repository(vm, "packages")?;
     let before = traces(vm)?;
     ensure!(before.is_empty(), "there are traces before: {before}");
-    apt(vm, &format!("install {HOST}"))?;
+    page(vm, "host")?;
     ensure!(property(vm, SERVICE, "ActiveState")? == "inactive");
     ensure!(property(vm, SERVICE, "UnitFileState")? == "disabled");
     vm.sh("systemctl is-system-running --wait || systemctl --failed --no-legend")?;
@@ -162,11 +169,21 @@ const STATUS: &str = "vhost-device-rdma status /run/vrdma/operator/status.sock";
 fn service_serves(fixture: &mut Fixture) -> Result<()> {
     let vm = fixture.vm(1)?;
     after(vm, HOST)?;
-    vm.sh(&format!("systemctl enable --now {SERVICE}"))?;
     vm.sh(CONFIGURE)?;
-    vm.sh(&format!("systemctl reload {SERVICE}"))?;
-    let list = vm.sh("vhost-device-rdma list /run/vrdma/operator/status.sock")?;
-    ensure!(list.lines().count() == 3, "not two devices: {list}");
+    page(vm, "service")?;
+    // A third device comes and goes.
+    let list = "vhost-device-rdma list /run/vrdma/operator/status.sock";
+    let reload = format!("systemctl reload {SERVICE} && {list}");
+    let third = "[[device]]\\nsocket = \"/run/vrdma/vm3.sock\"\\nmac = \"52:54:00:12:34:03\"\\n";
+    let add = format!("cp /etc/vhost-device-rdma.toml /tmp/ && printf '\\n{third}' >>/etc/vhost-device-rdma.toml && {reload}");
+    let remove = format!("cp /tmp/vhost-device-rdma.toml /etc/ && {reload}");
+    for (devices, command) in [(2, list), (3, &*add), (2, &*remove)] {
+        let list = vm.sh(command)?;
+        ensure!(
+            list.lines().count() == devices + 1,
+            "not {devices} devices: {list}"
+        );
+    }
     vm.sh(&format!("systemctl restart {SERVICE}"))?;
     let status = vm.sh(&format!("systemctl status --no-pager {SERVICE}"))?;
     ensure!(
@@ -290,13 +307,13 @@ fn guest_installs(fixture: &mut Fixture) -> Result<()> {
     let vm = fixture.vm(1)?;
     use_repository(vm, "packages")?;
     let start = std::time::Instant::now();
-    apt(vm, &format!("install {GUEST}"))?;
+    page(vm, "guest")?;
     built_for_both(vm)?;
     let seconds = start.elapsed().as_secs();
     fixture.figure("install_seconds", seconds);
     let vm = fixture.vm(1)?;
     // It is loaded by who finds the device, which is the kernel at boot, and here somebody by hand.
-    vm.sh("modprobe virtio_rdma")?;
+    page(vm, "module")?;
     card_is_there(vm)
 }
 
@@ -338,8 +355,8 @@ fn card_after_reboot(fixture: &mut Fixture) -> Result<()> {
 
 fn library_links(fixture: &mut Fixture) -> Result<()> {
     let vm = fixture.vm(1)?;
-    after(vm, "libvirtio-rdma-dev")?;
-    vm.sh("cd /tmp && cat >dv.c <<'END'\n\
+    after(vm, "libvirtio-rdma1")?;
+    vm.sh("cat >program.c <<'END'\n\
          #include <stdio.h>\n\
          #include <infiniband/virtio_rdma_dv.h>\n\
          int main(void) {\n\
@@ -348,9 +365,10 @@ fn library_links(fixture: &mut Fixture) -> Result<()> {
              struct virtio_rdma_dv_device_attr attr = {0};\n\
              return context ? virtio_rdma_dv_query_device(context, &attr, sizeof attr) : 1;\n\
          }\n\
-         END\n\
-         gcc -Wall -Werror dv.c -o dv -lvirtio_rdma -libverbs && ./dv && \
-         objdump -T dv | grep -w VIRTIO_RDMA_1.0")?;
+         END\n")?;
+    let said = page(vm, "library")?;
+    ensure!(!said.contains("warning:"), "the compiler warns:\n{said}");
+    vm.sh("./program && objdump -T program | grep -w VIRTIO_RDMA_1.0")?;
     vm.sh("test -e /usr/share/man/man3/virtio_rdma_dv.3.gz")
         .map(drop)
 }
@@ -361,9 +379,9 @@ fn upgrade(fixture: &mut Fixture) -> Result<()> {
     let pid = property(vm, SERVICE, "MainPID")?;
     use_repository(vm, "next")?;
     let start = std::time::Instant::now();
-    let text = apt(vm, "dist-upgrade")?;
+    let text = page(vm, "upgrade")?;
     let seconds = start.elapsed().as_secs();
-    for package in GUEST.split(' ').take(3).chain([HOST]) {
+    for package in GUEST.iter().chain([&HOST]) {
         let version = vm.sh(&format!("dpkg-query -W -f '${{Version}}' {package}"))?;
         ensure!(version.contains("+next"), "{package} is {version}: {text}");
     }
@@ -376,8 +394,8 @@ fn upgrade(fixture: &mut Fixture) -> Result<()> {
         "the service was started anew"
     );
     card_is_there(vm)?;
-    vm.sh(&format!("systemctl restart {SERVICE} && {STATUS}"))?;
-    vm.sh("modprobe -r virtio_rdma && modprobe virtio_rdma")?;
+    page(vm, "restart")?;
+    vm.sh(STATUS)?;
     card_is_there(vm)?;
     fixture.figure("upgrade_seconds", seconds);
     reboot(fixture, Kernel::Trixie)?;
@@ -389,10 +407,9 @@ fn upgrade(fixture: &mut Fixture) -> Result<()> {
 fn purge(fixture: &mut Fixture) -> Result<()> {
     let vm = fixture.vm(1)?;
     after(vm, HOST)?;
-    let packages: Vec<_> = GUEST.split(' ').take(3).chain([HOST]).collect();
     // Nothing uses the module any more, and it goes with its package only from the disk.
     vm.sh("modprobe -r virtio_rdma")?;
-    apt(vm, &format!("purge {}", packages.join(" ")))?;
+    page(vm, "purge")?;
     ensure!(
         vm.run("modprobe virtio_rdma", SHORT)?.status != 0,
         "the module is still there"

@@ -477,7 +477,7 @@ fn fabric_cell(text: &str, size: &str, column: usize) -> Result<f64> {
 }
 
 /// Makes the guests hosts of Open MPI.
-fn mpi_hosts(fixture: &Fixture) -> Result<()> {
+pub fn mpi_hosts(fixture: &Fixture) -> Result<()> {
     let said = fixture.vm(CLIENT)?.sh("/payload/mpi-hosts first")?;
     let key = said.lines().last().context("no key")?;
     let command = format!("/payload/mpi-hosts second '{key}'");

@@ -73,7 +73,31 @@ const CASES: &[Case] = &[
     case!("NFS, rxe: fio, 4 KiB", small, Nfs over Rxe),
     case!("NFS, rxe: fio, 1 MiB", large, Nfs over Rxe),
     case!("NFS, rxe: a tree of files", tree, Nfs over Rxe),
+    Case {
+        name: "docs/storage.md",
+        run: page,
+    },
 ];
+
+/// The commands of the page on storage. What it takes for granted is what Debian's services do.
+fn page(fixture: &mut Fixture) -> Result<()> {
+    fixture.vm(SERVER)?.sh(
+        "mountpoint -q /sys/kernel/config || { modprobe configfs && mount -t configfs configfs /sys/kernel/config; }; \
+         /payload/rdma-device vrdma0 9000 && /payload/storage-server nfs memory tcp",
+    )?;
+    fixture.vm(CLIENT)?.sh("/payload/rdma-device vrdma0 9000")?;
+    super::book::run(fixture, "storage.md")?;
+    // Both are there, and by RDMA.
+    let client = fixture.vm(CLIENT)?;
+    client.sh("nvme list-subsys | grep rdma && grep ' /mnt nfs4 .*proto=rdma' /proc/mounts")?;
+    client.sh("echo text >/mnt/file && umount /mnt && nvme disconnect -n disk")?;
+    fixture.vm(SERVER)?.sh(
+        "grep text /export/data/file && cd /sys/kernel/config/nvmet && rm ports/1/subsystems/disk && rmdir ports/1 && \
+         echo 0 >subsystems/disk/namespaces/1/enable && rmdir subsystems/disk/namespaces/1 subsystems/disk && \
+         /payload/storage-server stop",
+    )?;
+    Ok(())
+}
 
 fn rounded(value: f64) -> f64 {
     (value * 100.0).round() / 100.0
