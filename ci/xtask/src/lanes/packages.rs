@@ -123,7 +123,7 @@ fn property(vm: &Vm, unit: &str, name: &str) -> Result<String> {
 fn traces(vm: &Vm) -> Result<String> {
     vm.sh(
         "find / -xdev '(' -iname '*vhost-device-rdma*' -o -iname '*virtio[-_]rdma*' -o -name vrdma ')' \
-           -not -path '/proc/*' -not -path '/etc/apt/*' -not -path '/var/lib/apt/*' \
+           -not -path '/proc/*' -not -path '/srv/*' -not -path '/etc/apt/*' -not -path '/var/lib/apt/*' \
            -not -path '/etc/virtio-rdma*' 2>/dev/null | sort; \
          getent passwd vhost-device-rdma; ls -d /run/vrdma 2>/dev/null; true",
     )
