@@ -321,9 +321,12 @@ fn guest_installs(fixture: &mut Fixture) -> Result<()> {
 fn reboot(fixture: &mut Fixture, kernel: Kernel) -> Result<()> {
     let image = images::system_kernel(fixture.root(), kernel);
     let vm = fixture.vm_mut(1)?;
-    // The agent ends in the middle of it. Without D-Bus, `systemctl poweroff` finds nobody to ask.
-    let _ = vm.spawn("systemctl start --no-block poweroff.target")?;
+    // The agent ends in the middle of it, so nobody waits for the command, which would be killed if it
+    // were dropped. Without D-Bus, `systemctl poweroff` finds nobody to ask.
+    let command =
+        vm.spawn("systemctl start --no-block --job-mode=replace-irreversibly poweroff.target")?;
     vm.wait_end(POWER_OFF)?;
+    drop(command);
     vm.set_kernel(&image);
     vm.start_again()?;
     // Until all has started. Its status also tells of Debian's own services that have not, which are
