@@ -17,7 +17,7 @@
 //! | [`control`] | control commands |
 //! | [`virtio`] | the virtio device: virtqueues, configuration, events |
 //! | [`front_end`], [`vhost_user`], [`vfio_user`] | front ends: sessions over vhost-user, and over vfio-user |
-//! | [`config`], [`devices`], [`status`], [`metrics`], [`service`], [`manage`], [`top`], [`check`] | the process |
+//! | [`config`], [`devices`], [`drain`], [`status`], [`metrics`], [`service`], [`manage`], [`top`], [`check`] | the process |
 //!
 //! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
 //! [`engine::send_queue`] reads and judges to the peer, [`engine::responder`] places the data,
@@ -30,6 +30,7 @@ pub mod check;
 pub mod config;
 pub mod control;
 pub mod devices;
+pub mod drain;
 pub mod engine;
 pub mod epoll_fd;
 pub mod error;

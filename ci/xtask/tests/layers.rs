@@ -34,6 +34,7 @@ const DEVICE: &[&[&str]] = &[
         "check",
         "config",
         "devices",
+        "drain",
         "metrics",
         "service",
         "status",

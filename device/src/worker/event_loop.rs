@@ -275,6 +275,9 @@ impl Loop {
                 idle_since = None;
             }
         }
+        if let Some(wire) = &mut self.wire {
+            wire.flush();
+        }
         while let Some(qp) = self.queue.pop() {
             qp.scheduled.store(false, Ordering::SeqCst);
         }
@@ -404,10 +407,16 @@ impl Loop {
         let cqs = std::mem::take(&mut inbox.cqs);
         let try_again = std::mem::take(&mut inbox.try_again);
         let requests = std::mem::take(&mut inbox.iwarp);
+        let asks_unsent = inbox.asks_unsent.take();
         drop(inbox);
         if let Some(iwarp) = self.iwarp.as_mut().filter(|_| !requests.is_empty()) {
             let section = self.reader.enter();
             iwarp.ask(requests, &section, &self.registry, clock());
+        }
+        if let Some(asks) = asks_unsent {
+            let unsent = self.iwarp.as_ref().is_some_and(IwarpEnd::waits_to_send);
+            // Who has asked may have gone.
+            let _ = asks.send(unsent);
         }
         if try_again {
             for qp in self.parked.take() {
