@@ -6,7 +6,7 @@
 //! | layer | what |
 //! |---|---|
 //! | [`limits`], [`footprint`] | how much a VM may have, and what it has |
-//! | [`error`], [`logging`], [`epoll_fd`], [`eventfd`], [`socket`] | errors; the log; file descriptors; sockets |
+//! | [`error`], [`logging`], [`epoll_fd`], [`eventfd`], [`socket`], `probes` | errors; the log; file descriptors; sockets; probes |
 //! | [`sandbox`] | what the process and its threads give up |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
@@ -47,6 +47,7 @@ pub mod manage;
 pub mod memory;
 pub mod metrics;
 pub mod play;
+mod probes;
 pub mod rnic;
 mod rnic_status;
 pub mod sandbox;

@@ -20,6 +20,7 @@ const DEVICE: &[&[&str]] = &[
     &["sandbox"],
     &["memory"],
     &["verbs"],
+    &["probes"],
     &["engine"],
     &["fabric"],
     &["worker"],
