@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -401,6 +402,15 @@ impl Adapter {
     #[must_use]
     pub fn has_iwarp(&self) -> bool {
         self.iwarp
+    }
+
+    /// Has the worker of connections of iWARP answer whether these have anything to send that the system
+    /// has not taken.
+    pub(crate) fn ask_unsent(&self, answer: Sender<bool>) {
+        // They are the first one's.
+        if let Some(worker) = self.workers.first() {
+            worker.ask_unsent(answer);
+        }
     }
 
     /// Stops the workers.

@@ -45,6 +45,10 @@ const USUAL_MTU: usize = 1500;
 const MOST_MTU: usize = 9216;
 /// Longest time for which a worker may poll before it sleeps.
 const MAX_POLL: Duration = Duration::from_secs(10);
+/// How long the process lets work requests complete before it ends, where nothing else is asked for,
+/// and the longest time.
+const USUAL_DRAIN: Duration = Duration::from_secs(2);
+const MAX_DRAIN: Duration = Duration::from_secs(3600);
 
 /// Why the configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -90,6 +94,9 @@ pub enum Error {
     /// The polling time is too long.
     #[error("polling for {0:?}: at most {MAX_POLL:?} are sensible")]
     Poll(Duration),
+    /// The time before the end is none, or too long.
+    #[error("{0} seconds before the process ends: there must be 0 to {max}", max = MAX_DRAIN.as_secs())]
+    Drain(f64),
     /// A MAC address is not one.
     #[error("'{0}' is not the MAC address of a network interface (six octets such as 52:54:00:12:34:56)")]
     Mac(String),
@@ -493,6 +500,10 @@ pub struct ServeArgs {
     /// How long an idle worker polls before it sleeps, microseconds [default: 50].
     #[arg(long, value_name = "N")]
     pub poll_us: Option<u64>,
+    /// Let work requests that are posted complete when the process is told to end, for so long at most;
+    /// 0: end at once [default: 2].
+    #[arg(long, value_name = "SECONDS")]
+    pub drain: Option<f64>,
     /// Give the status as JSON, and control over links, to everyone who may connect to this socket.
     #[arg(long, value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
@@ -1092,6 +1103,7 @@ struct File {
     workers: Option<u16>,
     #[serde(alias = "poll_us")]
     poll_us: Option<u64>,
+    drain: Option<f64>,
     cpus: Vec<usize>,
     #[serde(alias = "status_socket")]
     status_socket: Option<PathBuf>,
@@ -1116,6 +1128,8 @@ pub struct Config {
     pub adapter: AdapterSettings,
     /// Of each VM, as it is asked for and what that comes to.
     pub devices: Vec<(DeviceConfig, RnicSettings)>,
+    /// How long work requests may go on when the process is told to end.
+    pub drain: Duration,
     /// What others are to be made of that are asked for later.
     pub defaults: Defaults,
     /// Where the status is given.
@@ -1164,6 +1178,7 @@ impl Config {
             return Err(Error::Poll(adapter.poll_budget));
         }
 
+        let drain = args.drain.or(file.drain).map(drain_time).transpose()?;
         let mut uplinks = UplinksConfig {
             wire: file.wire.map(WireConfig::settings).transpose()?,
             interfaces: Vec::new(),
@@ -1218,6 +1233,7 @@ impl Config {
         Ok(Self {
             adapter,
             devices,
+            drain: drain.unwrap_or(USUAL_DRAIN),
             defaults,
             status_socket,
             metrics,
@@ -1230,6 +1246,13 @@ impl Config {
             )?,
         })
     }
+}
+
+fn drain_time(seconds: f64) -> Result<Duration, Error> {
+    let time = Duration::try_from_secs_f64(seconds);
+    time.ok()
+        .filter(|time| *time <= MAX_DRAIN)
+        .ok_or(Error::Drain(seconds))
 }
 
 /// What devices are made of that are asked for when the process runs, beside what is asked for.
@@ -2003,6 +2026,21 @@ mod tests {
         assert_eq!(sockets, ["a", "b"]);
         assert_eq!(both.devices[0].1.network, "default");
         assert_eq!(both.devices[1].1.network, "n");
+    }
+
+    #[test]
+    fn the_process_has_a_time_to_end() {
+        let device = "[[device]]\nsocket = 'a'\n";
+        let of = |cli: &[&str], file: &str| config(cli, &format!("{file}\n{device}"));
+        assert_eq!(of(&[], "").unwrap().drain, USUAL_DRAIN);
+        assert_eq!(of(&[], "drain = 7").unwrap().drain.as_secs(), 7);
+        assert_eq!(of(&[], "drain = 0.5").unwrap().drain.as_millis(), 500);
+        let both = of(&["--drain", "0"], "drain = 7").unwrap();
+        assert_eq!(both.drain, Duration::ZERO);
+        for bad in ["-1", "3601", "nan", "inf"] {
+            let said = of(&[], &format!("drain = {bad}")).unwrap_err();
+            assert!(said.contains("there must be 0 to 3600"), "{said}");
+        }
     }
 
     #[test]

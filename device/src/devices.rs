@@ -176,6 +176,13 @@ impl Devices {
         &self.adapter
     }
 
+    /// Accepts no front ends any longer. Those that are connected stay.
+    pub fn close(&self) {
+        for device in &*self.lock() {
+            device.server.close();
+        }
+    }
+
     /// Serves none any longer.
     pub fn stop(&self) {
         for device in std::mem::take(&mut *self.lock()) {

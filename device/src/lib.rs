@@ -6,7 +6,7 @@
 //! | layer | what |
 //! |---|---|
 //! | [`limits`], [`footprint`] | how much a VM may have, and what it has |
-//! | [`error`], [`logging`], [`epoll_fd`], [`eventfd`], [`socket`] | errors; the log; file descriptors; sockets |
+//! | [`error`], [`logging`], [`epoll_fd`], [`eventfd`], [`socket`], `probes` | errors; the log; file descriptors; sockets; probes |
 //! | [`sandbox`] | what the process and its threads give up |
 //! | [`memory`] | all access to guest memory |
 //! | [`verbs`] | the objects of verbs, passive: completion queues, keys, shared receive queues |
@@ -17,7 +17,7 @@
 //! | [`control`] | control commands |
 //! | [`virtio`] | the virtio device: virtqueues, configuration, events |
 //! | [`front_end`], [`vhost_user`], [`vfio_user`] | front ends: sessions over vhost-user, and over vfio-user |
-//! | [`config`], [`devices`], [`status`], [`metrics`], [`service`], [`manage`], [`top`], [`check`] | the process |
+//! | [`config`], [`devices`], [`drain`], [`status`], [`metrics`], [`service`], [`manage`], [`top`], [`check`] | the process |
 //!
 //! The way of a work request: [`worker`] sees the doorbell, [`fabric::local`] takes the entry that
 //! [`engine::send_queue`] reads and judges to the peer, [`engine::responder`] places the data,
@@ -30,6 +30,7 @@ pub mod check;
 pub mod config;
 pub mod control;
 pub mod devices;
+pub mod drain;
 pub mod engine;
 pub mod epoll_fd;
 pub mod error;
@@ -46,6 +47,7 @@ pub mod manage;
 pub mod memory;
 pub mod metrics;
 pub mod play;
+mod probes;
 pub mod rnic;
 mod rnic_status;
 pub mod sandbox;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `vhost-device-rdma`: command line in, sockets served until SIGTERM or SIGINT.
+//! `vhost-device-rdma`: command line in, sockets served until SIGTERM or SIGINT, and then for as long as
+//! what is posted takes.
 #![forbid(unsafe_code)]
 
 use std::error::Error;
@@ -7,9 +8,10 @@ use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use clap::Parser;
-use log::info;
+use log::{info, warn};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Uid;
@@ -19,6 +21,7 @@ use vhost_device_rdma::config::{
     access, Args, Command, Config, DeviceConfig, LinkState, ServeArgs,
 };
 use vhost_device_rdma::devices::Devices;
+use vhost_device_rdma::drain::Drain;
 use vhost_device_rdma::epoll_fd::{EpollFd, NO_EVENT};
 use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
@@ -34,6 +37,9 @@ use vhost_device_rdma::socket::{self, Address, Bound, BoundSocket};
 use vhost_device_rdma::status::{self, StatusServer};
 use vhost_device_rdma::top::{self, TopSettings};
 use vhost_device_rdma::wire_setup;
+
+/// How often to look whether work requests have completed before the process ends.
+const DRAIN_LOOK: Duration = Duration::from_millis(1);
 
 fn main() -> ExitCode {
     heap::set_up();
@@ -182,15 +188,18 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let result = result.and_then(|()| Ok(sandbox.confine(Kind::Control)?));
     let result = result.and_then(|()| {
         manager.ready(count);
-        Ok(end.wait(&manager)?)
+        if let Some(signal) = end.wait(&manager, None)? {
+            info!("ending on {signal}");
+        }
+        manager.stopping(config.drain);
+        Ok(running.drain(&adapter, config.drain, &end, &manager)?)
     });
-    if let Ok(signal) = result {
-        info!("ending on {signal}");
+    if result.is_err() {
+        manager.stopping(Duration::ZERO);
     }
-    manager.stopping();
     running.stop();
     adapter.shutdown();
-    result.map(drop)
+    result
 }
 
 /// The signals that end the process, and how they are waited for.
@@ -208,17 +217,21 @@ impl End {
         Ok(Self { signals, epoll })
     }
 
-    /// Waits for one, and tells the service manager meanwhile that the process lives.
-    fn wait(&self, manager: &Manager) -> io::Result<Signal> {
-        let interval = manager.interval().map(|time| time.as_millis());
-        let interval = interval.map_or(-1, |time| time.clamp(1, i32::MAX as u128) as i32);
+    /// Waits for one, or until a time, and tells the service manager meanwhile that the process lives.
+    fn wait(&self, manager: &Manager, until: Option<Instant>) -> io::Result<Option<Signal>> {
         loop {
             if let Some(signal) = self.signals.read_signal()? {
                 let signal = i32::try_from(signal.ssi_signo).map_err(io::Error::other)?;
-                return Ok(Signal::try_from(signal)?);
+                return Ok(Some(Signal::try_from(signal)?));
             }
-            manager.alive();
-            self.epoll.wait(interval, &mut [NO_EVENT])?;
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Ok(None);
+            }
+            let time = manager.alive().into_iter().chain(left).min();
+            let time = time.map(|time| time.as_millis().clamp(1, i32::MAX as u128));
+            let time = time.map_or(-1, |time| time as i32);
+            self.epoll.wait(time, &mut [NO_EVENT])?;
         }
     }
 }
@@ -290,6 +303,38 @@ impl Running {
         if let Some(socket) = sockets.status {
             let server = StatusServer::start(socket, devices.clone(), operator, sandbox)?;
             self.status = Some(server);
+        }
+        Ok(())
+    }
+
+    /// Takes no new devices and front ends, and lets work requests that are posted complete: for `most`
+    /// at most, or until a further signal.
+    fn drain(
+        &mut self,
+        adapter: &Arc<Adapter>,
+        most: Duration,
+        end: &End,
+        manager: &Manager,
+    ) -> io::Result<()> {
+        if most.is_zero() {
+            return Ok(());
+        }
+        self.status.take().into_iter().for_each(StatusServer::stop);
+        self.devices.close();
+        let until = Instant::now() + most;
+        let mut drain = Drain::begin(adapter);
+        while !drain.is_over() {
+            let now = Instant::now();
+            if now >= until {
+                let left = drain.queue_pairs();
+                warn!("ending with work requests of {left} queue pairs that have not completed");
+                break;
+            }
+            let look = until.min(now + DRAIN_LOOK);
+            if let Some(signal) = end.wait(manager, Some(look))? {
+                info!("ending at once on another {signal}");
+                break;
+            }
         }
         Ok(())
     }

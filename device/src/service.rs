@@ -13,7 +13,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use listenfd::ListenFd;
 use log::warn;
@@ -40,6 +40,8 @@ pub struct Manager {
     lost: Cell<bool>,
     sockets: Vec<(PathBuf, UnixListener)>,
     watchdog: Option<Duration>,
+    /// When it was told last that the process lives.
+    told_alive: Cell<Option<Instant>>,
 }
 
 impl Manager {
@@ -55,6 +57,7 @@ impl Manager {
             lost: Cell::new(false),
             sockets: passed()?,
             watchdog: watchdog(|name| env::var(name).ok()),
+            told_alive: Cell::new(None),
         })
     }
 
@@ -84,21 +87,27 @@ impl Manager {
         self.tell(&format!("READY=1\nSTATUS=Serving {devices}"));
     }
 
-    /// The process ends.
-    pub fn stopping(&self) {
-        self.tell("STOPPING=1");
+    /// The process ends: at once, or when work requests have completed, in so much time at most.
+    pub fn stopping(&self, drain: Duration) {
+        let status = match drain {
+            Duration::ZERO => "Ending".to_owned(),
+            most => format!("Completing what VMs have posted, for {most:?} at most"),
+        };
+        self.tell(&format!("STOPPING=1\nSTATUS={status}"));
     }
 
-    /// How often it wants to hear that the process lives; none, if it does not.
-    #[must_use]
-    pub fn interval(&self) -> Option<Duration> {
+    /// The process lives: it is told if it is time to. Returns how long until it is again; none, if it
+    /// does not want to hear.
+    pub fn alive(&self) -> Option<Duration> {
         // Half of the time after which it does something about it, as sd_watchdog_enabled(3) says.
-        self.watchdog.map(|time| time / 2)
-    }
-
-    /// The process lives.
-    pub fn alive(&self) {
+        let interval = self.watchdog? / 2;
+        let since = self.told_alive.get().map(|told| told.elapsed());
+        if let Some(left) = since.and_then(|since| interval.checked_sub(since)) {
+            return Some(left);
+        }
+        self.told_alive.set(Some(Instant::now()));
         self.tell("WATCHDOG=1");
+        Some(interval)
     }
 
     fn tell(&self, what: &str) {

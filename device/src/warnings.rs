@@ -78,6 +78,10 @@ impl Named {
 }
 
 impl Warn for Named {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
     fn warn(&self, what: fmt::Arguments<'_>) {
         self.log(Level::Warn, what);
     }

@@ -1,6 +1,6 @@
 # Print an optspec for argparse to handle cmd's options that are independent of any subcommand.
 function __fish_vhost_device_rdma_global_optspecs
-    string join \n socket-path= vfio-user-path= config= workers= poll-us= status-socket= metrics= log-format= socket-mode= socket-owner= socket-group= user= sandbox= h/help V/version
+    string join \n socket-path= vfio-user-path= config= workers= poll-us= drain= status-socket= metrics= log-format= socket-mode= socket-owner= socket-group= user= sandbox= h/help V/version
 end
 
 function __fish_vhost_device_rdma_needs_command
@@ -29,6 +29,7 @@ complete -c vhost-device-rdma -n "__fish_vhost_device_rdma_needs_command" -l vfi
 complete -c vhost-device-rdma -n "__fish_vhost_device_rdma_needs_command" -l config -d 'Read settings and devices from this TOML file; the command line has priority' -r -F
 complete -c vhost-device-rdma -n "__fish_vhost_device_rdma_needs_command" -l workers -d 'Worker threads that move data, 1 to 8 [default: half of the CPUs, at most 4]' -r
 complete -c vhost-device-rdma -n "__fish_vhost_device_rdma_needs_command" -l poll-us -d 'How long an idle worker polls before it sleeps, microseconds [default: 50]' -r
+complete -c vhost-device-rdma -n "__fish_vhost_device_rdma_needs_command" -l drain -d 'Let work requests that are posted complete when the process is told to end, for so long at most; 0: end at once [default: 2]' -r
 complete -c vhost-device-rdma -n "__fish_vhost_device_rdma_needs_command" -l status-socket -d 'Give the status as JSON, and control over links, to everyone who may connect to this socket' -r -F
 complete -c vhost-device-rdma -n "__fish_vhost_device_rdma_needs_command" -l metrics -d 'Tell metrics at this socket, or at this port of the loopback interface, by HTTP at /metrics' -r
 complete -c vhost-device-rdma -n "__fish_vhost_device_rdma_needs_command" -l log-format -d 'The form of the log: text, or JSON with one object in each line [default: text]' -r -f -a "text\t'For people'

@@ -32,6 +32,7 @@ use crate::fabric::Fabric;
 use crate::footprint::listed;
 use crate::limits::{GID_TABLE_LEN, MAX_MESSAGE, MAX_RD_ATOMIC};
 use crate::memory::Pages;
+use crate::probes;
 use crate::rnic::Rnic;
 use crate::verbs::cq::{L2Source, MAX_MODERATION_COUNT, MAX_MODERATION_PERIOD};
 use crate::verbs::gid_policy::{MAX_VLAN, NO_VLAN};
@@ -58,6 +59,7 @@ pub fn execute(rnic: &Arc<Rnic>, command: &[u8]) -> Vec<u8> {
             (error.status(), Vec::new())
         }
     };
+    probes::command(rnic.vm().name(), header.opcode, status);
     let length = ResponseHeader::SIZE + body.len();
     let header = ResponseHeader {
         status,

@@ -10,6 +10,7 @@ use super::complete;
 use super::queue_pair::Qp;
 use super::send_queue::{Active, SendQueue};
 use super::tables::Tables;
+use crate::probes;
 use crate::verbs::WcError;
 
 impl SendQueue {
@@ -151,6 +152,7 @@ fn complete_done(tables: &Tables, qp: &Qp, active: &Active) {
 
 /// Completes a work request in error. Such a completion does not say what it was.
 fn complete_failed(tables: &Tables, qp: &Qp, active: &Active, error: WcError) {
+    probes::completion_error(qp.vm.name(), qp.number, error);
     let cqe = Cqe {
         wr_id: active.wr_id,
         qp_num: qp.number,

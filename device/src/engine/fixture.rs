@@ -89,6 +89,10 @@ impl Schedule for RunList {
 pub(crate) struct Warnings(Arc<Mutex<Vec<String>>>);
 
 impl Warn for Warnings {
+    fn name(&self) -> &'static str {
+        "guest"
+    }
+
     fn warn(&self, what: fmt::Arguments<'_>) {
         lock(&self.0).push(what.to_string());
     }

@@ -25,6 +25,7 @@ use super::tables::{Gid, Tables};
 use super::{complete_from, LARGE};
 use crate::memory::atomic::AtomicOperation;
 use crate::memory::{copy, copy_last, Pages};
+use crate::probes;
 use crate::verbs::cq::{Cq, L2Source};
 use crate::verbs::keys::{Accessor, CachedRange, Keys};
 use crate::verbs::srq::{Srq, Waiter};
@@ -787,6 +788,7 @@ impl Responder {
 
     /// Completes a receive work request in error.
     fn complete(&self, tables: &Tables, qp: &Arc<Qp>, inbound: &Inbound, status: u8, reason: u8) {
+        probes::completion_error(qp.vm.name(), qp.number, WcError::new(status, reason));
         let cqe = Cqe {
             wr_id: inbound.wr_id,
             qp_num: qp.number,

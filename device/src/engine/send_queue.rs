@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::ring::Sge;
-use virtio_rdma_spec::verbs::qp_type;
+use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use super::binding::Binding;
 use super::cursor::{Cursor, DataSource};
@@ -297,6 +297,34 @@ impl SendQueue {
     /// Send work requests consumed, modulo 2^32.
     pub(crate) fn position(&self) -> u32 {
         self.queue.position
+    }
+
+    /// Send work requests that have ended, modulo 2^32. (Of reliable datagrams others may have than the
+    /// first ones.)
+    fn ended(&self) -> u32 {
+        self.queue.position.wrapping_sub(self.under_way)
+    }
+
+    /// What [`Self::ended`] is when all that is posted now has ended, in this `state`; none if it has.
+    pub(crate) fn end_of_posted(&self, state: u8) -> Option<u32> {
+        let more = match state {
+            qp_state::RTS | qp_state::SQE | qp_state::ERR => self.queue.posted(&self.buffer),
+            // Nothing more begins.
+            qp_state::SQD => u32::from(self.active.is_some()),
+            _ => return None,
+        };
+        let end = self.queue.position.wrapping_add(more);
+        (end != self.ended()).then_some(end)
+    }
+
+    /// Whether all before `end` ([`Self::end_of_posted`]) has ended, or will not begin in this `state`.
+    pub(crate) fn has_ended(&self, state: u8, end: u32) -> bool {
+        if state == qp_state::SQD && !self.in_progress() {
+            return true;
+        }
+        let in_order = self.qp_type != qp_type::SRD;
+        let left = end.wrapping_sub(self.ended()) as i32;
+        left <= 0 && (in_order || !self.in_progress())
     }
 
     pub(crate) fn reset_retries(&mut self) {

@@ -40,6 +40,9 @@ pub trait Schedule: Send + Sync + fmt::Debug {
 /// Where warnings go about what a guest does wrong. They may be many: it is for the receiver to
 /// bound what becomes of them.
 pub trait Warn: Send + Sync {
+    /// What the guest's VM is called.
+    fn name(&self) -> &str;
+
     /// One line.
     fn warn(&self, what: fmt::Arguments<'_>);
 }
@@ -427,6 +430,11 @@ impl Vm {
         if let Some(worker) = workers.get(cq.number as usize % workers.len().max(1)) {
             worker.hold(&Arc::downgrade(self), cq);
         }
+    }
+
+    /// What it is called in the log.
+    pub(crate) fn name(&self) -> &str {
+        self.warnings.name()
     }
 
     /// Warns of what the guest did wrong.

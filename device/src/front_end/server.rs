@@ -161,12 +161,26 @@ impl Server {
         })
     }
 
+    /// Accepts no front end any longer. One that is connected stays.
+    pub fn close(&self) {
+        self.stop_listening();
+    }
+
+    /// Returns whether that was possible.
+    fn stop_listening(&self) -> bool {
+        self.connection.stopping.store(true, Ordering::SeqCst);
+        let told = self.exit.write(1);
+        if let Err(e) = &told {
+            let path = self.socket.path().display();
+            error!("cannot stop listening on {path}: {e}");
+        }
+        told.is_ok()
+    }
+
     /// Disconnects the front end, and stops serving the socket.
     pub fn end(self) -> BoundSocket {
         let path = self.socket.path().display();
-        self.connection.stopping.store(true, Ordering::SeqCst);
-        if let Err(e) = self.exit.write(1) {
-            error!("cannot stop listening on {path}: {e}");
+        if !self.stop_listening() {
             return self.socket;
         }
         // A session that begins after this sees `stopping`.

@@ -30,6 +30,7 @@ use crate::fabric::registry::Registry;
 use crate::fabric::wire::egress::View;
 use crate::fabric::wire::imagined::Positions;
 use crate::fabric::wire::port::uplinks::{UplinkPort, Uplinks};
+use crate::probes;
 use crate::verbs::cq::clock;
 
 /// Queue pairs that are polled at once during a scan.
@@ -214,6 +215,8 @@ impl Loop {
         self.worker.clone()
     }
 
+    // Out of line: there are probes in it.
+    #[inline(never)]
     pub(super) fn run(&mut self) {
         self.timed = true;
         let mut idle_since = None;
@@ -236,6 +239,8 @@ impl Loop {
                 Some(_) => Polling::Relaxed,
             };
             let began = self.time;
+            let polls = self.polls();
+            probes::turn_begin(self.worker.index);
             let Iteration {
                 served,
                 waited,
@@ -260,9 +265,11 @@ impl Loop {
                 }
                 worked = true;
                 self.run_queued(MOST_COST);
+                probes::turn_end(self.worker.index, self.polls().wrapping_sub(polls));
                 idle_since = None;
                 continue;
             }
+            probes::turn_end(self.worker.index, 0);
             let idle = now.saturating_sub(*idle_since.get_or_insert(now));
             if idle < self.idle_policy.budget(now) {
                 polled = Some(now);
@@ -274,6 +281,9 @@ impl Loop {
                 }
                 idle_since = None;
             }
+        }
+        if let Some(wire) = &mut self.wire {
+            wire.flush();
         }
         while let Some(qp) = self.queue.pop() {
             qp.scheduled.store(false, Ordering::SeqCst);
@@ -404,10 +414,16 @@ impl Loop {
         let cqs = std::mem::take(&mut inbox.cqs);
         let try_again = std::mem::take(&mut inbox.try_again);
         let requests = std::mem::take(&mut inbox.iwarp);
+        let asks_unsent = inbox.asks_unsent.take();
         drop(inbox);
         if let Some(iwarp) = self.iwarp.as_mut().filter(|_| !requests.is_empty()) {
             let section = self.reader.enter();
             iwarp.ask(requests, &section, &self.registry, clock());
+        }
+        if let Some(asks) = asks_unsent {
+            let unsent = self.iwarp.as_ref().is_some_and(IwarpEnd::waits_to_send);
+            // Who has asked may have gone.
+            let _ = asks.send(unsent);
         }
         if try_again {
             for qp in self.parked.take() {
@@ -620,6 +636,8 @@ impl Loop {
     }
 
     /// Waits for a notification, another thread, the time `until`, or the first timer.
+    // Out of line: there are probes in it.
+    #[inline(never)]
     fn wait(&mut self, now: u64, until: Option<u64>) {
         let timeout = match self.next_timer().into_iter().chain(until).min() {
             Some(at) => self.set_timer(at.saturating_sub(now)),
@@ -627,7 +645,9 @@ impl Loop {
         };
         self.worker.waits.store(true, Ordering::SeqCst);
         let mut space = [NO_EVENT; 16];
+        probes::sleep(self.worker.index);
         let events = self.worker.epoll.wait(timeout, &mut space);
+        probes::wake(self.worker.index);
         self.worker.waits.store(false, Ordering::SeqCst);
         self.worker.watchdog_sleep.end();
         if let Some(wire) = &mut self.wire {
@@ -677,6 +697,11 @@ impl Loop {
         self.round();
         self.idle_policy
             .backed_off(self.messages().wrapping_sub(before));
+    }
+
+    /// Polls of queue pairs, modulo 2^64.
+    fn polls(&self) -> u64 {
+        self.worker.stats.polls.load(Ordering::Relaxed)
     }
 
     /// Messages that this worker has sent, modulo 2^64.

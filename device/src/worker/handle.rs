@@ -2,6 +2,7 @@
 //! A worker as other threads see it: what they hand to it, and how they wake it.
 use std::fs::File;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -53,6 +54,8 @@ pub(super) struct Inbox {
     pub(super) try_again: bool,
     /// What drivers want of connections of iWARP.
     pub(super) iwarp: Vec<Request>,
+    /// Who wants to know whether connections of iWARP have anything to send.
+    pub(super) asks_unsent: Option<Sender<bool>>,
 }
 
 /// Upper bounds of the lengths of turns that are counted, nanoseconds, but for the longest.
@@ -286,6 +289,11 @@ impl Worker {
     /// A driver wants something of connections of iWARP, which are this worker's.
     pub(crate) fn ask_iwarp(&self, request: Request) {
         self.put(|inbox| inbox.iwarp.push(request));
+    }
+
+    /// Has it answer whether connections of iWARP have anything to send that the system has not taken.
+    pub(crate) fn ask_unsent(&self, answer: Sender<bool>) {
+        self.put(|inbox| inbox.asks_unsent = Some(answer));
     }
 
     /// Whether anything but doorbells wants the worker, which knows of the changes up to

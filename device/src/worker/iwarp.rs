@@ -72,6 +72,11 @@ impl IwarpEnd {
         self.iwarp.has_more()
     }
 
+    /// Whether they have anything to send that the system has not taken.
+    pub(super) fn waits_to_send(&self) -> bool {
+        self.iwarp.waits_to_send()
+    }
+
     /// Looks at them, if it is time to. Returns whether there was anything to do.
     #[inline(always)]
     pub(super) fn look(

@@ -2,6 +2,7 @@
 //! Queue pairs of iWARP: connections that the device makes, in one process and between two.
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream};
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -125,7 +126,7 @@ impl Bed {
         };
         let start = |(i, text): (usize, &String)| {
             let path = directory.join(format!("config{i}"));
-            std::fs::write(&path, text).unwrap();
+            std::fs::write(&path, format!("drain = 15\n{text}")).unwrap();
             let mut options =
                 ProcessOptions::vms(0).binary(env!("CARGO_BIN_EXE_vhost-device-rdma"));
             options = options.arguments(&["--config", path.to_str().unwrap()]);
@@ -599,6 +600,90 @@ fn what_has_begun_is_sent_before_a_connection_closes() {
     assert_eq!(b.mr.read(0, size as usize), data);
     let close = event(&bed.vms[1], iw_event::CLOSE);
     assert_eq!(close.status, 0);
+}
+
+/// What is posted is with the system before the process ends, and comes to the peer.
+#[test]
+fn what_is_posted_is_sent_before_the_process_ends() {
+    const WRITES: u32 = 48;
+    let mut bed = Bed::new(true);
+    let options = SideOptions {
+        memory: 32 << 20,
+        ..SideOptions::default()
+    };
+    let [a, b] = bed.pair_with(&options);
+    let data = pattern(1, 32 << 20);
+    a.mr.write(0, &data);
+    let length = (32 << 20) / WRITES;
+    for n in 0..WRITES {
+        let at = u64::from(n * length);
+        a.qp.write(n.into(), &[a.mr.sge(at, length)], b.mr.iova + at, b.mr.rkey)
+            .unwrap();
+    }
+    let process = &mut bed.processes[0];
+    process.tell_to_end().unwrap();
+    assert!(process.wait_for_end().unwrap(), "{}", process.log());
+    bed.vms[0].kill();
+    for _ in 0..WRITES {
+        assert_success(&a.send_cq.poll().expect("a completion"));
+    }
+    let all = (length * WRITES) as usize;
+    let deadline = Instant::now() + TIMEOUT;
+    while b.mr.read(0, all) != data[..all] {
+        assert!(Instant::now() < deadline, "something was not sent");
+    }
+}
+
+/// So is what has completed, but waits for a peer that takes its time.
+#[test]
+fn what_has_completed_is_sent_before_the_process_ends() {
+    const LENGTH: u32 = 16 << 10;
+    let signal = |process: &DeviceProcess, name: &str| {
+        let id = process.id().to_string();
+        let killed = Command::new("kill").args([name, &id]).status();
+        assert!(killed.unwrap().success());
+    };
+    let options = SideOptions {
+        memory: 32 << 20,
+        ..SideOptions::default()
+    };
+    // To a peer that takes nothing, so many complete at first. Some of these wait in the process.
+    let write_to_silence = |bed: &Bed, most: usize| {
+        let [a, b] = bed.pair_with(&options);
+        a.mr.write(0, &pattern(1, 32 << 20));
+        signal(&bed.processes[1], "-STOP");
+        let mut done = 0;
+        while done < most {
+            let at = done as u64 * u64::from(LENGTH);
+            a.qp.write(1, &[a.mr.sge(at, LENGTH)], b.mr.iova + at, b.mr.rkey)
+                .unwrap();
+            let Ok(cqe) = a.send_cq.wait(Duration::from_millis(300)) else {
+                break;
+            };
+            assert_success(&cqe);
+            done += 1;
+        }
+        (done, a, b)
+    };
+    let bed = Bed::new(true);
+    let most = (32 << 20) / LENGTH as usize;
+    let (completed, a, b) = write_to_silence(&bed, most);
+    assert!(completed < most, "the system takes all");
+    signal(&bed.processes[1], "-CONT");
+    drop((a, b, bed));
+    let mut bed = Bed::new(true);
+    let (completed, a, b) = write_to_silence(&bed, completed - 4);
+    bed.processes[0].tell_to_end().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    signal(&bed.processes[1], "-CONT");
+    let process = &mut bed.processes[0];
+    assert!(process.wait_for_end().unwrap(), "{}", process.log());
+    bed.vms[0].kill();
+    let all = completed * LENGTH as usize;
+    let deadline = Instant::now() + TIMEOUT;
+    while b.mr.read(0, all) != a.mr.read(0, all) {
+        assert!(Instant::now() < deadline, "something was not sent");
+    }
 }
 
 /// What has begun is carried out where messages stay in the process, too.

@@ -7,6 +7,7 @@ mod common;
 mod data;
 mod datagram;
 mod devices;
+mod drain;
 mod ends;
 mod errors;
 mod events;

@@ -102,11 +102,16 @@ impl Hosts {
 
     /// With frames in datagrams from one to the other.
     fn with_frames() -> Self {
+        Self::with_frames_and("")
+    }
+
+    /// The same, with more lines for the processes.
+    fn with_frames_and(of_process: &str) -> Self {
         let addresses = free();
         let of = |host: usize| {
             let (local, remote) = (&addresses[host], &addresses[1 - host]);
             let dgram = format!("dgram = {{ local = '{local}', remote = '{remote}' }}");
-            (String::new(), dgram)
+            (of_process.to_owned(), dgram)
         };
         Self::start([0, 1].map(of), gid)
     }
@@ -892,6 +897,42 @@ fn reliable_datagrams_go_from_host_to_host() {
         }
     }
     hosts.assert_unharmed();
+}
+
+/// What is posted is acknowledged before the process ends, also where packets are lost.
+#[test]
+fn what_is_posted_goes_over_the_wire_before_the_process_ends() {
+    const WRITES: u64 = 48;
+    for reliable_datagrams in [false, true] {
+        let mut hosts = Hosts::with_frames_and("drain = 15\n");
+        let pair = if reliable_datagrams {
+            let [a, b] = [0, 1].map(|host: usize| reliable_side(&hosts.vms[host]));
+            Pair { a, b }
+        } else {
+            hosts.pair(qp_type::RC, |_| ())
+        };
+        let (a, b) = (&pair.a, &pair.b);
+        faults(&hosts.processes[0], 1, &["seed=1,loss=0.1%"]);
+        let to = Address::of(&b.qp, QKEY);
+        for wr_id in 0..WRITES {
+            let (opcode, sge) = (wr_opcode::RDMA_WRITE, sge(a, 1 << 20));
+            let posted = if reliable_datagrams {
+                let write = to.reliable(opcode, wr_id, (b.mr.iova, b.mr.rkey));
+                a.qp.post_send(&write, &sge)
+            } else {
+                a.qp.post_send(&wqe(opcode, wr_id, &pair), &sge)
+            };
+            posted.unwrap();
+        }
+        let process = &mut hosts.processes[0];
+        process.tell_to_end().unwrap();
+        assert!(process.wait_for_end().unwrap(), "{}", process.log());
+        for _ in 0..WRITES {
+            assert_success(&a.send_cq.poll().expect("a completion"));
+        }
+        assert!(!process.log().contains("have not completed"));
+        hosts.vms[0].kill();
+    }
 }
 
 /// A host that is not there ends the messages to it, and keeps no others.

@@ -188,6 +188,15 @@ impl DeviceProcess {
     /// # Errors
     /// If it does not end.
     pub fn terminate(mut self) -> Result<bool, Error> {
+        self.tell_to_end()?;
+        self.wait_for_end()
+    }
+
+    /// Sends it SIGTERM.
+    ///
+    /// # Errors
+    /// If there is no such process.
+    pub fn tell_to_end(&self) -> Result<(), Error> {
         // There is no safe call for it in std.
         let killed = Command::new("kill")
             .arg(self.child.id().to_string())
@@ -195,6 +204,14 @@ impl DeviceProcess {
         if !killed.success() {
             return Err(Error::Process("cannot send SIGTERM".into()));
         }
+        Ok(())
+    }
+
+    /// Waits until it has ended, and returns whether it exited with success.
+    ///
+    /// # Errors
+    /// If it does not end.
+    pub fn wait_for_end(&mut self) -> Result<bool, Error> {
         let deadline = Instant::now() + STOP_TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait()? {

@@ -146,6 +146,14 @@ impl Iwarp {
         !self.ready.is_empty() || !self.telling.is_empty()
     }
 
+    /// Whether a connection has something to send that its socket has not taken.
+    pub(crate) fn waits_to_send(&self) -> bool {
+        self.entries.values().any(|entry| match entry {
+            Entry::Connection(connection) => connection.waits_to_send(),
+            Entry::Listener(_) => false,
+        })
+    }
+
     pub(super) fn token(&mut self) -> Token {
         self.last += 1;
         self.last

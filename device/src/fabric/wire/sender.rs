@@ -36,6 +36,7 @@ use crate::engine::Budget;
 use crate::footprint::Share;
 use crate::memory::atomic::AtomicOperation;
 use crate::memory::{fetch_bytes, ContiguousRange};
+use crate::probes;
 use crate::verbs::keys::Accessor;
 use crate::verbs::timers::rnr_nanoseconds;
 use crate::verbs::WcError;
@@ -623,6 +624,7 @@ impl Sender {
         qp: &Arc<Qp>,
     ) -> Result<(), Polled> {
         qp.vm.count_retry(qp.worker_index);
+        probes::wire_retry(qp.vm.name(), qp.number, self.unacknowledged.value());
         qp.vm.count_packet(qp.worker_index, PacketEvent::TimeOut);
         self.wait = Wait::Nothing;
         self.window.timed_out();
@@ -1129,6 +1131,7 @@ impl Sender {
             }
             Syndrome::RnrNak(timer) => {
                 qp.vm.count_rnr(qp.worker_index);
+                probes::wire_rnr(qp.vm.name(), qp.number, self.unacknowledged.value());
                 qp.vm.count_packet(qp.worker_index, PacketEvent::RnrNak);
                 if sq.rnr_retry != 7 {
                     if sq.tries.not_ready >= sq.rnr_retry {
