@@ -144,7 +144,8 @@ impl Guest {
                 used,
             };
             // It is still selected: an address of its own to notify it.
-            assert_eq!(self.device.get(QUEUE_NOTIFY_OFF, 2).unwrap(), index.into());
+            let offset = self.device.get(QUEUE_NOTIFY_OFF, 2).unwrap();
+            assert_eq!(offset, u64::from(index));
             self.device.enable(index, &rings).unwrap();
         }
         self.device.run().unwrap();
