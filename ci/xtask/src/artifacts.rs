@@ -13,7 +13,7 @@ use crate::cache::{self, Key};
 use crate::images::{self, BuildRoot, Image, Kernel, KernelImage, Suite};
 use crate::packages::{self, Repositories};
 use crate::shell;
-use crate::vm::FrontEnd;
+use crate::vm::TEST_ID;
 
 /// The guest images.
 #[derive(Clone, Debug)]
@@ -118,12 +118,9 @@ impl Everything {
         Ok(())
     }
 
-    /// The QEMU that has the device in this way.
-    pub fn qemu_with(&self, front_end: FrontEnd) -> Result<&PathBuf> {
-        match front_end {
-            FrontEnd::VhostUser => Ok(&self.qemu),
-            FrontEnd::VfioUser => self.stock_qemu.as_ref().context("no stock QEMU"),
-        }
+    /// The QEMU as Debian has built it, if it was added.
+    pub fn stock_qemu(&self) -> Option<&Path> {
+        self.stock_qemu.as_deref()
     }
 
     /// Adds what makes a guest a host of VMs with the device to a payload: QEMU, the device process,
@@ -155,6 +152,11 @@ impl Everything {
         shell::remove(&payload)?;
         copy_files(&shell::root().join("ci/payload"), &payload)?;
         copy(&module.driver, &payload)?;
+        if self.stock_qemu.is_some() {
+            let driver = fs::read(&module.driver)?;
+            let file = payload.join(format!("virtio_rdma-{TEST_ID}.ko"));
+            fs::write(file, with_id(driver, TEST_ID)?)?;
+        }
         for module in &module.tests {
             copy(module, &payload)?;
         }
@@ -184,6 +186,23 @@ impl Everything {
             payload,
         })
     }
+}
+
+/// A driver's module with another virtio device id than ours in its table of devices.
+fn with_id(mut module: Vec<u8>, id: u16) -> Result<Vec<u8>> {
+    // A virtio_device_id: the device, and any vendor.
+    let entry = |id: u32| [id.to_le_bytes(), [0xff; 4]].concat();
+    let own = entry(virtio_rdma_spec::DEVICE_ID);
+    let places: Vec<usize> = module
+        .windows(own.len())
+        .enumerate()
+        .filter_map(|(at, bytes)| (bytes == own).then_some(at))
+        .collect();
+    let &[at] = places.as_slice() else {
+        bail!("the module has {} tables of devices", places.len());
+    };
+    module.splice(at..at + own.len(), entry(id.into()));
+    Ok(module)
 }
 
 /// Removes what commands have left in a directory that run no longer: the names end in their
@@ -483,4 +502,17 @@ fn build_modules<const N: usize>(
         })
     })?;
     Ok(files.map(|file| dir.join(file)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_module_gets_another_device_id_where_it_has_ours() {
+        let table = |id: u8| [&b"code"[..], &[id, 0, 0, 0, 255, 255, 255, 255], b"more"].concat();
+        assert_eq!(with_id(table(42), 35).unwrap(), table(35));
+        assert!(with_id(table(41), 35).is_err());
+        assert!(with_id([table(42), table(42)].concat(), 35).is_err());
+    }
 }
