@@ -153,9 +153,16 @@ impl Everything {
         copy_files(&shell::root().join("ci/payload"), &payload)?;
         copy(&module.driver, &payload)?;
         if self.stock_qemu.is_some() {
-            let driver = fs::read(&module.driver)?;
-            let file = payload.join(format!("virtio_rdma-{TEST_ID}.ko"));
-            fs::write(file, with_id(driver, TEST_ID)?)?;
+            for (file, entry) in [
+                (&module.driver, module_entry as fn(u32) -> Vec<u8>),
+                (provider, provider_entry),
+            ] {
+                let bytes = with_id(fs::read(file)?, entry)
+                    .with_context(|| format!("cannot change the id in {}", file.display()))?;
+                let stem = file.file_stem().context("not a file")?.to_string_lossy();
+                let end = file.extension().context("not a file")?.to_string_lossy();
+                fs::write(payload.join(format!("{stem}-{TEST_ID}.{end}")), bytes)?;
+            }
         }
         for module in &module.tests {
             copy(module, &payload)?;
@@ -188,21 +195,28 @@ impl Everything {
     }
 }
 
-/// A driver's module with another virtio device id than ours in its table of devices.
-fn with_id(mut module: Vec<u8>, id: u16) -> Result<Vec<u8>> {
-    // A virtio_device_id: the device, and any vendor.
-    let entry = |id: u32| [id.to_le_bytes(), [0xff; 4]].concat();
+/// A program with [`TEST_ID`] where it has our virtio device id, which is in one such entry.
+fn with_id(mut program: Vec<u8>, entry: fn(u32) -> Vec<u8>) -> Result<Vec<u8>> {
     let own = entry(virtio_rdma_spec::DEVICE_ID);
-    let places: Vec<usize> = module
-        .windows(own.len())
-        .enumerate()
+    let entries = program.windows(own.len()).enumerate();
+    let places: Vec<usize> = entries
         .filter_map(|(at, bytes)| (bytes == own).then_some(at))
         .collect();
     let &[at] = places.as_slice() else {
-        bail!("the module has {} tables of devices", places.len());
+        bail!("it has {} entries of our id", places.len());
     };
-    module.splice(at..at + own.len(), entry(id.into()));
-    Ok(module)
+    program.splice(at..at + own.len(), entry(TEST_ID.into()));
+    Ok(program)
+}
+
+/// An entry of a module's table of devices, `virtio_device_id`: the device, and any vendor.
+fn module_entry(id: u32) -> Vec<u8> {
+    [id.to_le_bytes(), [0xff; 4]].concat()
+}
+
+/// What a provider finds its devices by.
+fn provider_entry(id: u32) -> Vec<u8> {
+    format!("virtio:d{id:08X}v*").into_bytes()
 }
 
 /// Removes what commands have left in a directory that run no longer: the names end in their
@@ -509,10 +523,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_module_gets_another_device_id_where_it_has_ours() {
-        let table = |id: u8| [&b"code"[..], &[id, 0, 0, 0, 255, 255, 255, 255], b"more"].concat();
-        assert_eq!(with_id(table(42), 35).unwrap(), table(35));
-        assert!(with_id(table(41), 35).is_err());
-        assert!(with_id([table(42), table(42)].concat(), 35).is_err());
+    fn programs_get_another_device_id_where_they_have_ours() {
+        let module = |id: u8| [&b"code"[..], &[id, 0, 0, 0, 255, 255, 255, 255], b"more"].concat();
+        assert_eq!(with_id(module(42), module_entry).unwrap(), module(35));
+        assert!(with_id(module(41), module_entry).is_err());
+        assert!(with_id([module(42), module(42)].concat(), module_entry).is_err());
+        let provider = |id| format!("code virtio:d000000{id}v* more").into_bytes();
+        let changed = with_id(provider("2A"), provider_entry);
+        assert_eq!(changed.unwrap(), provider("23"));
     }
 }

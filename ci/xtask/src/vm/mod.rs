@@ -753,8 +753,8 @@ fn command_line(
     // An NMI is for a guest that hangs: it says where, and ends.
     let kernel_words = "panic=1 unknown_nmi_panic no_timer_check tsc=reliable mitigations=off";
     let audit = if plan.nested { "" } else { " audit=0" };
-    let module = match front_end {
-        FrontEnd::VhostUserTest => format!(" vr.module=virtio_rdma-{TEST_ID}"),
+    let device = match front_end {
+        FrontEnd::VhostUserTest => format!(" vr.device={TEST_ID}"),
         _ => String::new(),
     };
     let root = match plan.kernel.modules {
@@ -763,7 +763,7 @@ fn command_line(
     };
     add(
         "-append",
-        format!("console=ttyS0{quiet} {kernel_words}{audit} vr.number={number}{module}{root}"),
+        format!("console=ttyS0{quiet} {kernel_words}{audit} vr.number={number}{device}{root}"),
     );
     let own = system(directory, number);
     let disks = match &plan.kernel.modules {
