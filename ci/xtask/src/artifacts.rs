@@ -214,9 +214,9 @@ fn module_entry(id: u32) -> Vec<u8> {
     [id.to_le_bytes(), [0xff; 4]].concat()
 }
 
-/// What a provider finds its devices by.
+/// What a provider finds its devices by: vendor and device of PCI.
 fn provider_entry(id: u32) -> Vec<u8> {
-    format!("virtio:d{id:08X}v*").into_bytes()
+    [0x1af4, 0x1040 + id as u16].map(u16::to_le_bytes).concat()
 }
 
 /// Removes what commands have left in a directory that run no longer: the names end in their
@@ -528,8 +528,8 @@ mod tests {
         assert_eq!(with_id(module(42), module_entry).unwrap(), module(35));
         assert!(with_id(module(41), module_entry).is_err());
         assert!(with_id([module(42), module(42)].concat(), module_entry).is_err());
-        let provider = |id| format!("code virtio:d000000{id}v* more").into_bytes();
-        let changed = with_id(provider("2A"), provider_entry);
-        assert_eq!(changed.unwrap(), provider("23"));
+        let provider = |id: u8| [&b"code"[..], &[0xf4, 0x1a, id, 0x10], b"more"].concat();
+        let changed = with_id(provider(0x6a), provider_entry);
+        assert_eq!(changed.unwrap(), provider(0x63));
     }
 }

@@ -78,7 +78,8 @@ fn set_up(fixture: &mut Fixture) -> Result<()> {
     for at in 0..FRONT_ENDS {
         let (first, second) = vms(at);
         for number in [first, second] {
-            fixture.vm(number)?.sh("/payload/wait-active vrdma0")?;
+            let vm = fixture.vm(number)?;
+            vm.sh("/payload/wait-active vrdma0 && ibv_devinfo -d vrdma0")?;
         }
         let version = fixture.vm_mut(first)?.qmp("query-version")?;
         let part = |name: &str| version["qemu"][name].as_u64().unwrap_or_default();
