@@ -22,6 +22,9 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// How often a worker that sleeps is notified in a repetition.
 const PAUSES: usize = 100;
 
+/// How many times more often than elsewhere it is measured: what differs is little.
+const MORE: usize = 3;
+
 /// What is measured of a pair of VMs.
 struct Measurement {
     name: &'static str,
@@ -91,7 +94,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
         pair(&process, 2, FrontEnd::VhostUser)?,
     ];
     let mut runs = [const { [const { Vec::new() }; 2] }; MEASUREMENTS.len()];
-    for repetition in 0..settings.repetitions() {
+    for repetition in 0..settings.repetitions() * MORE {
         for (measurement, runs) in MEASUREMENTS.iter().zip(&mut runs) {
             let measure = measurement.measure;
             // Neither is always the first.
