@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A VM without a VM: a front end over memfd memory, of vhost-user or of vfio-user, that plays QEMU
-//! and the guest driver, and drives a `vhost-device-rdma` at native speed. Tests, fuzzers and benchmarks stand on
-//! it.
+//! and the guest driver, and drives a `vhost-device-rdma` at native speed. Tests, fuzzers and
+//! benchmarks stand on it.
 //!
 //! [`DeviceProcess`] starts the device, [`Vm`] connects to one of its sockets and brings up the
 //! virtqueues, and from there it is verbs: [`Context`], [`Pd`], [`Mr`], [`Cq`], [`Srq`], [`Xrcd`],

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `bench-front-ends`: the device by vfio-user beside the device by vhost-user, between two VMs
-//! each.
+//! Lane `bench-front-ends`: the device by vfio-user beside the device by vhost-user, between two
+//! VMs each.
 //!
 //! The VMs with vfio-user and those with vhost-user that they are compared with have the same QEMU,
 //! as Debian has built it. Others have the QEMU with `vhost-user-rdma-pci`, another version: how it
@@ -50,8 +50,9 @@ const CASES: &[Case] = &[
     },
 ];
 
-/// A READ keeps one VM busy, and leaves a CPU of two to the device, whose worker then polls. With the
-/// others, both VMs wait busily, and the worker sleeps: each message needs a notification.
+/// A READ keeps one VM busy, and leaves a CPU of two to the device, whose worker then polls. For
+/// the latency of the others, both VMs wait busily, and the worker sleeps: each message needs a
+/// notification.
 const MEASUREMENTS: &[Measurement] = &[
     measurement("read", Quantity::Latency, 8),
     measurement("write", Quantity::Latency, 8),
@@ -98,13 +99,14 @@ fn set_up(fixture: &mut Fixture) -> Result<()> {
     };
     anyhow::ensure!(by_vfio_user == by_test_device, "two versions of one QEMU");
     fixture.note(format!(
-        "By front end, between VMs: vfio-user is `vfio-user-pci` of QEMU {by_vfio_user} as Debian has built it. \
-         \"{SAME_QEMU}\" is that QEMU's `vhost-user-test-device-pci`, with the same guest, whose driver is told another \
-         device id. \"{OUR_QEMU}\" is `vhost-user-rdma-pci` of QEMU {by_ours}: how it differs from the one before is \
-         QEMU's affair, whose {accelerator} runs the guests. Both VMs of a ping-pong wait busily: on two CPUs the device \
-         has none of its own then, its worker sleeps, and each message needs a notification, which by vfio-user is a \
-         message to the process. With READs the worker polls. Two VMs with each are on one device process and take turns; \
-         each figure is the median of {ROUNDS} runs."
+        "By front end, between VMs: vfio-user is `vfio-user-pci` of QEMU {by_vfio_user} as Debian \
+         has built it. \"{SAME_QEMU}\" is that QEMU's `vhost-user-test-device-pci`, with the same \
+         guest, whose driver is told another device id. \"{OUR_QEMU}\" is `vhost-user-rdma-pci` of \
+         QEMU {by_ours}: how it differs from the one before is QEMU's affair, whose {accelerator} \
+         runs the guests. Both VMs of a ping-pong wait busily: on two CPUs the device has none of \
+         its own then, its worker sleeps, and each message needs a notification, which by vfio-user \
+         is a message to the process. With READs the worker polls. Two VMs with each are on one \
+         device process and take turns; each figure is the median of {ROUNDS} runs."
     ));
     Ok(())
 }
