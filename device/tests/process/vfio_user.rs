@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Front ends of vfio-user: VMs, one of which has its driver played here, and front ends that keep to
-//! no rules.
+//! Front ends of vfio-user: VMs, one of which has its driver played here, and front ends that keep
+//! to no rules.
 use std::fs::File;
 use std::io::{ErrorKind, IoSlice, Read};
 use std::mem::MaybeUninit;

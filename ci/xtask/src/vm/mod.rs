@@ -54,8 +54,8 @@ pub enum FrontEnd {
     VhostUser,
     /// By `vfio-user-pci`, which it has from 10.1 on.
     VfioUser,
-    /// By vhost-user under a QEMU as Debian has built it: by its device for tests, which cannot have
-    /// our device's id ([`TEST_ID`]), is not found again when it has gone, and interrupts by one line.
+    /// By vhost-user under a QEMU as Debian has built it: by its device for tests, which cannot
+    /// have our device's id ([`TEST_ID`]), does not connect again, and interrupts by one line.
     #[value(skip)]
     VhostUserTest,
     /// Two VMs with each of [`FrontEnd::EACH`], in this order.
