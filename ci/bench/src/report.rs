@@ -31,7 +31,7 @@ pub fn make(directory: &Path, notes: Vec<String>) -> Result<PathBuf> {
         notes,
         figures: Vec::new(),
     };
-    for name in [Measurements::NATIVE, Measurements::VM, Measurements::WIRE] {
+    for name in Measurements::ALL {
         let path = directory.join(name);
         if path.exists() {
             let part = Measurements::read(&path)?;
@@ -269,6 +269,7 @@ mod tests {
         for (name, section) in [
             (Measurements::VM, "latency"),
             (Measurements::WIRE, "latency over the wire"),
+            (Measurements::FRONT_ENDS, "latency by front end"),
         ] {
             let figure = Figure::new(Part::Vm, section, "WRITE 8 B", "µs", Better::Lower, &[8.0]);
             let measured = Measurements {
@@ -281,7 +282,7 @@ mod tests {
         let text = std::fs::read_to_string(path).unwrap();
         std::fs::remove_dir_all(&directory).unwrap();
         assert_eq!(text.matches("Two guests.").count(), 1);
-        for section in ["latency", "latency over the wire"] {
+        for section in ["latency", "latency over the wire", "latency by front end"] {
             let row = format!("| Between VMs: {section} | WRITE 8 B | 8.00 µs |");
             assert_eq!(text.matches(&row).count(), 1, "{text}");
             assert_eq!(text.matches(&format!("Of {section}.")).count(), 1);

@@ -13,7 +13,7 @@ use crate::cache::{self, Key};
 use crate::images::{self, BuildRoot, Image, Kernel, KernelImage, Suite};
 use crate::packages::{self, Repositories};
 use crate::shell;
-use crate::vm::FrontEnd;
+use crate::vm::TEST_ID;
 
 /// The guest images.
 #[derive(Clone, Debug)]
@@ -118,12 +118,9 @@ impl Everything {
         Ok(())
     }
 
-    /// The QEMU that has the device in this way.
-    pub fn qemu_with(&self, front_end: FrontEnd) -> Result<&PathBuf> {
-        match front_end {
-            FrontEnd::VhostUser => Ok(&self.qemu),
-            FrontEnd::VfioUser => self.stock_qemu.as_ref().context("no stock QEMU"),
-        }
+    /// The QEMU as Debian has built it, if it was added.
+    pub fn stock_qemu(&self) -> Option<&Path> {
+        self.stock_qemu.as_deref()
     }
 
     /// Adds what makes a guest a host of VMs with the device to a payload: QEMU, the device process,
@@ -155,6 +152,18 @@ impl Everything {
         shell::remove(&payload)?;
         copy_files(&shell::root().join("ci/payload"), &payload)?;
         copy(&module.driver, &payload)?;
+        if self.stock_qemu.is_some() {
+            for (file, entry) in [
+                (&module.driver, module_entry as fn(u32) -> Vec<u8>),
+                (provider, provider_entry),
+            ] {
+                let bytes = with_id(fs::read(file)?, entry)
+                    .with_context(|| format!("cannot change the id in {}", file.display()))?;
+                let stem = file.file_stem().context("not a file")?.to_string_lossy();
+                let end = file.extension().context("not a file")?.to_string_lossy();
+                fs::write(payload.join(format!("{stem}-{TEST_ID}.{end}")), bytes)?;
+            }
+        }
         for module in &module.tests {
             copy(module, &payload)?;
         }
@@ -184,6 +193,30 @@ impl Everything {
             payload,
         })
     }
+}
+
+/// A program with [`TEST_ID`] where it has our virtio device id, which is in one such entry.
+fn with_id(mut program: Vec<u8>, entry: fn(u32) -> Vec<u8>) -> Result<Vec<u8>> {
+    let own = entry(virtio_rdma_spec::DEVICE_ID);
+    let entries = program.windows(own.len()).enumerate();
+    let places: Vec<usize> = entries
+        .filter_map(|(at, bytes)| (bytes == own).then_some(at))
+        .collect();
+    let &[at] = places.as_slice() else {
+        bail!("it has {} entries of our id", places.len());
+    };
+    program.splice(at..at + own.len(), entry(TEST_ID.into()));
+    Ok(program)
+}
+
+/// An entry of a module's table of devices, `virtio_device_id`: the device, and any vendor.
+fn module_entry(id: u32) -> Vec<u8> {
+    [id.to_le_bytes(), [0xff; 4]].concat()
+}
+
+/// What a provider finds its devices by: vendor and device of PCI.
+fn provider_entry(id: u32) -> Vec<u8> {
+    [0x1af4, 0x1040 + id as u16].map(u16::to_le_bytes).concat()
 }
 
 /// Removes what commands have left in a directory that run no longer: the names end in their
@@ -483,4 +516,20 @@ fn build_modules<const N: usize>(
         })
     })?;
     Ok(files.map(|file| dir.join(file)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_get_another_device_id_where_they_have_ours() {
+        let module = |id: u8| [&b"code"[..], &[id, 0, 0, 0, 255, 255, 255, 255], b"more"].concat();
+        assert_eq!(with_id(module(42), module_entry).unwrap(), module(35));
+        assert!(with_id(module(41), module_entry).is_err());
+        assert!(with_id([module(42), module(42)].concat(), module_entry).is_err());
+        let provider = |id: u8| [&b"code"[..], &[0xf4, 0x1a, id, 0x10], b"more"].concat();
+        let changed = with_id(provider(0x6a), provider_entry);
+        assert_eq!(changed.unwrap(), provider(0x63));
+    }
 }

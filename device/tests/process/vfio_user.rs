@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Front ends of vfio-user: a VM whose driver is played here, by the client of the crate
-//! `vfio_user`, and front ends that keep to no rules.
+//! Front ends of vfio-user: VMs, one of which has its driver played here, and front ends that keep
+//! to no rules.
 use std::fs::File;
 use std::io::{ErrorKind, IoSlice, Read};
 use std::mem::MaybeUninit;
@@ -9,6 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
@@ -17,26 +18,24 @@ use rustix::event::{eventfd, EventfdFlags};
 use rustix::fs::{ftruncate, memfd_create, MemfdFlags};
 use rustix::net::{sendmsg, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use vfio_user::Client;
+use vhost_device_rdma_bare::pci::{PciDevice, Rings, CONFIG_REGION, MSIX, SET_EVENTFDS};
 use vhost_device_rdma_bare::spec::command::ResponseHeader;
 use vhost_device_rdma_bare::spec::command::{opcode, status, CommandHeader, QueryDeviceResponse};
 use vhost_device_rdma_bare::spec::config::{feature, Config};
-use vhost_device_rdma_bare::DeviceProcess;
+use vhost_device_rdma_bare::{DeviceProcess, Error, FrontEnd, ProcessOptions, Vm, VmOptions};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
-use crate::common::{process_with, vm, Pair, NOTHING, TIMEOUT};
+use crate::common::{assert_works, process_with, vm, Pair, NOTHING, TIMEOUT};
 
 const MAC: [u8; 6] = [0x52, 0x54, 0, 0, 0, 0x77];
 /// Where the guest's memory is, and its size.
 const MEMORY: u64 = 1 << 30;
 const SIZE: u64 = 1 << 20;
 const VERSION_1: u64 = 1 << 32;
-/// The region of the configuration space, and that of virtio.
-const CONFIG: u32 = 7;
+/// The region of virtio, and registers there.
 const BAR: u32 = 2;
-const MSIX: u32 = 2;
-/// DATA_EVENTFD and ACTION_TRIGGER.
-const SET: u32 = 4 | 32;
-const VECTORS_AT_ONCE: usize = 8;
+const STATUS: u64 = 20;
+const QUEUE_NOTIFY_OFF: u64 = 30;
 
 /// A process with one socket of vhost-user and one of vfio-user.
 struct Served {
@@ -83,21 +82,10 @@ impl Drop for Served {
     }
 }
 
-/// Where something is in the BAR.
-#[derive(Clone, Copy, Default)]
-struct Place {
-    offset: u64,
-    length: u64,
-}
-
-/// A VM: its memory, and what its driver has found out of the PCI device.
+/// A VM: its memory, and its PCI device.
 struct Guest {
-    client: Client,
+    device: PciDevice,
     memory: File,
-    common: Place,
-    notify: Place,
-    notify_step: u64,
-    device: Place,
     vectors: Vec<EventFd>,
     queues: u16,
     next: u16,
@@ -112,104 +100,55 @@ fn memfd(size: u64) -> File {
 impl Guest {
     /// Connects, and looks for what a driver needs.
     fn probe(path: &Path) -> Self {
-        let mut client = Client::new(path).unwrap();
-        let mut config = [0; 256];
-        client.region_read(CONFIG, 0, &mut config).unwrap();
-        assert_eq!(config[..4], [0xf4, 0x1a, 0x6a, 0x10]);
-        let word = |at: usize| u32::from_le_bytes(config[at..at + 4].try_into().unwrap());
-        let mut places = [Place::default(); 6];
-        let (mut notify_step, mut vectors) = (0, 0);
-        let mut at = usize::from(config[0x34]);
-        while at != 0 {
-            match config[at] {
-                0x11 => vectors = (word(at) >> 16 & 0x7ff) + 1,
-                9 => {
-                    let kind = usize::from(config[at + 3]);
-                    places[kind] = Place {
-                        offset: word(at + 8).into(),
-                        length: word(at + 12).into(),
-                    };
-                    if kind == 2 {
-                        notify_step = word(at + 16).into();
-                    }
-                }
-                other => panic!("capability {other:#x}"),
-            }
-            at = usize::from(config[at + 1]);
-        }
-        let irqs = client.get_irq_info(MSIX).unwrap();
-        assert_eq!((irqs.count, irqs.flags), (vectors, 1));
-        let vectors = (0..vectors).map(|_| EventFd::new(EFD_NONBLOCK).unwrap());
-        let mut guest = Self {
-            client,
+        let mut device = PciDevice::connect(path).unwrap();
+        let mut id = [0; 4];
+        device
+            .client()
+            .region_read(CONFIG_REGION, 0, &mut id)
+            .unwrap();
+        assert_eq!(id, [0xf4, 0x1a, 0x6a, 0x10]);
+        let irqs = device.client().get_irq_info(MSIX).unwrap();
+        assert_eq!((irqs.count, irqs.flags), (device.vectors(), 1));
+        let vectors = (0..irqs.count).map(|_| EventFd::new(EFD_NONBLOCK).unwrap());
+        Self {
             memory: memfd(SIZE),
-            common: places[1],
-            notify: places[2],
-            notify_step,
-            device: places[4],
             vectors: vectors.collect(),
-            queues: 0,
+            queues: device.queues().unwrap(),
+            device,
             next: 0,
-        };
-        guest.queues = guest.get(18, 2) as u16;
-        guest
+        }
     }
 
-    fn set(&mut self, register: u64, bytes: &[u8]) {
-        let at = self.common.offset + register;
-        self.client.region_write(BAR, at, bytes).unwrap();
-    }
-
-    fn get(&mut self, register: u64, length: usize) -> u64 {
-        let mut bytes = [0; 8];
-        let at = self.common.offset + register;
-        let read = self.client.region_read(BAR, at, &mut bytes[..length]);
-        read.unwrap();
-        u64::from_le_bytes(bytes)
+    fn client(&mut self) -> &mut Client {
+        self.device.client()
     }
 
     /// Maps the memory, and gives eventfds for interrupts, as a VMM does.
     fn connect(&mut self) {
-        let fd = self.memory.as_raw_fd();
-        self.client.dma_map(0, MEMORY, SIZE, fd).unwrap();
+        self.device.map(MEMORY, SIZE, &self.memory).unwrap();
         let fds: Vec<_> = self.vectors.iter().map(AsRawFd::as_raw_fd).collect();
-        for (at, fds) in fds.chunks(VECTORS_AT_ONCE).enumerate() {
-            let start = (at * VECTORS_AT_ONCE) as u32;
-            let set = self
-                .client
-                .set_irqs(MSIX, SET, start, fds.len() as u32, fds);
-            set.unwrap();
-        }
+        self.device.set_vectors(0, &fds).unwrap();
     }
 
     /// Agrees on features, sets up all queues, and says that it runs.
     fn start(&mut self) {
-        self.set(20, &[0]);
-        self.set(20, &[1]);
-        self.set(20, &[3]);
-        for half in 0..2u32 {
-            self.set(8, &half.to_le_bytes());
-            let features = VERSION_1 | 1 << feature::RC;
-            self.set(12, &((features >> (32 * half)) as u32).to_le_bytes());
-        }
-        self.set(20, &[11]);
-        assert_eq!(self.get(20, 1), 11);
+        let features = VERSION_1 | 1 << feature::RC;
+        self.device.accept(features).unwrap();
         self.memory.write_all_at(&[0; 1 << 18], 0).unwrap();
         for index in 0..self.queues {
-            self.set(22, &index.to_le_bytes());
-            let size = (self.get(24, 2) as u16).min(16);
-            self.set(24, &size.to_le_bytes());
-            self.set(26, &(index + 1).to_le_bytes());
-            assert_eq!(self.get(26, 2), u64::from(index) + 1);
-            assert_eq!(self.get(30, 2), u64::from(index));
             let [descriptors, available, used] = rings(index);
-            self.set(32, &descriptors.to_le_bytes());
-            self.set(40, &available.to_le_bytes());
-            self.set(48, &used.to_le_bytes());
-            self.set(28, &[1, 0]);
+            let rings = Rings {
+                size: self.device.max_size(index).unwrap().min(16),
+                descriptors,
+                available,
+                used,
+            };
+            // It is still selected: an address of its own to notify it.
+            let offset = self.device.get(QUEUE_NOTIFY_OFF, 2).unwrap();
+            assert_eq!(offset, u64::from(index));
+            self.device.enable(index, &rings).unwrap();
         }
-        self.set(20, &[15]);
-        assert_eq!(self.get(20, 1), 15);
+        self.device.run().unwrap();
         self.next = 0;
     }
 
@@ -247,8 +186,7 @@ impl Guest {
         self.write(available + 4 + 2 * u64::from(self.next % 16), &[0, 0]);
         self.next += 1;
         self.write(available + 2, &self.next.to_le_bytes());
-        let notify = self.notify.offset;
-        self.client.region_write(BAR, notify, &[0, 0]).unwrap();
+        self.device.notify(0).unwrap();
     }
 
     /// Waits for the interrupt of the control queue, and returns the response.
@@ -287,16 +225,16 @@ fn a_driver_finds_the_device_and_commands_it() {
     let served = Served::new();
     let mut guest = Guest::probe(&served.path);
     let mut config = [0; Config::SIZE];
-    let at = guest.device.offset;
-    guest.client.region_read(BAR, at, &mut config).unwrap();
+    guest.device.config(&mut config).unwrap();
     let config = Config::from_bytes(&config);
     assert_eq!(config.mac, MAC);
     let queues = 2 + config.num_completion_queues + config.num_doorbell_queues;
     assert_eq!(guest.queues, queues);
     assert_eq!(guest.vectors.len(), usize::from(queues) + 1);
     // An address for each queue, alone on its page.
-    assert_eq!(guest.notify_step, 4096);
-    assert_eq!(guest.notify.length, 4096 * u64::from(queues));
+    let (notify, step) = guest.device.notify_place();
+    assert_eq!(step, 4096);
+    assert_eq!(notify.length, 4096 * u64::from(queues));
     guest.connect();
     guest.start();
     for _ in 0..40 {
@@ -304,19 +242,64 @@ fn a_driver_finds_the_device_and_commands_it() {
     }
     // The same registers by way of the configuration space.
     let mut space = [0; 256];
-    guest.client.region_read(CONFIG, 0, &mut space).unwrap();
+    let client = guest.device.client();
+    client.region_read(CONFIG_REGION, 0, &mut space).unwrap();
     let window = (0x40..0xf0).find(|at| space[*at] == 9 && space[at + 3] == 5);
     let window = window.expect("a window") as u64;
-    let client = &mut guest.client;
-    client.region_write(CONFIG, window + 4, &[2]).unwrap();
-    let [offset, length] = [guest.common.offset as u32 + 18, 2].map(u32::to_le_bytes);
-    client.region_write(CONFIG, window + 8, &offset).unwrap();
-    client.region_write(CONFIG, window + 12, &length).unwrap();
+    let common = (0x40..0xf0)
+        .find(|at| space[*at] == 9 && space[at + 3] == 1)
+        .unwrap();
+    let common = u32::from_le_bytes(space[common + 8..common + 12].try_into().unwrap());
+    client
+        .region_write(CONFIG_REGION, window + 4, &[2])
+        .unwrap();
+    let [offset, length] = [common + 18, 2].map(u32::to_le_bytes);
+    client
+        .region_write(CONFIG_REGION, window + 8, &offset)
+        .unwrap();
+    client
+        .region_write(CONFIG_REGION, window + 12, &length)
+        .unwrap();
     let mut number = [0; 2];
     client
-        .region_read(CONFIG, window + 16, &mut number)
+        .region_read(CONFIG_REGION, window + 16, &mut number)
         .unwrap();
     assert_eq!(u16::from_le_bytes(number), queues);
+}
+
+/// A VM that has the device by vfio-user.
+fn by_vfio_user(path: &Path) -> Arc<Vm> {
+    let options = VmOptions {
+        front_end: FrontEnd::VfioUser,
+        ..VmOptions::default()
+    };
+    Vm::connect(path, options).unwrap()
+}
+
+#[test]
+fn verbs_are_the_same_by_both_front_ends() {
+    let options = ProcessOptions::vms(3).binary(env!("CARGO_BIN_EXE_vhost-device-rdma"));
+    let process = DeviceProcess::start(&options.vfio_user(2)).unwrap();
+    let [a, b] = [0, 1].map(|number| by_vfio_user(process.socket(number)));
+    let c = vm(process.socket(2));
+    for (from, to) in [(&a, &b), (&a, &c), (&c, &a)] {
+        let pair = Pair::new(from, to);
+        assert_works(&pair);
+        // The device sleeps, and has to be notified.
+        std::thread::sleep(NOTHING);
+        assert_works(&pair);
+    }
+    // What driver and front end can do to it, but for stopping it.
+    let region = a.add_memory(1 << 20).unwrap();
+    a.remove_memory(region).unwrap();
+    a.replug_memory(region).unwrap();
+    assert!(matches!(a.stop(), Err(Error::VhostUserOnly)));
+    a.reset().unwrap();
+    assert_works(&Pair::new(&a, &c));
+    assert_eq!(a.read_config().unwrap().to_bytes(), a.config().to_bytes());
+    a.kill();
+    assert!(a.query_port().is_err());
+    assert_works(&Pair::new(&b, &c));
 }
 
 #[test]
@@ -329,8 +312,8 @@ fn a_reset_begins_anew() {
     // By the driver, and by the front end, as when a VM is reset.
     guest.start();
     guest.assert_served();
-    guest.client.reset().unwrap();
-    assert_eq!(guest.get(20, 1), 0);
+    guest.client().reset().unwrap();
+    assert_eq!(guest.device.get(STATUS, 1).unwrap(), 0);
     guest.ask();
     std::thread::sleep(NOTHING);
     assert!(guest.vectors[1].read().is_err());
@@ -353,7 +336,7 @@ fn the_msix_table_is_the_drivers() {
     let served = Served::new();
     let mut guest = Guest::probe(&served.path);
     let last = 16 * (guest.vectors.len() as u64 - 1);
-    let client = &mut guest.client;
+    let client = guest.device.client();
     let read = |client: &mut Client, at| {
         let mut entry = [0xff; 16];
         client.region_read(TABLE, at, &mut entry).unwrap();
@@ -383,12 +366,11 @@ fn memory_goes_and_comes_back() {
     guest.connect();
     guest.start();
     guest.assert_served();
-    guest.client.dma_unmap(MEMORY, SIZE).unwrap();
+    guest.device.unmap(MEMORY, SIZE).unwrap();
     guest.ask();
     std::thread::sleep(NOTHING);
     assert!(guest.vectors[1].read().is_err());
-    let fd = guest.memory.as_raw_fd();
-    guest.client.dma_map(0, MEMORY, SIZE, fd).unwrap();
+    guest.device.map(MEMORY, SIZE, &guest.memory).unwrap();
     assert!(guest.answer().is_some());
     guest.assert_served();
     served.assert_unharmed();
@@ -402,20 +384,21 @@ fn interrupts_come_where_the_front_end_says() {
     guest.start();
     guest.assert_served();
     // None at all, then another one.
-    guest.client.set_irqs(MSIX, SET, 1, 1, &[]).unwrap();
+    let client = guest.client();
+    client.set_irqs(MSIX, SET_EVENTFDS, 1, 1, &[]).unwrap();
     guest.ask();
     std::thread::sleep(NOTHING);
     assert!(guest.vectors[1].read().is_err());
     let other = EventFd::new(EFD_NONBLOCK).unwrap();
     let fd = other.as_raw_fd();
-    guest.client.set_irqs(MSIX, SET, 1, 1, &[fd]).unwrap();
+    guest.device.set_vectors(1, &[fd]).unwrap();
     guest.vectors[1] = other;
     guest.assert_served();
     // The front end may raise one itself.
     let (raise, off) = (1 | 32, 0);
-    guest.client.set_irqs(MSIX, raise, 1, 1, &[]).unwrap();
+    guest.client().set_irqs(MSIX, raise, 1, 1, &[]).unwrap();
     assert_eq!(guest.vectors[1].read().unwrap(), 1);
-    guest.client.set_irqs(MSIX, raise, 0, off, &[]).unwrap();
+    guest.client().set_irqs(MSIX, raise, 0, off, &[]).unwrap();
     guest.ask();
     std::thread::sleep(NOTHING);
     assert!(guest.vectors[1].read().is_err());
@@ -520,15 +503,25 @@ fn what_cannot_be_done_is_refused() {
         (7, words(&[16, 0, 3, 0]), vec![], EINVAL),
         (read, access(0, 9, 4, &[]), vec![], EINVAL),
         (read, access(0, 1, 4, &[]), vec![], EINVAL),
-        (read, access(254, CONFIG, 4, &[]), vec![], EINVAL),
+        (read, access(254, CONFIG_REGION, 4, &[]), vec![], EINVAL),
         (read, access(u64::MAX, BAR, 4, &[]), vec![], EINVAL),
         (read, access(0, BAR, u32::MAX, &[]), vec![], EINVAL),
         (write, access(1 << 32, BAR, 1, &[0]), vec![], EINVAL),
-        (8, set_irqs(SET, 0, 0, 1), vec![&eventfd], EINVAL),
-        (8, set_irqs(SET, MSIX, 0, u32::MAX), vec![], EINVAL),
-        (8, set_irqs(SET, MSIX, u32::MAX, 1), vec![&eventfd], EINVAL),
-        (8, set_irqs(SET, MSIX, 0, 2), vec![&eventfd], EINVAL),
-        (8, set_irqs(SET, MSIX, 0, 1), vec![&null], EINVAL),
+        (8, set_irqs(SET_EVENTFDS, 0, 0, 1), vec![&eventfd], EINVAL),
+        (8, set_irqs(SET_EVENTFDS, MSIX, 0, u32::MAX), vec![], EINVAL),
+        (
+            8,
+            set_irqs(SET_EVENTFDS, MSIX, u32::MAX, 1),
+            vec![&eventfd],
+            EINVAL,
+        ),
+        (
+            8,
+            set_irqs(SET_EVENTFDS, MSIX, 0, 2),
+            vec![&eventfd],
+            EINVAL,
+        ),
+        (8, set_irqs(SET_EVENTFDS, MSIX, 0, 1), vec![&null], EINVAL),
         (8, set_irqs(2 | 32, MSIX, 0, 1), vec![], EINVAL),
         (8, set_irqs(1 | 8, MSIX, 0, 1), vec![], EINVAL),
         // What is no memory.
@@ -565,7 +558,7 @@ fn an_answer_that_nobody_wants_does_not_come() {
     let memory = memfd(SIZE);
     raw.send(&message(2, 0x10, &dma_map(3, 0, 0, SIZE)), &[&memory]);
     raw.send(&message(10, 0x10, &access(0x4000, BAR, 2, &[0; 2])), &[]);
-    let (error, data) = raw.ask(9, &access(0, CONFIG, 2, &[]), &[]).unwrap();
+    let (error, data) = raw.ask(9, &access(0, CONFIG_REGION, 2, &[]), &[]).unwrap();
     assert_eq!((error, &data[16..]), (0, &[0xf4, 0x1a][..]));
 }
 
@@ -667,8 +660,7 @@ fn lost_memory_ends_the_session_alone() {
     guest.start();
     guest.assert_served();
     ftruncate(&guest.memory, 0).unwrap();
-    let notify = guest.notify.offset;
-    let _ = guest.client.region_write(BAR, notify, &[0, 0]);
+    let _ = guest.device.notify(0);
     served.wait_attached(0);
     let log = served.process.log();
     assert!(log.contains("memory of the VM is lost"), "{log}");
@@ -682,7 +674,7 @@ fn the_process_ends_under_a_front_end() {
     guest.connect();
     guest.start();
     guest.assert_served();
-    let mut raw = guest.client;
+    let mut device = guest.device;
     let Served { process, path } = &served;
     let _ = (process, path);
     rustix::process::kill_process(
@@ -691,7 +683,7 @@ fn the_process_ends_under_a_front_end() {
     )
     .unwrap();
     let deadline = Instant::now() + TIMEOUT;
-    while raw.region_read(CONFIG, 0, &mut [0; 4]).is_ok() {
+    while device.queues().is_ok() {
         assert!(Instant::now() < deadline);
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A VM without a VM: a vhost-user front end over memfd memory that plays QEMU and the guest
-//! driver, and drives a `vhost-device-rdma` at native speed. Tests, fuzzers and benchmarks stand on
-//! it.
+//! A VM without a VM: a front end over memfd memory, of vhost-user or of vfio-user, that plays QEMU
+//! and the guest driver, and drives a `vhost-device-rdma` at native speed. Tests, fuzzers and
+//! benchmarks stand on it.
 //!
 //! [`DeviceProcess`] starts the device, [`Vm`] connects to one of its sockets and brings up the
 //! virtqueues, and from there it is verbs: [`Context`], [`Pd`], [`Mr`], [`Cq`], [`Srq`], [`Xrcd`],
@@ -16,14 +16,17 @@
 //! `unsafe` is confined to [`mapping`], where shared memory is mapped and seen as atomics.
 #![deny(unsafe_code)]
 
+mod front_end;
 pub mod mapping;
 mod memory;
+pub mod pci;
 mod process;
 mod srq;
 mod verbs;
 mod virtqueue;
 mod vm;
 
+pub use front_end::FrontEnd;
 pub use mapping::View;
 pub use memory::{block_list, page_list, Buffer, Placement, Region};
 pub use process::{DeviceProcess, ProcessOptions};
@@ -50,6 +53,12 @@ pub enum Error {
     /// The vhost-user connection failed, or the device refused a message.
     #[error("vhost-user: {0}")]
     Vhost(#[from] vhost::Error),
+    /// The vfio-user connection failed.
+    #[error("vfio-user: {0}")]
+    VfioUser(#[from] vfio_user::Error),
+    /// Only a VM that has the device by vhost-user can do that.
+    #[error("not by vfio-user")]
+    VhostUserOnly,
     /// The device refused a command.
     #[error("the device refused the command: {0}")]
     Command(#[from] CommandError),

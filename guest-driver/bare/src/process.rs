@@ -26,6 +26,8 @@ pub struct ProcessOptions {
     pub binary: Option<PathBuf>,
     /// For each VM the options of its socket, such as `mac=52:54:00:00:00:01,network=a`.
     pub vms: Vec<String>,
+    /// How many of them, the first ones, have sockets of vfio-user.
+    pub vfio_user: usize,
     /// Further arguments.
     pub arguments: Vec<String>,
 }
@@ -39,6 +41,7 @@ impl ProcessOptions {
             vms: (1..=count)
                 .map(|i| format!("mac=52:54:00:00:00:{i:02x}"))
                 .collect(),
+            vfio_user: 0,
             arguments: Vec::new(),
         }
     }
@@ -47,6 +50,13 @@ impl ProcessOptions {
     #[must_use]
     pub fn binary(mut self, path: impl Into<PathBuf>) -> Self {
         self.binary = Some(path.into());
+        self
+    }
+
+    /// With so many VMs, the first ones, on sockets of vfio-user.
+    #[must_use]
+    pub fn vfio_user(mut self, count: usize) -> Self {
+        self.vfio_user = count;
         self
     }
 
@@ -82,10 +92,14 @@ impl DeviceProcess {
             .map(|i| directory.join(format!("vm{i}")))
             .collect();
         let mut command = Command::new(binary(options)?);
-        for (socket, vm) in sockets.iter().zip(&options.vms) {
+        for (number, (socket, vm)) in sockets.iter().zip(&options.vms).enumerate() {
             let separator = if vm.is_empty() { "" } else { "," };
+            let option = match number < options.vfio_user {
+                true => "--vfio-user-path",
+                false => "--socket-path",
+            };
             command
-                .arg("--socket-path")
+                .arg(option)
                 .arg(format!("{}{separator}{vm}", socket.display()));
         }
         let child = command

@@ -2,7 +2,7 @@
 //! The driver's side of a split virtqueue.
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{fence, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use vhost::VringConfigData;
@@ -11,6 +11,8 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use crate::mapping::View;
 use crate::memory::{Buffer, Placement, Region};
+use crate::pci::{PciDevice, Rings};
+use crate::vm::lock;
 use crate::{Error, PAGE};
 
 const NEXT: u16 = 1;
@@ -28,14 +30,21 @@ pub struct Descriptor {
     pub writable: bool,
 }
 
+/// Notifies a virtqueue of a device that has no eventfd for it.
+pub(crate) struct Doorbell {
+    pub(crate) device: Arc<Mutex<PciDevice>>,
+    pub(crate) queue: u16,
+}
+
 /// A virtqueue.
 pub struct Virtqueue {
     size: u16,
     descriptors: Buffer,
     available: Buffer,
     used: Buffer,
-    /// Notifies the device.
+    /// Notifies the device, unless `doorbell` does.
     pub kick: EventFd,
+    doorbell: Option<Doorbell>,
     /// Interrupts the driver.
     pub call: EventFd,
     /// Waits for `call`.
@@ -51,7 +60,12 @@ pub struct Virtqueue {
 
 impl Virtqueue {
     /// An empty one of `size` descriptors.
-    pub fn new(region: &Arc<Region>, size: u16, event_index: bool) -> Result<Self, Error> {
+    pub(crate) fn new(
+        region: &Arc<Region>,
+        size: u16,
+        event_index: bool,
+        doorbell: Option<Doorbell>,
+    ) -> Result<Self, Error> {
         let entries = usize::from(size);
         let call = EventFd::new(EFD_NONBLOCK)?;
         let epoll = Epoll::new()?;
@@ -66,6 +80,7 @@ impl Virtqueue {
             available: region.buffer(6 + 2 * entries, Placement::Contiguous)?,
             used: region.buffer(6 + 8 * entries, Placement::Contiguous)?,
             kick: EventFd::new(EFD_NONBLOCK)?,
+            doorbell,
             call,
             epoll,
             free: (0..size).rev().collect(),
@@ -86,6 +101,16 @@ impl Virtqueue {
             used_ring_addr: self.used.addr(),
             avail_ring_addr: self.available.addr(),
             log_addr: None,
+        }
+    }
+
+    /// Where it is in guest memory.
+    pub(crate) fn rings(&self) -> Rings {
+        Rings {
+            size: self.size,
+            descriptors: self.descriptors.page(0),
+            available: self.available.page(0),
+            used: self.used.page(0),
         }
     }
 
@@ -189,7 +214,10 @@ impl Virtqueue {
 
     /// Notifies the device.
     pub fn notify(&self) -> Result<(), Error> {
-        Ok(self.kick.write(1)?)
+        match &self.doorbell {
+            None => Ok(self.kick.write(1)?),
+            Some(doorbell) => lock(&doorbell.device).notify(doorbell.queue),
+        }
     }
 
     /// The next used chain and how much was written to it.

@@ -1,28 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The VM: what QEMU and the guest's virtio core do, and the control queue.
 use std::fs::File;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag};
-use vhost::vhost_user::{
-    Frontend, VhostUserFrontend, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
-};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::VhostBackend;
 use virtio_rdma_driver_core::command::{self, Command, SetGid, SetPortState, SetStatusPage};
 use virtio_rdma_spec::command::{gid_type, QueryDeviceResponse, QueryPort, QueryPortResponse};
 use virtio_rdma_spec::config::{
     feature, first_doorbell_queue, Config, CONTROL_QUEUE, EVENT_QUEUE, FIRST_COMPLETION_QUEUE,
-    MAX_QUEUES,
 };
 use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 
+use crate::front_end::{FrontEnd, Session};
 use crate::mapping::View;
 use crate::memory::{Buffer, Placement, Region};
-use crate::virtqueue::{Descriptor, Virtqueue};
+use crate::virtqueue::{Descriptor, Doorbell, Virtqueue};
 use crate::{Error, PAGE};
 
 const VERSION_1: u64 = 1 << 32;
@@ -39,6 +35,8 @@ const EVENT_SIZE: usize = AsyncEvent::SIZE;
 /// How the VM is made.
 #[derive(Debug, Clone)]
 pub struct VmOptions {
+    /// How it has the device.
+    pub front_end: FrontEnd,
     /// Its memory, bytes.
     pub memory: usize,
     /// How the buffers of queues and doorbells, and those that are registered, lie in it.
@@ -55,7 +53,7 @@ pub struct VmOptions {
     /// Length of these buffers, bytes, at most that of the longest event: shorter ones get events
     /// cut.
     pub event_length: usize,
-    /// Tell the memory by one SET_MEM_TABLE, not region by region.
+    /// Tell the memory by one SET_MEM_TABLE, not region by region, with vhost-user.
     pub mem_table: bool,
     /// How long the device may take for a command.
     pub timeout: Duration,
@@ -68,6 +66,7 @@ pub struct VmOptions {
 impl Default for VmOptions {
     fn default() -> Self {
         Self {
+            front_end: FrontEnd::default(),
             memory: 64 << 20,
             placement: Placement::Scattered,
             huge_pages: false,
@@ -101,10 +100,15 @@ struct EventQueue {
 }
 
 impl EventQueue {
-    fn new(region: &Arc<Region>, options: &VmOptions) -> Result<Self, Error> {
+    /// With what notifies it, if it is not an eventfd.
+    fn new(
+        region: &Arc<Region>,
+        options: &VmOptions,
+        doorbell: Option<Doorbell>,
+    ) -> Result<Self, Error> {
         let size = options.event_size;
         let buffers = region.buffer(usize::from(size) * EVENT_SIZE, Placement::Contiguous)?;
-        let queue = Virtqueue::new(region, size, options.event_index)?;
+        let queue = Virtqueue::new(region, size, options.event_index, doorbell)?;
         let mut events = Self {
             queue,
             buffers,
@@ -148,9 +152,7 @@ impl EventQueue {
 pub struct Vm {
     path: PathBuf,
     options: VmOptions,
-    frontend: Frontend,
-    /// A second handle of the connection, to break it.
-    connection: UnixStream,
+    session: Session,
     config: Config,
     features: u64,
     regions: RwLock<Vec<Arc<Region>>>,
@@ -175,7 +177,7 @@ impl std::fmt::Debug for Vm {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -185,53 +187,34 @@ impl Vm {
     /// # Errors
     /// If anything on the way fails.
     pub fn connect(path: &Path, options: VmOptions) -> Result<Arc<Self>, Error> {
-        let connection = UnixStream::connect(path)?;
-        let mut frontend = Frontend::from_stream(connection.try_clone()?, u64::from(MAX_QUEUES));
-
-        frontend.set_owner()?;
-        let offered = frontend.get_features()?;
-        let mut features = VERSION_1
-            | RING_INDIRECT_DESC
-            | 1 << feature::RC
-            | options.features
-            | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        let mut features = VERSION_1 | RING_INDIRECT_DESC | 1 << feature::RC | options.features;
         if options.event_index {
             features |= RING_EVENT_IDX;
         }
-        if features & !offered != 0 {
-            return Err(Error::Features(offered));
-        }
-        let protocol = VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::RESET_DEVICE
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
-        let offered = frontend.get_protocol_features()?;
-        if !offered.contains(protocol) {
-            return Err(Error::Features(offered.bits()));
-        }
-        frontend.set_protocol_features(protocol)?;
-        frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
-        let config = read_config(&mut frontend)?;
-        let queues =
-            first_doorbell_queue(config.num_completion_queues) + config.num_doorbell_queues;
-        if u64::from(queues) != frontend.get_queue_num()? {
+        let (session, features) = Session::new(options.front_end, path, features)?;
+        let config = session.config()?;
+        let first_doorbell = first_doorbell_queue(config.num_completion_queues);
+        let queues = first_doorbell + config.num_doorbell_queues;
+        if u64::from(queues) != session.queues()? {
             return Err(Error::BadLayout);
         }
 
         let region = Region::new(FIRST_REGION, options.memory, options.huge_pages)?;
         let event_index = options.event_index;
+        let doorbell = |queue| session.doorbell(queue);
+        let control_doorbell = doorbell(CONTROL_QUEUE);
         let control = Control {
-            queue: Virtqueue::new(&region, options.control_size, event_index)?,
+            queue: Virtqueue::new(&region, options.control_size, event_index, control_doorbell)?,
             command: region.buffer(COMMAND_SPACE, Placement::Contiguous)?,
             response: region.buffer(COMMAND_SPACE, Placement::Contiguous)?,
         };
-        let events = |_| EventQueue::new(&region, &options).map(Mutex::new);
-        let completion = (0..config.num_completion_queues)
+        let events = |index| EventQueue::new(&region, &options, doorbell(index)).map(Mutex::new);
+        let completion = (FIRST_COMPLETION_QUEUE..first_doorbell)
             .map(events)
             .collect::<Result<_, _>>()?;
-        let doorbells = (0..config.num_doorbell_queues)
-            .map(|_| Virtqueue::new(&region, 2, event_index))
+        let asynchronous = events(EVENT_QUEUE)?;
+        let doorbells = (first_doorbell..queues)
+            .map(|index| Virtqueue::new(&region, 2, event_index, doorbell(index)))
             .collect::<Result<_, _>>()?;
         let gid = options.gid.unwrap_or_else(|| {
             let [a, b, c, d, e, f] = config.mac;
@@ -256,11 +239,10 @@ impl Vm {
         });
         let vm = Self {
             path: path.to_owned(),
-            frontend,
-            connection,
+            session,
             config,
             features,
-            asynchronous: events(0)?,
+            asynchronous,
             status_page: region.buffer(PAGE, Placement::Contiguous)?,
             regions: RwLock::new(vec![region]),
             control: Mutex::new(control),
@@ -272,11 +254,7 @@ impl Vm {
             dead: AtomicBool::new(false),
             options,
         };
-        if vm.options.mem_table {
-            vm.frontend.set_mem_table(&[vm.region(0).info()])?;
-        } else {
-            vm.frontend.clone().add_mem_region(&vm.region(0).info())?;
-        }
+        vm.session.map(&vm.region(0), vm.options.mem_table)?;
         vm.start()?;
         vm.initialize()?;
         Ok(Arc::new(vm))
@@ -324,9 +302,12 @@ impl Vm {
     }
 
     /// The vhost-user connection, for messages that a front end should not send.
+    ///
+    /// # Panics
+    /// If it is not by vhost-user that the VM has the device.
     #[must_use]
     pub fn frontend(&self) -> Frontend {
-        self.frontend.clone()
+        self.session.frontend().expect("vhost-user")
     }
 
     /// A region of its memory; region 0 is the one it came up with.
@@ -413,35 +394,26 @@ impl Vm {
     /// If the device refuses.
     pub fn start(&self) -> Result<(), Error> {
         self.dead.store(false, Ordering::Relaxed);
-        self.frontend.set_features(self.features)?;
+        self.session.accept(self.features)?;
         for index in 0..self.queues() {
             let base = lock(&self.bases)[usize::from(index)];
-            let number = usize::from(index);
-            self.with_queue(index, |queue| -> Result<(), Error> {
-                self.frontend.set_vring_num(number, queue.size())?;
-                self.frontend.set_vring_base(number, base)?;
-                self.frontend.set_vring_addr(number, &queue.config())?;
-                self.frontend.set_vring_call(number, &queue.call)?;
-                self.frontend.set_vring_kick(number, &queue.kick)?;
-                self.frontend.clone().set_vring_enable(number, true)?;
-                Ok(())
-            })?;
+            self.with_queue(index, |queue| self.session.start(index, base, queue))?;
         }
-        Ok(())
+        self.session.run()
     }
 
     /// Stops all virtqueues, as QEMU does for a VM that is paused. When this returns, the VM is
     /// quiet.
     ///
     /// # Errors
-    /// If the device refuses.
+    /// If the device refuses, or it is not by vhost-user that the VM has it.
     pub fn stop(&self) -> Result<(), Error> {
-        let mut frontend = self.frontend.clone();
+        let mut frontend = self.session.frontend()?;
         for index in 0..self.queues() {
             frontend.set_vring_enable(usize::from(index), false)?;
         }
         for index in 0..self.queues() {
-            let base = self.frontend.get_vring_base(usize::from(index))?;
+            let base = frontend.get_vring_base(usize::from(index))?;
             lock(&self.bases)[usize::from(index)] = base as u16;
         }
         Ok(())
@@ -453,8 +425,10 @@ impl Vm {
     /// # Errors
     /// If the device refuses.
     pub fn reset(&self) -> Result<(), Error> {
-        self.stop()?;
-        self.frontend.clone().reset_device()?;
+        if self.options.front_end == FrontEnd::VhostUser {
+            self.stop()?;
+        }
+        self.session.reset()?;
         self.restart()
     }
 
@@ -470,10 +444,16 @@ impl Vm {
     /// Virtqueues from nothing.
     fn restart(&self) -> Result<(), Error> {
         let region = self.region(0);
-        lock(&self.control).queue =
-            Virtqueue::new(&region, self.options.control_size, self.options.event_index)?;
-        for events in self.completion.iter().chain([&self.asynchronous]) {
-            *lock(events) = EventQueue::new(&region, &self.options)?;
+        lock(&self.control).queue = Virtqueue::new(
+            &region,
+            self.options.control_size,
+            self.options.event_index,
+            self.session.doorbell(CONTROL_QUEUE),
+        )?;
+        let completion = (FIRST_COMPLETION_QUEUE..).zip(&self.completion);
+        for (index, events) in completion.chain([(EVENT_QUEUE, &self.asynchronous)]) {
+            let doorbell = self.session.doorbell(index);
+            *lock(events) = EventQueue::new(&region, &self.options, doorbell)?;
         }
         lock(&self.bases).fill(0);
         self.status_page.view().zero();
@@ -484,8 +464,7 @@ impl Vm {
     /// Breaks the connection, as a QEMU that is killed does.
     pub fn kill(&self) {
         self.dead.store(true, Ordering::Relaxed);
-        // Broken already is as good.
-        let _ = self.connection.shutdown(std::net::Shutdown::Both);
+        self.session.kill();
     }
 
     /// Plugs in memory; returns the number of the new region.
@@ -512,7 +491,7 @@ impl Vm {
         let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
         let number = regions.len();
         let region = make(FIRST_REGION + REGION_DISTANCE * number as u64)?;
-        self.frontend.clone().add_mem_region(&region.info())?;
+        self.session.map(&region, false)?;
         regions.push(region);
         Ok(number)
     }
@@ -522,10 +501,7 @@ impl Vm {
     /// # Errors
     /// If the device refuses.
     pub fn remove_memory(&self, number: usize) -> Result<(), Error> {
-        Ok(self
-            .frontend
-            .clone()
-            .remove_mem_region(&self.region(number).info())?)
+        self.session.unmap(&self.region(number))
     }
 
     /// Plugs a region in that was unplugged.
@@ -533,10 +509,7 @@ impl Vm {
     /// # Errors
     /// If the device refuses.
     pub fn replug_memory(&self, number: usize) -> Result<(), Error> {
-        self.frontend
-            .clone()
-            .add_mem_region(&self.region(number).info())?;
-        Ok(())
+        self.session.map(&self.region(number), false)
     }
 
     /// Executes a command.
@@ -648,7 +621,7 @@ impl Vm {
     /// # Errors
     /// If the device does not give it.
     pub fn read_config(&self) -> Result<Config, Error> {
-        read_config(&mut self.frontend())
+        self.session.config()
     }
 
     /// Device attributes.
@@ -722,16 +695,6 @@ impl Vm {
             .map(|bytes| decode(&bytes).map(|event| AsyncEvent::from_bytes(&event)))
             .transpose()
     }
-}
-
-fn read_config(frontend: &mut Frontend) -> Result<Config, Error> {
-    let (_, config) = frontend.get_config(
-        0,
-        Config::SIZE as u32,
-        VhostUserConfigFlags::empty(),
-        &[0; Config::SIZE],
-    )?;
-    Ok(Config::from_bytes(&decode(&config)?))
 }
 
 fn decode<const N: usize>(bytes: &[u8]) -> Result<[u8; N], Error> {

@@ -128,7 +128,7 @@ fn copy_here(pair: &Pair, size: u32, settings: &Settings) -> f64 {
 }
 
 /// GB/s of an operation: small ones posted in lists, as for the message rate.
-fn transfer(pair: &Pair, opcode: u8, size: u32, settings: &Settings) -> Result<f64> {
+pub fn transfer(pair: &Pair, opcode: u8, size: u32, settings: &Settings) -> Result<f64> {
     let list = if size <= 4096 { 32 } else { 1 };
     let depth = u64::from(OUTSTANDING / size).clamp(2, bed::DEPTH);
     let mut polling = pair.a.send_cq.polling();

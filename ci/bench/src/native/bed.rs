@@ -11,8 +11,8 @@ use vhost_device_rdma_bare::spec::config::feature;
 use vhost_device_rdma_bare::spec::ring::{SendWqe, Sge};
 use vhost_device_rdma_bare::spec::verbs::{access, send_flag, wc_status};
 use vhost_device_rdma_bare::{
-    Connection, Context, Cq, DeviceProcess, Mr, Pd, Placement, Polling, ProcessOptions, Qp,
-    QpOptions, Vm, VmOptions,
+    Connection, Context, Cq, DeviceProcess, FrontEnd, Mr, Pd, Placement, Polling, ProcessOptions,
+    Qp, QpOptions, Vm, VmOptions,
 };
 
 use super::{pin, settle, Cores};
@@ -28,19 +28,31 @@ pub const ALL: u32 =
 /// Starts a device for so many VMs, with its one worker on its core and anything more of a
 /// configuration file.
 pub fn device(cores: Cores, vms: u8, configuration: &str) -> Result<DeviceProcess> {
-    let text = format!("workers = 1\ncpus = [{}]\n{configuration}", cores.worker);
-    device_with(cores, vms, &text)
+    device_with(cores, vms, &one_worker(cores, configuration))
+}
+
+/// The same, with the first so many VMs by vfio-user.
+pub fn device_of_both(cores: Cores, vms: u8, vfio_user: usize) -> Result<DeviceProcess> {
+    let options = ProcessOptions::vms(vms).vfio_user(vfio_user);
+    start(cores, options, &one_worker(cores, ""))
+}
+
+fn one_worker(cores: Cores, configuration: &str) -> String {
+    format!("workers = 1\ncpus = [{}]\n{configuration}", cores.worker)
 }
 
 /// Starts a device for so many VMs with such a configuration file.
 pub fn device_with(cores: Cores, vms: u8, configuration: &str) -> Result<DeviceProcess> {
+    start(cores, ProcessOptions::vms(vms), configuration)
+}
+
+fn start(cores: Cores, options: ProcessOptions, configuration: &str) -> Result<DeviceProcess> {
     let path = std::env::temp_dir().join(format!("virtio-rdma-bench-{}.toml", std::process::id()));
     fs::write(&path, configuration).with_context(|| format!("cannot write {}", path.display()))?;
     // Its other threads answer commands, and stay off the core of the worker as long as there is
     // work for that: so they may run on both. Threads inherit what we are pinned to.
     pin(&[cores.driver, cores.worker])?;
-    let options =
-        ProcessOptions::vms(vms).arguments(&["--config", path.to_string_lossy().as_ref()]);
+    let options = options.arguments(&["--config", path.to_string_lossy().as_ref()]);
     let process = DeviceProcess::start(&options);
     pin(&[cores.driver])?;
     fs::remove_file(&path)?;
@@ -71,13 +83,34 @@ pub fn vm_on(
     huge_pages: bool,
 ) -> Result<Arc<Vm>> {
     let options = VmOptions {
-        memory,
         placement,
         huge_pages,
-        features: 1 << feature::ATOMIC,
-        ..VmOptions::default()
+        ..options(memory)
     };
     Ok(Vm::connect(process.socket(number), options)?)
+}
+
+/// A VM with so much contiguous memory that has the device in this way.
+pub fn vm_by(
+    process: &DeviceProcess,
+    number: usize,
+    memory: usize,
+    front_end: FrontEnd,
+) -> Result<Arc<Vm>> {
+    let options = VmOptions {
+        front_end,
+        ..options(memory)
+    };
+    Ok(Vm::connect(process.socket(number), options)?)
+}
+
+fn options(memory: usize) -> VmOptions {
+    VmOptions {
+        memory,
+        placement: Placement::Contiguous,
+        features: 1 << feature::ATOMIC,
+        ..VmOptions::default()
+    }
 }
 
 /// What a process in a VM has, but for its queue pairs.

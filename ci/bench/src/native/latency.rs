@@ -146,7 +146,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
 }
 
 /// Sorted times, µs.
-fn post_to_completion(pair: &Pair, opcode: u8, rounds: usize) -> Result<Vec<f64>> {
+pub fn post_to_completion(pair: &Pair, opcode: u8, rounds: usize) -> Result<Vec<f64>> {
     let polling = pair.a.send_cq.polling();
     let received = pair.b.recv_cq.polling();
     let wqe = bed::signaled(match opcode {

@@ -17,6 +17,7 @@ use crate::figure::{Better, Figure, Measurements, Part};
 mod bandwidth;
 mod bed;
 mod cache;
+mod front_ends;
 mod idle;
 mod iwarp;
 mod latency;
@@ -110,7 +111,7 @@ impl Settings {
 type Experiment = fn(&Settings) -> Result<Vec<Figure>>;
 
 /// All experiments, by the names of their sections.
-pub const EXPERIMENTS: [(&str, Experiment); 14] = [
+pub const EXPERIMENTS: [(&str, Experiment); 15] = [
     ("latency", latency::run),
     ("message rate", rate::run),
     ("active queue pairs", qps::run),
@@ -119,6 +120,7 @@ pub const EXPERIMENTS: [(&str, Experiment); 14] = [
     ("key lookup", lookup::run),
     ("set-up", setup::run),
     ("VMs", vms::run),
+    ("front ends", front_ends::run),
     ("wire", wire::run),
     ("SRD", srd::run),
     ("iWARP", iwarp::run),

@@ -28,6 +28,7 @@ pub fn run(kernel: Kernel, wire: bool) -> Result<bool> {
     let plan = Plan {
         stack: Some(&stack),
         qemu: &everything.qemu,
+        stock_qemu: None,
         root: everything.images.root(Image::Plain, kernel)?,
         kernel: everything.images.kernel(kernel)?,
         vms: 2,

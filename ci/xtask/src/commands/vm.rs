@@ -2,7 +2,7 @@
 //! `cargo xtask vm`: VMs for people.
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -59,20 +59,21 @@ pub fn run(options: &Options) -> Result<bool> {
     if script.is_none() {
         setup::packages(&["socat", "tmux"])?;
     }
-    let (mut images, qemu, stack) = if plain {
+    let (mut images, qemu, stock_qemu, stack) = if plain {
         (
             artifacts::images(&[kernel])?,
             PathBuf::from("qemu-system-x86_64"),
             None,
+            None,
         )
     } else {
         let mut everything = artifacts::everything(&[kernel])?;
-        if front_end == FrontEnd::VfioUser {
+        if front_end.wants_stock() {
             everything.add_stock_qemu()?;
         }
         let stack = everything.stack(kernel)?;
-        let qemu = everything.qemu_with(front_end)?.clone();
-        (everything.images, qemu, Some(stack))
+        let stock_qemu = everything.stock_qemu().map(Path::to_owned);
+        (everything.images, everything.qemu, stock_qemu, Some(stack))
     };
     if image != Image::Plain {
         images.add(image, &[kernel])?;
@@ -80,6 +81,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let plan = Plan {
         stack: stack.as_ref(),
         qemu: &qemu,
+        stock_qemu: stock_qemu.as_deref(),
         root: images.root(image, kernel)?,
         kernel: images.kernel(kernel)?,
         vms: number,

@@ -18,6 +18,9 @@ use crate::images::{Image, Kernel};
 use crate::report::{CaseReport, Outcome};
 use crate::vm::{kvm, FrontEnd, Hosts};
 
+/// Those that there are.
+const VMS: (u8, u8) = (1, 2);
+
 /// How often everything is measured.
 const ROUNDS: usize = 5;
 
@@ -123,7 +126,7 @@ impl Targets {
 
 /// An RDMA device of the guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum RdmaDevice {
+pub enum RdmaDevice {
     Ours,
     Rxe,
 }
@@ -150,14 +153,14 @@ impl RdmaDevice {
 
 /// What a tool of perftest measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Quantity {
+pub enum Quantity {
     Latency,
     Bandwidth,
     Rate,
 }
 
 impl Quantity {
-    fn section(self) -> &'static str {
+    pub fn section(self) -> &'static str {
         match self {
             Quantity::Latency => "latency",
             Quantity::Bandwidth => "bandwidth",
@@ -165,7 +168,7 @@ impl Quantity {
         }
     }
 
-    fn unit(self) -> &'static str {
+    pub fn unit(self) -> &'static str {
         match self {
             Quantity::Latency => "µs",
             Quantity::Bandwidth => "MiB/s",
@@ -173,7 +176,7 @@ impl Quantity {
         }
     }
 
-    fn better(self) -> Better {
+    pub fn better(self) -> Better {
         match self {
             Quantity::Latency => Better::Lower,
             Quantity::Bandwidth | Quantity::Rate => Better::Higher,
@@ -183,14 +186,16 @@ impl Quantity {
 
 /// One measurement with perftest.
 #[derive(Clone, Copy, Debug)]
-struct Measurement {
+pub struct Measurement {
     operation: &'static str,
-    quantity: Quantity,
+    /// What is measured.
+    pub quantity: Quantity,
     /// Bytes in a message.
-    size: u64,
+    pub size: u64,
 }
 
-const fn measurement(operation: &'static str, quantity: Quantity, size: u64) -> Measurement {
+/// A measurement of an operation.
+pub const fn measurement(operation: &'static str, quantity: Quantity, size: u64) -> Measurement {
     Measurement {
         operation,
         quantity,
@@ -210,7 +215,8 @@ const MEASUREMENTS: &[Measurement] = &[
 ];
 
 impl Measurement {
-    fn tool(self) -> String {
+    /// The tool.
+    pub fn tool(self) -> String {
         let kind = match self.quantity {
             Quantity::Latency => "lat",
             Quantity::Bandwidth | Quantity::Rate => "bw",
@@ -224,12 +230,12 @@ impl Measurement {
     }
 
     /// Its name in the section of its quantity.
-    fn name(self) -> String {
+    pub fn name(self) -> String {
         format!("{} {}", self.title(), bytes(self.size))
     }
 
     /// How many messages: of each device about as much as it moves in half a second.
-    fn iterations(self, device: RdmaDevice) -> u32 {
+    pub fn iterations(self, device: RdmaDevice) -> u32 {
         match (self.quantity, device) {
             (Quantity::Latency, RdmaDevice::Ours) => 10_000,
             (Quantity::Latency, RdmaDevice::Rxe) => 400,
@@ -241,7 +247,7 @@ impl Measurement {
     }
 
     /// The value in a row of a tool's table.
-    fn value(self, table: &Table, size: u64) -> Result<f64> {
+    pub fn value(self, table: &Table, size: u64) -> Result<f64> {
         match self.quantity {
             Quantity::Latency => table.latency(size),
             Quantity::Bandwidth => table.bandwidth(size),
@@ -295,14 +301,15 @@ fn set_up(fixture: &mut Fixture, ours: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a tool of perftest between the VMs on a device of theirs.
-fn perftest(
+/// Runs a tool of perftest on a device of two VMs, whose second is the server.
+pub fn perftest(
     fixture: &mut Fixture,
+    (first, second): (u8, u8),
     device: RdmaDevice,
     tool: &str,
     arguments: &str,
 ) -> Result<Table> {
-    let pair = fixture.pair(2, 1);
+    let pair = fixture.pair(second, first);
     let name = device.name();
     let start = |host: &str| {
         format!(
@@ -356,7 +363,7 @@ fn rounds(fixture: &mut Fixture, targets: &Targets) -> Result<()> {
                     measurement.size,
                     measurement.iterations(device)
                 );
-                let table = perftest(fixture, device, &measurement.tool(), &arguments)?;
+                let table = perftest(fixture, VMS, device, &measurement.tool(), &arguments)?;
                 let value = measurement.value(&table, measurement.size)?;
                 println!(
                     "         round {round}, {}: {} {value:.3} {}",
@@ -407,7 +414,7 @@ fn figures(values: &Values, targets: &Targets) -> Vec<Figure> {
 }
 
 /// A figure as a case: whether its target is met.
-fn judged(figure: &Figure) -> CaseReport {
+pub fn judged(figure: &Figure) -> CaseReport {
     let peer = figure
         .peer
         .as_ref()
@@ -454,7 +461,7 @@ fn curves(fixture: &mut Fixture) -> Result<()> {
         };
         let mut of = |device| {
             let arguments = format!("-a -n {}", iterations(device));
-            perftest(fixture, device, &curve.tool(), &arguments)
+            perftest(fixture, VMS, device, &curve.tool(), &arguments)
         };
         let (ours, rxe) = (of(RdmaDevice::Ours)?, of(RdmaDevice::Rxe)?);
         for size in ours.sizes() {

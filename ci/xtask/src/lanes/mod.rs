@@ -7,6 +7,7 @@
 //! order, so that the next case has a fair start.
 
 pub mod bench;
+mod bench_front_ends;
 pub mod book;
 mod boot;
 mod columns;
@@ -171,6 +172,7 @@ pub fn all() -> Vec<Lane> {
         packages::lane(),
         bench::lane(),
         bench::wire(),
+        bench_front_ends::lane(),
     ]
 }
 
@@ -415,10 +417,7 @@ impl Means {
             if lanes.iter().any(|lane| lane.name == srd::NAME) {
                 everything.add_perftest(&kernels)?;
             }
-            if lanes
-                .iter()
-                .any(|lane| lane.front_end == FrontEnd::VfioUser)
-            {
+            if lanes.iter().any(|lane| lane.front_end.wants_stock()) {
                 everything.add_stock_qemu()?;
             }
             if lanes.iter().any(|lane| lane.image == Image::System) {
@@ -484,13 +483,14 @@ fn run_on(
     lane_report: &mut Report,
 ) -> Result<()> {
     let stock = PathBuf::from("qemu-system-x86_64");
-    let (images, qemu, stack) = match means {
+    let (images, qemu, stock_qemu, stack) = match means {
         Means::All(everything) => (
             &everything.images,
-            everything.qemu_with(lane.front_end)?,
+            &everything.qemu,
+            everything.stock_qemu(),
             Some(everything.stack(kernel)?),
         ),
-        Means::Stock(images) => (images, &stock, None),
+        Means::Stock(images) => (images, &stock, None, None),
     };
     let logs = report::directory()
         .join(format!("{}-logs", lane.name))
@@ -501,6 +501,7 @@ fn run_on(
     let plan = Plan {
         stack: stack.as_ref().filter(|_| lane.with_device),
         qemu,
+        stock_qemu,
         root,
         kernel: match lane.image {
             Image::System => &on_disk,

@@ -286,6 +286,13 @@ impl DeviceProcess {
         Ok(())
     }
 
+    /// How many workers it has.
+    pub fn workers(&self) -> Result<usize> {
+        let status = self.status()?;
+        let workers = status["workers"].as_array();
+        Ok(workers.context("no workers in the device's status")?.len())
+    }
+
     /// What it says of itself and its VMs.
     pub fn status(&self) -> Result<Value> {
         let read = || -> Result<Value> {

@@ -54,6 +54,45 @@ pub enum FrontEnd {
     VhostUser,
     /// By `vfio-user-pci`, which it has from 10.1 on.
     VfioUser,
+    /// By vhost-user under a QEMU as Debian has built it: by its device for tests, which cannot
+    /// have our device's id ([`TEST_ID`]), does not connect again, and interrupts by one line.
+    #[value(skip)]
+    VhostUserTest,
+    /// Two VMs with each of [`FrontEnd::EACH`], in this order.
+    #[value(skip)]
+    Each,
+}
+
+/// The virtio device id of [`FrontEnd::VhostUserTest`]: QEMU has a name for it, Linux no driver.
+pub const TEST_ID: u16 = 35;
+
+/// Virtqueues of a device with the default of completion queues, but for doorbell queues: those are
+/// as many as workers.
+const QUEUES: usize = 6;
+
+impl FrontEnd {
+    /// All of them.
+    pub const EACH: [FrontEnd; 3] = [
+        FrontEnd::VfioUser,
+        FrontEnd::VhostUserTest,
+        FrontEnd::VhostUser,
+    ];
+
+    /// That of a VM, by its number from 1.
+    fn of(self, number: u8) -> Self {
+        match self {
+            FrontEnd::Each => {
+                let at = usize::from(number.saturating_sub(1) / 2);
+                Self::EACH.get(at).copied().unwrap_or_default()
+            }
+            same => same,
+        }
+    }
+
+    /// Whether VMs want a QEMU as Debian has built it.
+    pub fn wants_stock(self) -> bool {
+        self != FrontEnd::VhostUser
+    }
 }
 
 /// Which device process VMs have, and what is between them.
@@ -106,6 +145,8 @@ pub struct Plan<'a> {
     pub stack: Option<&'a Stack>,
     /// The QEMU binary.
     pub qemu: &'a Path,
+    /// That of VMs that want one as Debian has built it.
+    pub stock_qemu: Option<&'a Path>,
     /// The root image.
     pub root: &'a Path,
     /// The kernel.
@@ -225,16 +266,20 @@ impl Bed {
                 .map(|number| (bed.directory.join(format!("rdma-{number}")), mac(number)))
                 .collect();
             let (status, log) = (bed.directory.join("status"), plan.logs.join("device.log"));
-            let vfio_user = match plan.front_end {
-                FrontEnd::VhostUser => 0,
-                FrontEnd::VfioUser => plan.vms.into(),
-            };
+            // Those are the first ones.
+            let by_vfio_user = |number: &u8| plan.front_end.of(*number) == FrontEnd::VfioUser;
+            let vfio_user = (1..=plan.vms).filter(by_vfio_user).count();
             let device = &stack.device;
             let device = DeviceProcess::start(device, &sockets, vfio_user, &status, &log)?;
             bed.device = Some(device);
         }
+        let workers = match &bed.device {
+            Some(device) => device.workers()?,
+            None => 0,
+        };
         for number in 1..=plan.vms {
-            let vm = Vm::start(plan, number, bed.host_prefix(number), &bed.directory)?;
+            let card = card(plan, &bed.directory, number, QUEUES + workers);
+            let vm = Vm::start(plan, number, bed.host_prefix(number), &bed.directory, card)?;
             bed.vms.push(vm);
         }
         for vm in &mut bed.vms {
@@ -334,7 +379,13 @@ pub struct Vm {
 
 impl Vm {
     /// Starts QEMU. The guest is not up yet when this returns.
-    fn start(plan: &Plan, number: u8, prefix: Vec<String>, directory: &Path) -> Result<Self> {
+    fn start(
+        plan: &Plan,
+        number: u8,
+        prefix: Vec<String>,
+        directory: &Path,
+        card: Value,
+    ) -> Result<Self> {
         let console_log = plan.logs.join(format!("vm{number}.console"));
         let _ = fs::remove_file(&console_log);
         let qemu_log = plan.logs.join(format!("vm{number}.qemu"));
@@ -348,14 +399,14 @@ impl Vm {
         }
         let path = |name: &str| directory.join(format!("{name}-{number}"));
         let mut command = prefix;
-        command.extend(command_line(plan, number, directory, &console_log));
+        command.extend(command_line(plan, number, directory, &console_log, &card)?);
         let mut vm = Vm {
             number,
             child: spawn(&command, &qemu_log)?,
             command,
             console_log,
             qemu_log,
-            card: card(plan.front_end, directory, number),
+            card,
             control: path("control"),
             qmp_path: path("qmp"),
             links: match plan.hosts {
@@ -617,11 +668,16 @@ fn disk(directory: &Path, number: u8) -> PathBuf {
     directory.join(format!("disk-{number}"))
 }
 
-/// QEMU's words for the RDMA device of a VM.
-fn card(front_end: FrontEnd, directory: &Path, number: u8) -> Value {
-    match front_end {
-        FrontEnd::VhostUser => json!({
+/// QEMU's words for the RDMA device of a VM, which has so many virtqueues.
+fn card(plan: &Plan, directory: &Path, number: u8, queues: usize) -> Value {
+    match plan.front_end.of(number) {
+        FrontEnd::VhostUser | FrontEnd::Each => json!({
             "driver": "vhost-user-rdma-pci", "id": CARD, "bus": SLOT, "chardev": "rdma"
+        }),
+        FrontEnd::VhostUserTest => json!({
+            "driver": "vhost-user-test-device-pci", "id": CARD, "bus": SLOT, "chardev": "rdma",
+            "virtio-id": TEST_ID, "num_vqs": queues, "vq_size": 256,
+            "config_size": 64, "page-per-vq": true
         }),
         FrontEnd::VfioUser => {
             let path = directory.join(format!("rdma-{number}"));
@@ -639,14 +695,25 @@ fn system(directory: &Path, number: u8) -> PathBuf {
 }
 
 /// The QEMU command line of a VM.
-fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -> Vec<String> {
+fn command_line(
+    plan: &Plan,
+    number: u8,
+    directory: &Path,
+    console_log: &Path,
+    card: &Value,
+) -> Result<Vec<String>> {
+    let front_end = plan.front_end.of(number);
+    let qemu = match front_end.wants_stock() {
+        true => plan.stock_qemu.context("no QEMU as Debian has built it")?,
+        false => plan.qemu,
+    };
     let socket = |name: &str| {
         directory
             .join(format!("{name}-{number}"))
             .display()
             .to_string()
     };
-    let mut words = vec![plan.qemu.display().to_string()];
+    let mut words = vec![qemu.display().to_string()];
     let mut add = |text: &str, value: String| {
         words.extend(text.split_ascii_whitespace().map(str::to_owned));
         if !value.is_empty() {
@@ -686,13 +753,17 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
     // An NMI is for a guest that hangs: it says where, and ends.
     let kernel_words = "panic=1 unknown_nmi_panic no_timer_check tsc=reliable mitigations=off";
     let audit = if plan.nested { "" } else { " audit=0" };
+    let device = match front_end {
+        FrontEnd::VhostUserTest => format!(" vr.device={TEST_ID}"),
+        _ => String::new(),
+    };
     let root = match plan.kernel.modules {
         Some(_) => "",
         None => " root=/dev/vda rw",
     };
     add(
         "-append",
-        format!("console=ttyS0{quiet} {kernel_words}{audit} vr.number={number}{root}"),
+        format!("console=ttyS0{quiet} {kernel_words}{audit} vr.number={number}{device}{root}"),
     );
     let own = system(directory, number);
     let disks = match &plan.kernel.modules {
@@ -823,12 +894,14 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
             "-device virtio-9p-pci,fsdev=payload,mount_tag=payload",
             String::new(),
         );
-        if plan.front_end == FrontEnd::VhostUser {
-            // QEMU connects again to a device process that was started again.
-            add(
-                "-chardev",
-                format!("socket,id=rdma,path={},reconnect-ms=1000", socket("rdma")),
-            );
+        // Ours connects again to a device process that was started again.
+        let again = match front_end {
+            FrontEnd::VhostUser => ",reconnect-ms=1000",
+            _ => "",
+        };
+        if front_end != FrontEnd::VfioUser {
+            let path = socket("rdma");
+            add("-chardev", format!("socket,id=rdma,path={path}{again}"));
         }
         // In a slot of its own it can be unplugged and plugged. The window is for the doorbells of
         // one that is not there when the firmware looks.
@@ -836,17 +909,15 @@ fn command_line(plan: &Plan, number: u8, directory: &Path, console_log: &Path) -
             "-device",
             format!("pcie-root-port,id={SLOT},chassis=1,slot=1,pref64-reserve=32M"),
         );
-        match plan.front_end {
+        match front_end {
             FrontEnd::VhostUser => add(
                 "-device",
                 format!("vhost-user-rdma-pci,id={CARD},chardev=rdma,bus={SLOT}"),
             ),
-            front_end @ FrontEnd::VfioUser => {
-                add("-device", card(front_end, directory, number).to_string());
-            }
+            _ => add("-device", card.to_string()),
         }
     }
-    words
+    Ok(words)
 }
 
 /// Starts a process that ends with this thread, with its output in a file.

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Lane `bench-front-ends`: the device by vfio-user beside the device by vhost-user, between two
+//! VMs each.
+//!
+//! The VMs with vfio-user and those with vhost-user that they are compared with have the same QEMU,
+//! as Debian has built it. Others have the QEMU with `vhost-user-rdma-pci`, another version: how it
+//! emulates processors is no matter of front ends, and its figures are there to tell the one from
+//! the other. All VMs are on one device process, and take turns.
+
+use anyhow::{Context, Result};
+use virtio_rdma_bench::{Figure, Part, Target};
+
+use super::bench::{judged, measurement, perftest, Measurement, Quantity, RdmaDevice};
+use super::{Case, Fixture, Lane};
+use crate::images::{Image, Kernel};
+use crate::vm::{kvm, FrontEnd, Hosts};
+
+/// How often everything is measured.
+const ROUNDS: usize = 7;
+
+/// How much longer a run is than one beside Soft-RoCE: what differs is less.
+const LONGER: u32 = 5;
+
+/// The lane.
+pub fn lane() -> Lane {
+    Lane {
+        name: "bench-front-ends",
+        about: "latency, bandwidth and message rate by vfio-user beside vhost-user",
+        with_device: true,
+        vms: 2 * FRONT_ENDS as u8,
+        memory: 512,
+        bare: 0,
+        hosts: Hosts::One,
+        front_end: FrontEnd::Each,
+        image: Image::Plain,
+        runs: || vec![(Kernel::Trixie, CASES.to_vec())],
+    }
+}
+
+const FRONT_ENDS: usize = FrontEnd::EACH.len();
+
+const CASES: &[Case] = &[
+    Case {
+        name: "how they have the device",
+        run: set_up,
+    },
+    Case {
+        name: "rounds",
+        run: rounds,
+    },
+];
+
+/// A READ keeps one VM busy, and leaves a CPU of two to the device, whose worker then polls. For
+/// the latency of the others, both VMs wait busily, and the worker sleeps: each message needs a
+/// notification.
+const MEASUREMENTS: &[Measurement] = &[
+    measurement("read", Quantity::Latency, 8),
+    measurement("write", Quantity::Latency, 8),
+    measurement("send", Quantity::Latency, 8),
+    measurement("write", Quantity::Bandwidth, 1 << 20),
+    measurement("write", Quantity::Rate, 64),
+];
+
+/// The names of the two that vfio-user is compared with.
+const SAME_QEMU: &str = "vhost-user, same QEMU";
+const OUR_QEMU: &str = "vhost-user, our QEMU";
+
+/// What is wanted beside vhost-user with the same QEMU.
+fn target(quantity: Quantity) -> Target {
+    match quantity {
+        Quantity::Latency => Target::Max(1.1),
+        Quantity::Bandwidth | Quantity::Rate => Target::Min(0.9),
+    }
+}
+
+/// The VMs of a front end, by its place in [`FrontEnd::EACH`].
+fn vms(at: usize) -> (u8, u8) {
+    let first = 2 * at as u8 + 1;
+    (first, first + 1)
+}
+
+/// How often all VMs are started, at most, until their clocks agree.
+const STARTS: usize = 4;
+/// How much the clocks of VMs may differ, as a part of the slowest.
+const SAME: f64 = 0.01;
+
+/// Whether clocks of these frequencies are as fast.
+fn agree(frequencies: &[f64]) -> bool {
+    let least = frequencies.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = frequencies.iter().copied().fold(0.0, f64::max);
+    most - least <= SAME * least
+}
+
+/// Starts VMs anew whose clocks do not agree. A guest whose processor is busy elsewhere when it
+/// boots takes its clock for another than it is (seen: 779 MHz for 2596), and all that perftest says
+/// there is wrong by as much.
+fn set_clocks(fixture: &mut Fixture) -> Result<()> {
+    for _ in 0..STARTS {
+        let mut frequencies = Vec::new();
+        for vm in &fixture.bed.vms {
+            let text = vm.sh("sed -n 's/^cpu MHz.*: //p' /proc/cpuinfo | head -n 1")?;
+            frequencies.push(text.trim().parse().context("no frequency")?);
+        }
+        if agree(&frequencies) {
+            return Ok(());
+        }
+        println!("         the guests' clocks differ: {frequencies:?} MHz; starting all anew");
+        fixture.restart()?;
+    }
+    anyhow::bail!("the guests' clocks differ each time")
+}
+
+/// Says what is what.
+fn set_up(fixture: &mut Fixture) -> Result<()> {
+    set_clocks(fixture)?;
+    let mut versions = Vec::new();
+    for at in 0..FRONT_ENDS {
+        let (first, second) = vms(at);
+        for number in [first, second] {
+            let vm = fixture.vm(number)?;
+            vm.sh("/payload/wait-active vrdma0 && ibv_devinfo -d vrdma0")?;
+        }
+        let version = fixture.vm_mut(first)?.qmp("query-version")?;
+        let part = |name: &str| version["qemu"][name].as_u64().unwrap_or_default();
+        let [major, minor, micro] = ["major", "minor", "micro"].map(part);
+        versions.push(format!("{major}.{minor}.{micro}"));
+    }
+    let accelerator = if kvm() { "KVM" } else { "TCG" };
+    let [by_vfio_user, by_test_device, by_ours] = versions.as_slice() else {
+        anyhow::bail!("not three versions of QEMU");
+    };
+    anyhow::ensure!(by_vfio_user == by_test_device, "two versions of one QEMU");
+    fixture.note(format!(
+        "By front end, between VMs: vfio-user is `vfio-user-pci` of QEMU {by_vfio_user} as Debian \
+         has built it. \"{SAME_QEMU}\" is that QEMU's `vhost-user-test-device-pci`, with the same \
+         guest, whose driver is told another device id. \"{OUR_QEMU}\" is `vhost-user-rdma-pci` of \
+         QEMU {by_ours}: how it differs from the one before is QEMU's affair, whose {accelerator} \
+         runs the guests. Both VMs of a ping-pong wait busily: on two CPUs the device has none of \
+         its own then, its worker sleeps, and each message needs a notification, which by vfio-user \
+         is a message to the process. With READs the worker polls. Two VMs with each are on one \
+         device process and take turns; each figure is the median of {ROUNDS} runs."
+    ));
+    Ok(())
+}
+
+fn rounds(fixture: &mut Fixture) -> Result<()> {
+    let mut values: Values = vec![Default::default(); MEASUREMENTS.len()];
+    for round in 0..ROUNDS {
+        for (measurement, of) in MEASUREMENTS.iter().zip(&mut values) {
+            // Each is the first as often as the others.
+            for turn in 0..FRONT_ENDS {
+                let at = (round + turn) % FRONT_ENDS;
+                let value = measure(fixture, vms(at), *measurement)?;
+                println!(
+                    "         round {}, {:?}: {} {value:.3} {}",
+                    round + 1,
+                    FrontEnd::EACH.get(at),
+                    measurement.name(),
+                    measurement.quantity.unit()
+                );
+                if let Some(of) = of.get_mut(at) {
+                    of.push(value);
+                }
+            }
+        }
+    }
+    for figure in figures(&values) {
+        if figure.target.is_some() {
+            fixture.sub_case(judged(&figure));
+        }
+        fixture.measured(figure);
+    }
+    Ok(())
+}
+
+fn measure(fixture: &mut Fixture, vms: (u8, u8), measurement: Measurement) -> Result<f64> {
+    let device = RdmaDevice::Ours;
+    let (size, iterations) = (measurement.size, LONGER * measurement.iterations(device));
+    let arguments = format!("-s {size} -n {iterations}");
+    let table = perftest(fixture, vms, device, &measurement.tool(), &arguments)?;
+    measurement.value(&table, size)
+}
+
+/// For each measurement, the values of each front end.
+type Values = Vec<[Vec<f64>; FRONT_ENDS]>;
+
+/// What the rounds come to.
+fn figures(values: &Values) -> Vec<Figure> {
+    let mut figures = Vec::new();
+    for (measurement, [by_vfio_user, by_test_device, by_ours]) in MEASUREMENTS.iter().zip(values) {
+        let quantity = measurement.quantity;
+        let figure = |runs: &[f64], how: &str| {
+            Figure::new(
+                Part::Vm,
+                &format!("{} by front end", quantity.section()),
+                &format!("{}, by {how}", measurement.name()),
+                quantity.unit(),
+                quantity.better(),
+                runs,
+            )
+        };
+        let by = figure(by_vfio_user, "vfio-user");
+        let beside = by.clone().beside(SAME_QEMU, by_test_device);
+        figures.push(beside.target(target(quantity)));
+        figures.push(by.beside(OUR_QEMU, by_ours));
+        figures.push(figure(by_test_device, SAME_QEMU).beside(OUR_QEMU, by_ours));
+    }
+    figures
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn front_ends_are_compared_under_the_same_qemu() {
+        let values = vec![[vec![10.5], vec![10.0], vec![5.0]]; MEASUREMENTS.len()];
+        let figures = figures(&values);
+        let judged: Vec<_> = figures.iter().filter(|of| of.target.is_some()).collect();
+        assert_eq!(judged.len(), MEASUREMENTS.len());
+        for figure in judged {
+            assert_eq!(figure.met, Some(true), "{}", figure.name);
+            assert_eq!(figure.peer.as_ref().unwrap().name, SAME_QEMU);
+        }
+        let slower = vec![[vec![12.0], vec![10.0], vec![5.0]]; MEASUREMENTS.len()];
+        let met = super::figures(&slower).into_iter().filter_map(|of| of.met);
+        assert_eq!(met.collect::<Vec<_>>(), [false, false, false, true, true]);
+    }
+
+    #[test]
+    fn a_clock_that_is_wrong_is_found() {
+        assert!(agree(&[2596.077, 2596.147, 2596.128]));
+        assert!(!agree(&[778.944, 2596.077, 2596.128]));
+    }
+
+    #[test]
+    fn two_vms_have_each_front_end() {
+        assert_eq!([vms(0), vms(2)], [(1, 2), (5, 6)]);
+        assert_eq!(lane().vms, 6);
+    }
+}
