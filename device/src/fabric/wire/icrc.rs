@@ -11,8 +11,11 @@ const IPV6: usize = 40;
 const UDP: usize = 8;
 /// Offset in the base transport header of the byte with FECN and BECN.
 const CONGESTION: usize = 4;
-/// Bytes of a packet that are masked, and hashed by themselves.
+/// Bytes of a packet that are masked, and hashed by themselves, at most.
 const HEAD: usize = 128;
+/// A multiple of so many bytes is hashed in equal steps. Payloads of packets that are not the last of
+/// their message are such.
+const BLOCK: usize = 256;
 /// What is before each packet, as far as the CRC knows: bytes of ones, and the CRC-32 of these.
 const ONES: u64 = 8;
 const CRC_OF_ONES: u32 = 0x2144_df1c;
@@ -20,36 +23,43 @@ const CRC_OF_ONES: u32 = 0x2144_df1c;
 /// The ICRC of a packet, as its last four bytes are. `packet` is from the IP header, which has no
 /// options, to the end of the padding; `None` if it is too short to be one.
 pub(super) fn icrc(packet: &[u8]) -> Option<[u8; 4]> {
-    // All variant fields are in these first bytes; a short packet is in them as a whole, and hashed in
-    // one go.
-    let mut head = [0; HEAD];
-    let (first, rest) = packet.split_at(packet.len().min(HEAD));
-    head.get_mut(..first.len())?.copy_from_slice(first);
-    let header_len = match head[0] >> 4 {
-        4 => {
-            // Type of service, time to live, header checksum.
-            for at in [1, 8, 10, 11] {
-                head[at] = 0xff;
-            }
-            mask_transport::<IPV4>(&mut head);
-            IPV4
-        }
-        6 => {
-            // Traffic class and flow label, hop limit.
-            head[0] |= 0x0f;
-            for at in [1, 2, 3, 7] {
-                head[at] = 0xff;
-            }
-            mask_transport::<IPV6>(&mut head);
-            IPV6
-        }
+    let header_len = match packet.first()? >> 4 {
+        4 => IPV4,
+        6 => IPV6,
         _ => return None,
     };
-    if first.len() <= header_len + UDP + CONGESTION {
+    // All variant fields are in these first bytes.
+    let least = header_len + UDP + CONGESTION + 1;
+    if packet.len() < least {
         return None;
     }
+    // What is behind the head is blocks, if that may be. A short packet is in the head as a whole, and
+    // hashed in one go.
+    let odd = packet.len() % BLOCK;
+    let head_len = if (least..=HEAD).contains(&odd) {
+        odd
+    } else {
+        HEAD.min(packet.len())
+    };
+    let (first, rest) = packet.split_at(head_len);
+    let mut head = [0; HEAD];
+    head.get_mut(..head_len)?.copy_from_slice(first);
+    if header_len == IPV4 {
+        // Type of service, time to live, header checksum.
+        for at in [1, 8, 10, 11] {
+            head[at] = 0xff;
+        }
+        mask_transport::<IPV4>(&mut head);
+    } else {
+        // Traffic class and flow label, hop limit.
+        head[0] |= 0x0f;
+        for at in [1, 2, 3, 7] {
+            head[at] = 0xff;
+        }
+        mask_transport::<IPV6>(&mut head);
+    }
     let mut hasher = Hasher::new_with_initial_len(CRC_OF_ONES, ONES);
-    hasher.update(head.get(..first.len())?);
+    hasher.update(head.get(..head_len)?);
     hasher.update(rest);
     Some(hasher.finalize().to_le_bytes())
 }
@@ -93,6 +103,39 @@ mod tests {
         packet.extend(13_571_856_u32.to_be_bytes());
         packet.extend(b"F0\x81\x8b\xe2\x895\xd9\x0e\x9a\x95PT\x01\xbe\x88^P\x00\x00");
         assert_eq!(icrc(&packet), Some([0x78, 0xf3, 0x53, 0xf3]));
+    }
+
+    /// Wherever the head of a packet ends, all of it counts once, and what is variant does not.
+    #[test]
+    fn packets_of_all_lengths_are_hashed_as_a_whole() {
+        for (first, header_len) in [(0x45, IPV4), (0x60, IPV6)] {
+            let least = header_len + UDP + CONGESTION + 1;
+            for len in (0..700).chain(4100..4200) {
+                let byte = |at: usize| (at * 37 % 251) as u8;
+                let mut packet: Vec<u8> = (0..len).map(byte).collect();
+                if let Some(byte) = packet.first_mut() {
+                    *byte = first;
+                }
+                let mut masked = packet.clone();
+                let fields: &[usize] = if header_len == IPV4 {
+                    &[1, 8, 10, 11]
+                } else {
+                    masked.iter_mut().take(1).for_each(|byte| *byte |= 0x0f);
+                    &[1, 2, 3, 7]
+                };
+                let transport = [6, 7, 12].map(|at| header_len + at);
+                for at in fields.iter().chain(&transport) {
+                    masked
+                        .get_mut(*at)
+                        .into_iter()
+                        .for_each(|byte| *byte = 0xff);
+                }
+                let mut whole = vec![0xff; 8];
+                whole.extend(masked);
+                let expected = crc32fast::hash(&whole).to_le_bytes();
+                assert_eq!(icrc(&packet), (len >= least).then_some(expected), "{len}");
+            }
+        }
     }
 
     #[test]
