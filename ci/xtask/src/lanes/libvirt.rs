@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Lane `libvirt`: Debian's libvirtd and VMs with the card that it makes from `docs/libvirt/domain.xml`,
-//! with a device process of its own; the files of `docs/libvirt` are installed as `docs/libvirt.md`
-//! says. There are two hosts, as VMs of a VM are too slow for guests that are to do something where
+//! Lane `libvirt`: Debian's libvirtd and VMs with the card that it makes from
+//! `docs/libvirt/domain.xml`, with a device process of its own; the files of `docs/libvirt` are
+//! installed as `docs/libvirt.md` says. There are two hosts, as VMs of a VM are too slow for guests that are to do something where
 //! there is no KVM:
 //!
 //! - a root of Debian 13 in namespaces of this machine, whose VMs boot, and do RDMA;
@@ -138,8 +138,11 @@ impl Host<'_> {
     /// docs/libvirt.md says.
     fn start_process(self) -> Result<()> {
         self.sh("/payload/libvirt/device")?;
-        self.sh("for vm in $(virsh list --name); do virsh dumpxml $vm | /etc/libvirt/hooks/qemu.d/virtio-rdma $vm prepare begin - || exit 1; done")
-            .map(drop)
+        let add = "for vm in $(virsh list --name); do
+                virsh dumpxml $vm |
+                    /etc/libvirt/hooks/qemu.d/virtio-rdma $vm prepare begin - || exit 1
+            done";
+        self.sh(add).map(drop)
     }
 
     /// Waits until a VM is off and its device gone.
@@ -291,14 +294,10 @@ fn pingpong(fixture: &mut Fixture, to: u8) -> Result<()> {
 
 fn process_killed(fixture: &mut Fixture) -> Result<()> {
     let host = guests(fixture)?;
-    let failures = "dmesg | grep -c 'virtio_rdma.*its process on the host ended'";
+    let seen = "dmesg | grep -c 'virtio_rdma.*its process on the host ended'";
     host.sh("kill -KILL $(cat /run/vhost-device-rdma.pid)")?;
     for number in [1, 2] {
-        guest(
-            host,
-            number,
-            &format!("until {failures}; do sleep 0.2; done"),
-        )?;
+        guest(host, number, &format!("until {seen}; do sleep 0.2; done"))?;
     }
     host.start_process()?;
     host.attached(2)?;
@@ -366,8 +365,9 @@ fn confined(fixture: &mut Fixture) -> Result<()> {
     ensure!(label.trim() == "libvirtd (enforce)", "libvirtd is {label}");
     let models = host.sh("virsh capabilities | grep '<model>'")?;
     ensure!(models.contains("apparmor"), "security models:\n{models}");
+    host.sh("/payload/libvirt/domain.py 1 >/tmp/vm1.xml")?;
     // A disk with nothing to boot.
-    host.sh("/payload/libvirt/domain.py 1 >/tmp/vm1.xml && truncate -s 1M /var/lib/libvirt/images/vm1.img")
+    host.sh("truncate -s 1M /var/lib/libvirt/images/vm1.img")
         .map(drop)
 }
 
@@ -420,7 +420,8 @@ fn no_process(fixture: &mut Fixture) -> Result<()> {
     let host = confined_host(fixture)?;
     host.sh("install -D -m 755 /payload/libvirt/hook /etc/libvirt/hooks/qemu.d/virtio-rdma")?;
     // libvirtd looks for hooks when it starts.
-    host.sh("kill $(pidof libvirtd); while pidof libvirtd; do sleep 0.2; done; libvirtd --daemon; until virsh version; do sleep 0.5; done")?;
+    host.sh("kill $(pidof libvirtd); while pidof libvirtd; do sleep 0.2; done")?;
+    host.sh("libvirtd --daemon; until virsh version; do sleep 0.5; done")?;
     host.sh("kill $(cat /run/vhost-device-rdma.pid); sleep 1")?;
     let Output { status, text } = host.run("virsh start vm1")?;
     ensure!(

@@ -14,7 +14,7 @@ use anyhow::{bail, ensure, Context, Result};
 use super::{spawn, wait_for, Output, SHORT};
 use crate::shell;
 
-/// The namespaces and all that runs in them, which go when this is dropped, and with the thread that
+/// The namespaces and all that runs in them. They go when this is dropped, and with the thread that
 /// started them.
 pub struct Chroot {
     child: Child,
