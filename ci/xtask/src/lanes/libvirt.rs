@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Lane `libvirt`: Debian's libvirtd and VMs with the card that it makes from
-//! `docs/libvirt/domain.xml`, with a device process of its own; the files of `docs/libvirt` are
-//! installed as `docs/libvirt.md` says. There are two hosts, as VMs of a VM are too slow for guests that are to do something where
-//! there is no KVM:
+//! `docs/libvirt/domain.xml`, with a device process of its own. The files of `docs/libvirt` are
+//! installed as `docs/libvirt.md` says. Without KVM, VMs of a VM are too slow for guests that are to
+//! do something, so there are two hosts:
 //!
 //! - a root of Debian 13 in namespaces of this machine, whose VMs boot, and do RDMA;
 //! - the VM of the bed, where AppArmor confines libvirtd and its VM, which has nothing to boot.
