@@ -21,7 +21,7 @@ use crate::shell;
 use crate::vm::{wait_for, Chroot, FrontEnd, Hosts, Output, Vm, SHORT};
 
 /// How long something may take in a VM whose host is an emulated VM itself.
-const LONG: Duration = Duration::from_secs(600);
+const LONG: Duration = Duration::from_secs(300);
 
 /// The lane.
 pub fn lane() -> Lane {
@@ -420,9 +420,9 @@ fn no_process(fixture: &mut Fixture) -> Result<()> {
     let host = confined_host(fixture)?;
     host.sh("install -D -m 755 /payload/libvirt/hook /etc/libvirt/hooks/qemu.d/virtio-rdma")?;
     // libvirtd looks for hooks when it starts.
-    host.sh("kill $(pidof libvirtd); while pidof libvirtd; do sleep 0.2; done")?;
+    host.sh("kill $(pidof libvirtd) && while pidof libvirtd; do sleep 0.2; done")?;
     host.sh("libvirtd --daemon; until virsh version; do sleep 0.5; done")?;
-    host.sh("kill $(cat /run/vhost-device-rdma.pid); sleep 1")?;
+    host.sh("kill $(cat /run/vhost-device-rdma.pid) && sleep 1")?;
     let Output { status, text } = host.run("virsh start vm1")?;
     ensure!(
         status != 0 && text.contains("status.sock"),
@@ -433,7 +433,7 @@ fn no_process(fixture: &mut Fixture) -> Result<()> {
 
 fn start_confined(fixture: &mut Fixture) -> Result<()> {
     let host = confined_host(fixture)?;
-    host.sh("dmesg -C; virsh start vm1")?;
+    host.sh("dmesg -C && virsh start vm1")?;
     let label = host.sh("cat /proc/$(cat /run/libvirt/qemu/vm1.pid)/attr/current")?;
     ensure!(
         label.starts_with("libvirt-") && label.contains("(enforce)"),
@@ -445,7 +445,7 @@ fn start_confined(fixture: &mut Fixture) -> Result<()> {
 
 fn process_restarts(fixture: &mut Fixture) -> Result<()> {
     let host = confined_host(fixture)?;
-    host.sh("kill $(cat /run/vhost-device-rdma.pid); sleep 1")?;
+    host.sh("kill $(cat /run/vhost-device-rdma.pid) && sleep 1")?;
     host.start_process()?;
     host.attached(1)?;
     nothing_denied(host)
