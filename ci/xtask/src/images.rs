@@ -106,7 +106,7 @@ pub enum Image {
     /// Debian as its installer leaves it, with systemd, on a disk of its own
     #[value(skip)]
     System,
-    /// libvirt and AppArmor, too: for guests that are hosts of VMs
+    /// libvirt and AppArmor, too: for hosts of VMs
     Libvirt,
 }
 

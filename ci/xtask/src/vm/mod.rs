@@ -7,6 +7,7 @@
 
 mod agent;
 mod capture;
+mod chroot;
 mod device;
 pub mod namespace;
 mod qmp;
@@ -23,6 +24,7 @@ use serde_json::{json, Value};
 
 pub use agent::{Job, Output};
 pub use capture::Capture;
+pub use chroot::Chroot;
 pub use device::DeviceProcess;
 pub use switch::Switch;
 
@@ -184,6 +186,8 @@ pub struct Bed {
     pub vms: Vec<Vm>,
     /// What is between their network interfaces, if it is not QEMU itself.
     pub switch: Option<Switch>,
+    /// A host beside them, which a case has started.
+    pub chroot: Option<Chroot>,
     hosts: Option<namespace::Hosts>,
     directory: PathBuf,
 }
@@ -216,6 +220,7 @@ impl Bed {
             others: Vec::new(),
             vms: Vec::new(),
             switch: None,
+            chroot: None,
             hosts: None,
             directory,
         };
@@ -302,6 +307,7 @@ impl Bed {
         self.device = None;
         self.others.clear();
         self.switch = None;
+        self.chroot = None;
         self.hosts = None;
         // The next bed of this process has the same directory, and may be there before this one is
         // dropped.
