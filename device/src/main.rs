@@ -323,6 +323,8 @@ impl Running {
         self.devices.close();
         let until = Instant::now() + most;
         let mut drain = Drain::begin(adapter);
+        let posted = drain.queue_pairs();
+        info!("work requests of {posted} queue pairs may complete, for {most:?} at most");
         while !drain.is_over() {
             let now = Instant::now();
             if now >= until {
