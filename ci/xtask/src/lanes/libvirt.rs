@@ -16,6 +16,7 @@ use std::time::Duration;
 use anyhow::{bail, ensure, Context, Result};
 
 use super::{first_complaint, Case, Fixture, Lane};
+use crate::book::Page;
 use crate::images::{Image, Kernel};
 use crate::shell;
 use crate::vm::{wait_for, Chroot, FrontEnd, Hosts, Output, Vm, SHORT};
@@ -138,11 +139,18 @@ impl Host<'_> {
     /// docs/libvirt.md says.
     fn start_process(self) -> Result<()> {
         self.sh("/payload/libvirt/device")?;
-        let add = "for vm in $(virsh list --name); do
-                virsh dumpxml $vm |
-                    /etc/libvirt/hooks/qemu.d/virtio-rdma $vm prepare begin - || exit 1
-            done";
-        self.sh(add).map(drop)
+        self.page("devices again")
+    }
+
+    /// Runs a block of docs/libvirt.md, where the files are that it names.
+    fn page(self, block: &str) -> Result<()> {
+        let page = Page::read("libvirt.md")?;
+        let commands = page.of_lane("libvirt", block)?;
+        let repository = "mkdir -p /tmp/repository/docs
+            ln -sfn /payload/libvirt /tmp/repository/docs/libvirt
+            cd /tmp/repository";
+        self.sh(&format!("set -e\n{repository}\n{commands}"))
+            .map(drop)
     }
 
     /// Waits until a VM is off and its device gone.
@@ -247,7 +255,10 @@ fn guests_are_well(host: Host, numbers: &[u8]) -> Result<()> {
 
 fn start(fixture: &mut Fixture) -> Result<()> {
     let host = unconfined(fixture)?;
-    host.sh("virt-xml-validate /payload/libvirt/domain.xml domain")?;
+    host.page("another VM")?;
+    for xml in ["/payload/libvirt/domain.xml", "/tmp/repository/vm2.xml"] {
+        host.sh(&format!("virt-xml-validate {xml} domain"))?;
+    }
     let host = guests(fixture)?;
     let listed = host.devices()?;
     for mac in ["52:54:00:12:34:01", "52:54:00:12:34:02"] {
@@ -371,26 +382,6 @@ fn confined(fixture: &mut Fixture) -> Result<()> {
         .map(drop)
 }
 
-/// Which of the two files of rules is there.
-fn install_rules(host: Host, qemu: bool, libvirtd: bool) -> Result<()> {
-    let mut command = String::from("set -e; cd /etc/apparmor.d\n");
-    for (wanted, from, to) in [
-        (
-            qemu,
-            "apparmor-libvirt-qemu",
-            "abstractions/libvirt-qemu.d/virtio-rdma",
-        ),
-        (libvirtd, "apparmor-libvirtd", "local/usr.sbin.libvirtd"),
-    ] {
-        if wanted {
-            command += &format!("install -D -m 644 /payload/libvirt/{from} {to}\n");
-        }
-    }
-    host.sh(&command)?;
-    host.sh("apparmor_parser --replace /etc/apparmor.d/usr.sbin.libvirtd")
-        .map(drop)
-}
-
 /// A command fails, and something with this word is denied.
 fn refused(host: Host, command: &str, word: &str) -> Result<()> {
     host.sh("dmesg -C")?;
@@ -410,15 +401,18 @@ fn denied(fixture: &mut Fixture) -> Result<()> {
     // libvirtd may not start that QEMU.
     refused(host, "virsh define /tmp/vm1.xml", "/opt/virtio-rdma/bin/")?;
     // It may, and QEMU may not become what it is to be.
-    install_rules(host, false, true)?;
+    host.sh("set -e; cd /etc/apparmor.d
+         install -D -m 644 /payload/libvirt/apparmor-libvirtd local/usr.sbin.libvirtd
+         apparmor_parser --replace usr.sbin.libvirtd")?;
     host.sh("virsh define /tmp/vm1.xml")?;
     refused(host, "virsh start vm1", "virtio-rdma")?;
-    install_rules(host, true, true)
+    host.sh("rm /etc/apparmor.d/local/usr.sbin.libvirtd")?;
+    host.page("rules")
 }
 
 fn no_process(fixture: &mut Fixture) -> Result<()> {
     let host = confined_host(fixture)?;
-    host.sh("install -D -m 755 /payload/libvirt/hook /etc/libvirt/hooks/qemu.d/virtio-rdma")?;
+    host.page("hook")?;
     // libvirtd looks for hooks when it starts.
     host.sh("kill $(pidof libvirtd) && while pidof libvirtd; do sleep 0.2; done")?;
     host.sh("libvirtd --daemon; until virsh version; do sleep 0.5; done")?;
