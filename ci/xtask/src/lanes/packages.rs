@@ -359,6 +359,8 @@ fn card_after_reboot(fixture: &mut Fixture) -> Result<()> {
 fn library_links(fixture: &mut Fixture) -> Result<()> {
     let vm = fixture.vm(1)?;
     after(vm, "libvirtio-rdma1")?;
+    // It was not mounted again.
+    use_repository(vm, "packages")?;
     vm.sh("cat >program.c <<'END'\n\
          #include <stdio.h>\n\
          #include <infiniband/virtio_rdma_dv.h>\n\
