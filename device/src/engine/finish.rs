@@ -36,7 +36,8 @@ impl SendQueue {
         complete_done(tables, qp, begun);
     }
 
-    /// A work request that was taken out fails, and the queue pair with it.
+    /// A work request that was taken out fails. The queue pair does so first: a driver that has the
+    /// completion finds the state.
     pub(crate) fn fail_begun(
         &mut self,
         tables: &Tables,
@@ -47,8 +48,8 @@ impl SendQueue {
         self.reset_retries();
         self.under_way = self.under_way.saturating_sub(1);
         tell(qp, error);
-        complete_failed(tables, qp, begun, error);
         qp.fail_send();
+        complete_failed(tables, qp, begun, error);
     }
 
     /// A work request that was taken out is flushed.
@@ -57,12 +58,12 @@ impl SendQueue {
         complete_failed(tables, qp, begun, WcError::FLUSHED);
     }
 
-    /// The work request in progress fails, and the queue pair with it.
+    /// The work request in progress fails, after the queue pair, as above.
     pub(crate) fn fail(&mut self, tables: &Tables, qp: &Arc<Qp>, error: WcError) {
         self.reset_retries();
         tell(qp, error);
-        self.complete_active(tables, qp, error);
         qp.fail_send();
+        self.complete_active(tables, qp, error);
     }
 
     /// Completes the work request in progress in error.

@@ -17,7 +17,7 @@ use virtio_rdma_spec::event::{AsyncEvent, CompletionEvent};
 use virtio_rdma_spec::facts::QpType;
 use virtio_rdma_spec::ring::{
     recv_stride, send_stride, CqRecord, Cqe, QpRecord, RecvWqe, SendWqe, Sge, SrdRange, SrqRecord,
-    UdWqe, PHASE, RECV_DATA_OFFSET,
+    UdWqe, ARM_NEXT, ARM_SEQUENCE, CQ_ARM_OFFSET, PHASE, RECV_DATA_OFFSET,
 };
 use virtio_rdma_spec::verbs::{access, mtu, qp_attr, qp_state, qp_type, send_flag};
 use virtio_rdma_spec::PAGE_SIZE;
@@ -104,22 +104,35 @@ impl Warnings {
     }
 }
 
-/// Asynchronous events of a guest.
+/// Asynchronous events of a guest, and the state that a queue pair had at each completion event.
 #[derive(Default)]
-pub(crate) struct RecordedEvents(Mutex<Vec<(u16, u32)>>);
+pub(crate) struct RecordedEvents {
+    asynchronous: Mutex<Vec<(u16, u32)>>,
+    watched: Mutex<Weak<Qp>>,
+    states: Mutex<Vec<u8>>,
+}
 
 impl RecordedEvents {
     /// Type and number of those since the last call.
     pub(crate) fn take(&self) -> Vec<(u16, u32)> {
-        std::mem::take(&mut lock(&self.0))
+        std::mem::take(&mut lock(&self.asynchronous))
+    }
+
+    /// The states of the queue pair that is watched, at the completion events so far.
+    pub(crate) fn states(&self) -> Vec<u8> {
+        lock(&self.states).clone()
     }
 }
 
 impl EventSink for RecordedEvents {
-    fn completion(&self, _: u16, _: CompletionEvent) {}
+    fn completion(&self, _: u16, _: CompletionEvent) {
+        if let Some(qp) = lock(&self.watched).upgrade() {
+            lock(&self.states).push(qp.state());
+        }
+    }
 
     fn asynchronous(&self, event: AsyncEvent) {
-        lock(&self.0).push((event.event_type, event.number));
+        lock(&self.asynchronous).push((event.event_type, event.number));
     }
 
     fn forget_cq(&self, _: u16, _: u32) {}
@@ -581,6 +594,13 @@ impl Guest {
         entry.extend(sges.iter().flat_map(|sge| sge.to_bytes()));
         self.post(&mut qp.receive, &mut entry);
         qp.qp.schedule();
+    }
+
+    /// Asks for an event at the next completion, at which the queue pair's state is recorded.
+    pub(crate) fn watch_state(&self, qp: &TestQp) {
+        *lock(&self.events.watched) = Arc::downgrade(&qp.qp);
+        let arm = ARM_SEQUENCE | ARM_NEXT;
+        self.store(CQ_ARM_OFFSET as u64, u64::from(arm).to_le());
     }
 
     /// The queue pair was reset: its rings are empty, and begin anew.

@@ -810,10 +810,10 @@ impl Responder {
         reason: u8,
         remote: u8,
     ) -> Answer {
+        at.qp.fail_receive();
         if let Some(inbound) = self.inbound.take() {
             self.complete(at.tables, at.qp, &inbound, status, reason);
         }
-        at.qp.fail_receive();
         Answer::Refused(WcError::new(remote, reason))
     }
 

@@ -300,6 +300,35 @@ fn a_peer_that_is_nowhere_is_given_up_after_all_attempts_and_not_before() {
     assert_eq!(pair.state(0), qp_state::ERR);
 }
 
+// D-ERR-005.
+#[test]
+fn a_completion_in_error_is_seen_after_the_change_of_state() {
+    let seen = |qp_type, end: usize, spoil: fn(&mut Pair, &mut Send)| {
+        let (mut pair, mut process) = start_with(qp_type, |_| {});
+        let at = pair.ends[1].allocate(64);
+        pair.post_receive(1, 1, at, 64);
+        let mut send = pair.a_send(0, 1, 64);
+        spoil(&mut pair, &mut send);
+        let watched = &pair.ends[end];
+        watched.guest.watch_state(&watched.qp);
+        pair.post_send(0, &send);
+        process.run(&mut pair, SECOND);
+        pair.ends[end].guest.events.states()
+    };
+    let to_nobody = |pair: &mut Pair, _: &mut Send| {
+        pair.set_state(1, qp_state::ERR);
+        pair.completions(1);
+    };
+    let bad_key = |_: &mut Pair, send: &mut Send| send.sges[0].lkey ^= 1;
+    let too_long = |pair: &mut Pair, send: &mut Send| *send = pair.a_send(0, 1, 65);
+    assert_eq!(seen(qp_type::RC, 0, to_nobody), [qp_state::ERR]);
+    assert_eq!(seen(qp_type::RC, 0, bad_key), [qp_state::ERR]);
+    assert_eq!(seen(qp_type::UC, 0, bad_key), [qp_state::SQE]);
+    for end in [0, 1] {
+        assert_eq!(seen(qp_type::RC, end, too_long), [qp_state::ERR]);
+    }
+}
+
 #[test]
 fn a_peer_that_comes_is_met_at_once() {
     let (mut pair, mut process) = start(|_| {});
