@@ -1037,6 +1037,11 @@ fn replies_of_all_kinds() {
         ("revision 1", reply(1, CRC, b""), 0),
         ("revision 2", reply(2, CRC | ENHANCED, &enhanced(1, 1)), 0),
         ("peer to peer", reply(2, CRC | ENHANCED, &write), 0),
+        (
+            "depths not negotiated",
+            reply(2, CRC | ENHANCED, &enhanced(0x3fff, 0x3fff)),
+            0,
+        ),
         ("rejected", reply(2, CRC | REJECTED, b"no"), refused),
         ("no CRC", reply(2, ENHANCED, &enhanced(1, 1)), reset),
         (
@@ -1075,13 +1080,17 @@ fn replies_of_all_kinds() {
         event(&bed.vms[0], iw_event::CLOSE);
         assert_eq!(side.qp.state().unwrap(), qp_state::ERR);
     }
-    // The peer wants a first message that was not offered.
-    let (side, mut peer) = passive.asked(&bed);
-    let other = enhanced(PEER_TO_PEER | 1, RTR_READ | 1);
-    peer.write(&reply(2, CRC | ENHANCED, &other));
-    assert_eq!(peer.end().map(|(codes, _)| codes), Some((2, 0, 7)));
-    assert_eq!(event(&bed.vms[0], iw_event::CONNECT_REPLY).status, reset);
-    assert_eq!(side.qp.state().unwrap(), qp_state::INIT);
+    // The peer wants a first message that was not offered, or more READs under way.
+    for (other, codes) in [
+        (enhanced(PEER_TO_PEER | 1, RTR_READ | 1), (2, 0, 7)),
+        (enhanced(1, DEPTH + 1), (2, 0, 6)),
+    ] {
+        let (side, mut peer) = passive.asked(&bed);
+        peer.write(&reply(2, CRC | ENHANCED, &other));
+        assert_eq!(peer.end().map(|(codes, _)| codes), Some(codes));
+        assert_eq!(event(&bed.vms[0], iw_event::CONNECT_REPLY).status, reset);
+        assert_eq!(side.qp.state().unwrap(), qp_state::INIT);
+    }
     // What is behind the reply is taken for what it is.
     for (ulpdu, codes) in [(send(1, b"early"), None), (send(2, b""), Some((1, 2, 3)))] {
         let (side, mut peer) = passive.asked(&bed);
@@ -1097,7 +1106,6 @@ fn replies_of_all_kinds() {
         }
         event(&bed.vms[0], iw_event::CLOSE);
     }
-    drop(side);
     bed.assert_unharmed();
     let socket = bed.directory.join("vm0");
     assert_footprint_falls_to(&bed.processes[0], &socket, 0);

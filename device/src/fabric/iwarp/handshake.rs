@@ -11,6 +11,7 @@ use super::connection::{with_private, Connection, Phase, Step};
 use super::connections::{Entry, Here, Iwarp, Token, BEGIN, LATER};
 use super::mpa::{Enhanced, Frame, Rtr, NOT_NEGOTIATED, REVISION_2};
 use super::port::{Depths, Port, PrivateData};
+use super::refusal::Refusal;
 use super::tcp;
 use crate::engine::queue_pair::Qp;
 use crate::engine::tables::Gid;
@@ -29,6 +30,11 @@ fn least(ours: u8, theirs: u16) -> u8 {
         return ours;
     }
     u8::try_from(theirs).map_or(ours, |theirs| ours.min(theirs))
+}
+
+/// Whether the peer wants to have more requests under way than we offered to answer (RFC 6581, 9).
+fn wants_more(theirs: u16, ours: u8) -> bool {
+    theirs != NOT_NEGOTIATED && theirs > ours.into()
 }
 
 /// The GID by which queue pairs of a VM find each other.
@@ -285,20 +291,27 @@ impl Iwarp {
         if reply.markers || (wanted && !reply.crc) {
             return Step::Over(status::ECONNRESET);
         }
+        let Depths { ord, ird } = connection.depths;
         if let Some(theirs) = reply.enhanced {
-            connection.depths.ord = least(connection.depths.ord, theirs.ird);
+            connection.depths.ord = least(ord, theirs.ird);
         }
         if let Some(partner) = self.partner(connection, here) {
             return self.join(token, connection, partner, reply, here);
         }
         let mut stream = connection.new_stream(reply.crc);
-        if let Some(rtr) = reply.enhanced.and_then(|with| with.peer_to_peer) {
-            if let Err(refusal) = stream.show_ready(rtr, &mut self.pool) {
-                stream.tell(&refusal.into(), &[]);
-                let _ = stream.send(&mut self.pool, &connection.socket);
-                stream.give_back(&mut self.pool);
-                return Step::Over(status::ECONNRESET);
-            }
+        let agreed = match reply.enhanced {
+            Some(theirs) if wants_more(theirs.ord, ird) => Err(Refusal::MpaInsufficientIrd),
+            Some(Enhanced {
+                peer_to_peer: Some(rtr),
+                ..
+            }) => stream.show_ready(rtr, &mut self.pool),
+            _ => Ok(()),
+        };
+        if let Err(refusal) = agreed {
+            stream.tell(&refusal.into(), &[]);
+            let _ = stream.send(&mut self.pool, &connection.socket);
+            stream.give_back(&mut self.pool);
+            return Step::Over(status::ECONNRESET);
         }
         connection.phase = Phase::Accepted(Box::new(stream));
         let kind = iw_event::CONNECT_REPLY;
