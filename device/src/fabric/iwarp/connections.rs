@@ -6,7 +6,7 @@
 //! (`traffic`). What it does with its queue pair needs the tables of the VM; while these are being
 //! changed, the connection waits.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
@@ -26,7 +26,8 @@ use crate::engine::vm::Vm;
 use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::fabric::registry::Registry;
 
-/// Bytes that are read of a connection at once, beside those that came before.
+/// Bytes that are read of a connection at once, beside those that came before. When so many have come of
+/// several, the worker looks at the doorbells of its VMs before it serves the others.
 pub(super) const AT_ONCE: usize = 512 << 10;
 /// Connections that are taken of a listener at once.
 pub(super) const ACCEPTED: usize = 16;
@@ -52,6 +53,8 @@ pub(super) struct Listener {
     port: Arc<Port>,
     id: u32,
     socket: Arc<TcpListener>,
+    /// It is in the list of those that are to be served.
+    ready: bool,
 }
 
 /// A place in the table, and what tells it from those that were there before.
@@ -75,7 +78,8 @@ pub(crate) struct Iwarp {
     pub(super) by_id: HashMap<(usize, u32), Token>,
     /// Connections by their ends, for those whose other end is here.
     pub(super) ends: HashMap<(SocketAddr, SocketAddr), Token>,
-    pub(super) ready: Vec<Token>,
+    /// Those that are to be served, in turn.
+    pub(super) ready: VecDeque<Token>,
     pub(super) deadlines: BTreeSet<(u64, Token)>,
     /// Those whose VM was stopped, and when they are looked at again.
     pub(super) later: BTreeSet<(u64, Token)>,
@@ -85,7 +89,9 @@ pub(crate) struct Iwarp {
     pub(super) space: Box<[u8]>,
     pub(super) last: Token,
     /// Bytes that came for VMs, for who shares the worker.
-    pub(super) charges: Vec<(Arc<Vm>, u64)>,
+    charges: Vec<(Arc<Vm>, u64)>,
+    /// Bytes that have come since it began to serve those that are ready.
+    came: u64,
 }
 
 fn key(port: &Arc<Port>, id: u32) -> (usize, u32) {
@@ -111,7 +117,7 @@ impl Iwarp {
             of_qp: FxHashMap::default(),
             by_id: HashMap::new(),
             ends: HashMap::new(),
-            ready: Vec::new(),
+            ready: VecDeque::new(),
             deadlines: BTreeSet::new(),
             later: BTreeSet::new(),
             telling: Vec::new(),
@@ -119,7 +125,14 @@ impl Iwarp {
             space: vec![0; LONGEST + AT_ONCE].into_boxed_slice(),
             last: 0,
             charges: Vec::new(),
+            came: 0,
         })
+    }
+
+    /// Bytes came for a VM.
+    pub(super) fn charge(&mut self, vm: Arc<Vm>, bytes: u64) {
+        self.charges.push((vm, bytes));
+        self.came += bytes;
     }
 
     /// Whether there is nothing to look at.
@@ -221,7 +234,12 @@ impl Iwarp {
             return;
         }
         self.by_id.insert(key(&port, id), token);
-        let listener = Listener { port, id, socket };
+        let listener = Listener {
+            port,
+            id,
+            socket,
+            ready: false,
+        };
         self.entries
             .insert(token, Entry::Listener(Box::new(listener)));
     }
@@ -339,11 +357,13 @@ impl Iwarp {
     }
 
     pub(super) fn make_ready(&mut self, token: Token) {
-        let Some(connection) = self.connection(token) else {
-            return;
+        let ready = match self.entries.get_mut(&token) {
+            Some(Entry::Connection(connection)) => &mut connection.ready,
+            Some(Entry::Listener(listener)) => &mut listener.ready,
+            None => return,
         };
-        if !std::mem::replace(&mut connection.ready, true) {
-            self.ready.push(token);
+        if !std::mem::replace(ready, true) {
+            self.ready.push_back(token);
         }
     }
 
@@ -357,6 +377,11 @@ impl Iwarp {
     /// Looks at sockets, and serves connections that have something to do. Returns whether there was
     /// anything.
     pub(crate) fn look(&mut self, here: Here<'_>) -> bool {
+        self.look_until(here, AT_ONCE as u64)
+    }
+
+    /// The same, until `enough` bytes have come. The others are served first when it looks again.
+    fn look_until(&mut self, here: Here<'_>, enough: u64) -> bool {
         let mut space = [NO_EVENT; 64];
         let events = match self.epoll.wait(0, &mut space) {
             Ok(events) => events.len(),
@@ -380,23 +405,21 @@ impl Iwarp {
                 break;
             }
             self.later.remove(&(at, token));
-            match self.entries.get(&token) {
-                Some(Entry::Listener(_)) => self.ready.push(token),
-                _ => self.make_ready(token),
+            self.make_ready(token);
+        }
+        let ready = self.ready.len();
+        self.came = 0;
+        for _ in 0..ready {
+            let Some(token) = self.ready.pop_front() else {
+                break;
+            };
+            self.serve(token, here);
+            if self.came >= enough {
+                break;
             }
         }
-        let served = self.ready.len();
-        let ready = std::mem::take(&mut self.ready);
-        for token in &ready {
-            self.serve(*token, here);
-        }
-        // For its capacity.
-        if self.ready.is_empty() {
-            self.ready = ready;
-            self.ready.clear();
-        }
         self.tell_all(here);
-        events != 0 || served != 0
+        events != 0 || ready != 0
     }
 
     pub(super) fn happened(&mut self, token: Token, events: u32) {
@@ -409,7 +432,7 @@ impl Iwarp {
                 connection.writable |= ended || is(Events::EPOLLOUT);
                 self.make_ready(token);
             }
-            Some(Entry::Listener(_)) => self.ready.push(token),
+            Some(Entry::Listener(_)) => self.make_ready(token),
             None => {}
         }
     }
@@ -445,7 +468,7 @@ impl Iwarp {
             self.make_ready(new);
         }
         // Perhaps there are more.
-        self.ready.push(token);
+        self.make_ready(token);
     }
 
     /// The peer that came first to a port, of those that have asked for nothing yet, has to go.
@@ -496,7 +519,8 @@ impl Iwarp {
 
     /// Does what there is to do for a connection.
     pub(super) fn serve(&mut self, token: Token, here: Here<'_>) {
-        if let Some(Entry::Listener(_)) = self.entries.get(&token) {
+        if let Some(Entry::Listener(listener)) = self.entries.get_mut(&token) {
+            listener.ready = false;
             self.take_incoming(token, here.now);
             return;
         }
@@ -597,5 +621,106 @@ impl Iwarp {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::Ipv4Addr;
+
+    use super::super::ddp::{Segment, Tagged, TaggedKind};
+    use super::super::fpdu;
+    use super::super::port::{Depths, PortSettings};
+    use super::*;
+    use crate::engine::fixture::{Guest, DATA};
+    use vhost_device_rdma_sync::Readers;
+    use virtio_rdma_spec::command::QpAttr;
+    use virtio_rdma_spec::verbs::{access, qp_attr, qp_state, qp_type};
+
+    /// An FPDU that writes 8 bytes to the data of a guest, where connection `number` has them.
+    fn write(guest: &Guest, number: u64) -> Vec<u8> {
+        let mut segment = Vec::new();
+        Segment::Tagged(Tagged {
+            kind: TaggedKind::Write,
+            last: true,
+            stag: guest.key,
+            offset: DATA + 8 * number,
+            payload: &[],
+        })
+        .write(&mut segment);
+        let mut space = vec![0; 100];
+        let payload = |to: &mut [u8]| {
+            to.fill(7);
+            Ok::<_, ()>(())
+        };
+        let length = fpdu::write(&mut space, &segment, 8, false, payload).unwrap();
+        space.truncate(length);
+        space
+    }
+
+    // D-IWP-006.
+    #[test]
+    fn connections_that_have_much_to_read_take_turns_with_all_else() {
+        const CONNECTIONS: u64 = 3;
+        let (readers, mut each) = Readers::new(1);
+        let mut guest = Guest::new(&readers, 1);
+        let settings = PortSettings {
+            address: Ipv4Addr::LOCALHOST.into(),
+            directory: HashMap::new(),
+            peers: Vec::new(),
+            crc: false,
+            peer_to_peer: false,
+        };
+        let port = Port::new(Arc::new(settings), guest.vm.clone());
+        let mut iwarp = Iwarp::new().unwrap();
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let mut peers = Vec::new();
+        for number in 0..CONNECTIONS {
+            let qp = guest.queue_pair(qp_type::IWARP);
+            let attr = QpAttr {
+                qp_state: qp_state::INIT,
+                access_flags: access::REMOTE_WRITE,
+                ..QpAttr::default()
+            };
+            let mask = qp_attr::STATE | qp_attr::ACCESS_FLAGS;
+            qp.qp.modify(&guest, mask, &attr).unwrap();
+            assert!(qp.qp.establish(&guest, None, [1, 1]));
+            let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (socket, _) = listener.accept().unwrap();
+            socket.set_nonblocking(true).unwrap();
+            let mut connection = Connection {
+                life: qp.qp.life(),
+                qp: Some(qp.qp),
+                depths: Depths { ord: 1, ird: 1 },
+                ..Connection::new(port.clone(), number as u32, socket, Phase::AwaitsRequest)
+            };
+            connection.set_up().unwrap();
+            connection.phase = Phase::Streams(Box::new(connection.new_stream(false)));
+            iwarp.add(connection);
+            peers.push(peer);
+        }
+        let mut reader = each.pop().unwrap();
+        let registry = Registry::default();
+        let mut look = |iwarp: &mut Iwarp| {
+            let section = reader.enter();
+            let here = Here {
+                section: &section,
+                registry: &registry,
+                now: 0,
+            };
+            assert!(iwarp.look_until(here, 1));
+            iwarp.charges().count()
+        };
+        // That they are writable.
+        assert_eq!(look(&mut iwarp), 0);
+        for (number, peer) in (0..).zip(&mut peers) {
+            peer.write_all(&write(&guest, number)).unwrap();
+        }
+        for left in (0..CONNECTIONS).rev() {
+            assert_eq!(look(&mut iwarp), 1);
+            assert_eq!(iwarp.has_more(), left != 0);
+        }
+        assert_eq!(guest.read(0, 24), [7; 24]);
     }
 }

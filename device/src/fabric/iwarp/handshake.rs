@@ -411,8 +411,9 @@ impl Iwarp {
             self.tell(&port);
         }
         // Its end may have come with it.
-        self.ready.push(partner);
-        other.ready = true;
+        if !std::mem::replace(&mut other.ready, true) {
+            self.ready.push_back(partner);
+        }
         Step::Again
     }
 

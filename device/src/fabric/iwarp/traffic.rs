@@ -119,7 +119,7 @@ impl Iwarp {
                     return self.end_stream(token, connection, tables, &qp, status, here);
                 }
             }
-            self.charges.push((vm.clone(), came as u64));
+            self.charge(vm.clone(), came as u64);
             if connection.writable && connection.waits_to_send() {
                 match connection.pump(&mut self.pool, tables, &qp) {
                     Ok(step) => sends = step,
