@@ -32,7 +32,7 @@ pub struct CaseReport {
     pub name: String,
     /// How it ended.
     pub outcome: Outcome,
-    /// Why it failed or was skipped; empty if it passed.
+    /// Why it failed or was skipped, or what there is to say of it though it passed.
     pub reason: String,
     /// How long it took.
     pub seconds: f64,

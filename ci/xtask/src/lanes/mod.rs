@@ -108,17 +108,73 @@ fn is_complaint(line: &str) -> bool {
     !at_once && KERNEL_WARNINGS.iter().any(|word| line.contains(word))
 }
 
-/// The first line of a kernel's log that complains. Soft-RoCE, where it is the peer, warns of itself
-/// when packets are lost (6.12: `rxe_completer`, rxe_comp.c:827): such a warning is passed over, to the
-/// end of its trace.
+/// A warning of a peer's stock kernel that is known, and none of ours: it is passed over, to the end of
+/// its trace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    /// Soft-RoCE warns of itself when packets are lost (6.12: `rxe_completer`, rxe_comp.c:827).
+    Rxe,
+    /// Soft-iWARP forgets RDMA READs that wait for their answers when its own end closes a connection:
+    /// on the way from CLOSING to ERROR it flushes what has been posted only if it sends something just
+    /// then (siw_qp.c of Linux up to 7.x, `siw_qp_nextstate_from_close`). NFS's server, which waits for
+    /// all to complete before it destroys its queue pair (`svc_rdma_free`), then still has memory
+    /// regions of the queue pair in use (`WARN_ON_ONCE(qp->mrs_used > 0)`), and they stay.
+    SiwReads,
+}
+
+impl Known {
+    /// Which warning a trace is of, if it is a known one.
+    fn find(trace: &[&str]) -> Option<Self> {
+        let warning = trace.first().filter(|line| line.contains("WARNING: "))?;
+        if warning.contains("drivers/infiniband/sw/rxe/") {
+            return Some(Known::Rxe);
+        }
+        let of_qp = warning.contains("drivers/infiniband/core/verbs.c:")
+            && warning.contains("ib_destroy_qp_user+");
+        let of_nfs = trace.iter().any(|line| line.contains(" svc_rdma_free+"));
+        (of_qp && of_nfs && has_siw(trace)).then_some(Known::SiwReads)
+    }
+}
+
+/// Whether a trace is of a kernel with Soft-iWARP, and without our driver.
+fn has_siw(trace: &[&str]) -> bool {
+    let modules = trace.iter().find_map(|line| {
+        let (_, modules) = line.split_once("Modules linked in: ")?;
+        modules.split("[last unloaded").next()
+    });
+    // Behind a name may be flags, in parentheses.
+    let names: Vec<&str> = modules
+        .unwrap_or_default()
+        .split_whitespace()
+        .filter_map(|name| name.split('(').next())
+        .collect();
+    let siw = names.contains(&"siw") || names.contains(&"siw_crc");
+    siw && !names.contains(&"virtio_rdma")
+}
+
+/// The first line of a kernel's log that complains, and the known warnings before it.
+fn complaints(log: &str) -> (Option<usize>, Vec<Known>) {
+    let lines: Vec<&str> = log.lines().collect();
+    let mut known = Vec::new();
+    let mut at = 0;
+    while let Some(rest) = lines.get(at..).filter(|rest| !rest.is_empty()) {
+        let end = rest.iter().position(|line| line.contains("---[ end trace"));
+        let trace = end.and_then(|end| rest.get(..=end)).unwrap_or(rest);
+        if let Some(warning) = Known::find(trace) {
+            known.push(warning);
+            at += trace.len();
+        } else if is_complaint(rest[0]) {
+            return (Some(at), known);
+        } else {
+            at += 1;
+        }
+    }
+    (None, known)
+}
+
+/// The first line of a kernel's log that complains, of anything that is not [`Known`].
 fn first_complaint(log: &str) -> Option<usize> {
-    let mut of_rxe = false;
-    log.lines().position(|line| {
-        of_rxe |= line.contains("WARNING: ") && line.contains("drivers/infiniband/sw/rxe/");
-        let skipped = of_rxe;
-        of_rxe &= !line.contains("---[ end trace");
-        !skipped && is_complaint(line)
-    })
+    complaints(log).0
 }
 
 /// One case.
@@ -209,6 +265,8 @@ pub struct Fixture<'a> {
     sub_cases: Vec<CaseReport>,
     table: report::Table,
     measured: Measurements,
+    /// Known warnings of peers since the last case: their kernels are not what they were.
+    remarks: Vec<String>,
     port: u16,
 }
 
@@ -304,7 +362,15 @@ impl Fixture<'_> {
                 .append(true)
                 .open(self.plan.logs.join(format!("vm{}.dmesg", vm.number)))?;
             file.write_all(log.as_bytes())?;
-            if let Some(at) = first_complaint(&log) {
+            let (complaint, known) = complaints(&log);
+            if known.contains(&Known::SiwReads) {
+                self.remarks.push(format!(
+                    "the kernel of vm{} warned that NFS's server had memory regions in use: Soft-iWARP \
+                     forgets RDMA READs when it closes a connection",
+                    vm.number
+                ));
+            }
+            if let Some(at) = complaint {
                 // What was said shortly before may name who is to blame.
                 let lines: Vec<_> = log.lines().skip(at.saturating_sub(5)).take(45).collect();
                 bail!(
@@ -540,13 +606,15 @@ fn run_on(
         sub_cases: Vec::new(),
         table: std::mem::take(&mut lane_report.table),
         measured: Measurements::default(),
+        remarks: Vec::new(),
         port: 18600,
     };
     fixture.figure(
         "boot_seconds",
         (start.elapsed().as_secs_f64() * 10.0).round() / 10.0,
     );
-    record(lane_report, kernel, "boot", start, fixture.aftermath());
+    let result = fixture.aftermath().map(|()| String::new());
+    record(lane_report, kernel, "boot", start, result);
     for case in cases {
         let start = Instant::now();
         let result = (case.run)(&mut fixture).and_then(|()| fixture.aftermath());
@@ -560,12 +628,15 @@ fn run_on(
                 error
             }
         });
+        let remarks = std::mem::take(&mut fixture.remarks);
+        let damaged = failed || !remarks.is_empty();
+        let result = result.map(|()| remarks.join("\n"));
         record(lane_report, kernel, case.name, start, result);
         for case in std::mem::take(&mut fixture.sub_cases) {
             tell(&case);
             lane_report.cases.push(case);
         }
-        if failed {
+        if damaged {
             if let Err(error) = fixture.mend() {
                 record(
                     lane_report,
@@ -593,16 +664,16 @@ fn run_on(
     Ok(())
 }
 
-/// Adds a case to the report and prints it.
+/// Adds a case to the report and prints it. What there is to say of one that passed is its result.
 fn record(
     lane_report: &mut Report,
     kernel: Kernel,
     name: &str,
     start: Instant,
-    result: Result<()>,
+    result: Result<String>,
 ) {
     let (outcome, reason) = match result {
-        Ok(()) => (Outcome::Passed, String::new()),
+        Ok(remarks) => (Outcome::Passed, remarks),
         Err(error) => match error.downcast_ref::<Skip>() {
             Some(skip) => (Outcome::Skipped, skip.0.clone()),
             // The circumstances are the outermost context: the cause goes first.
@@ -674,5 +745,40 @@ mod tests {
             first_complaint("WARNING: at drivers/infiniband/core\n"),
             Some(0)
         );
+    }
+
+    /// Soft-iWARP's own is passed over where Soft-iWARP is, and only where our driver is not.
+    #[test]
+    fn that_siw_forgets_reads_is_known() {
+        let trace = |place: &str, modules: &str, caller: &str| {
+            format!(
+                "[  129.274445] siw: got TERMINATE. layer 0, type 2, code 2\n\
+                 [  129.280147] ------------[ cut here ]------------\n\
+                 [  129.280234] WARNING: CPU: 0 PID: 410 at {place} [ib_core]\n\
+                 [  129.280554] Modules linked in: {modules} [last unloaded: virtio_rdma(OE)]\n\
+                 [  129.281200] Workqueue: nfsd4_callbacks nfsd4_run_cb_work [nfsd]\n\
+                 [  129.281909] Call Trace:\n\
+                 [  129.282445]  {caller}+0x88/0x130 [rpcrdma]\n\
+                 [  129.282999] ---[ end trace 0000000000000000 ]---\n"
+            )
+        };
+        let qp = "drivers/infiniband/core/verbs.c:2104 ib_destroy_qp_user+0x165/0x1a0";
+        let known = trace(qp, "siw(OE) rpcrdma ib_core", "svc_rdma_free");
+        assert_eq!(complaints(&known), (None, vec![Known::SiwReads]));
+        let crc = trace(qp, "siw_crc(OE) rpcrdma ib_core", "svc_rdma_free");
+        assert_eq!(first_complaint(&crc), None);
+        // What comes after it is a complaint.
+        let then = format!("{known}WARNING: CPU: 0 PID: 1 at fs/nfsd/nfs4state.c:1\n");
+        assert_eq!(first_complaint(&then), Some(8));
+        let other = "drivers/infiniband/core/verbs.c:333 ib_dealloc_pd_user+0x1/0x2";
+        for trace in [
+            trace(qp, "virtio_rdma(OE) rpcrdma ib_core", "svc_rdma_free"),
+            trace(qp, "siw(OE) virtio_rdma(OE) rpcrdma", "svc_rdma_free"),
+            trace(qp, "rpcrdma ib_core", "svc_rdma_free"),
+            trace(qp, "siw(OE) rpcrdma ib_core", "rpcrdma_ep_destroy"),
+            trace(other, "siw(OE) rpcrdma ib_core", "svc_rdma_free"),
+        ] {
+            assert_eq!(complaints(&trace), (Some(2), vec![]), "{trace}");
+        }
     }
 }
