@@ -569,7 +569,7 @@ impl Stream {
                         let mut about = Vec::with_capacity(HEADER);
                         let message = Body::ReadRequest(rest_of(&request, done));
                         Segment::Untagged(Untagged { msn, message }).write(&mut about);
-                        self.tell(&end, &about);
+                        self.refuse(&end, &about, qp);
                         return Err(end);
                     }
                     if last {
@@ -634,12 +634,24 @@ impl Stream {
                 Ok(0) => break,
                 Ok(length) => taken += length,
                 Err(end) => {
-                    self.tell(&end, about);
+                    self.refuse(&end, about, qp);
                     return Err(end);
                 }
             }
         }
         Ok(taken)
+    }
+
+    /// Puts the Terminate message for an end, about the segment `ulpdu`, and warns if that is the peer's
+    /// fault.
+    fn refuse(&mut self, end: &End, ulpdu: &[u8], qp: &Qp) {
+        if let (End::Refuses(refusal), false) = (end, self.ended) {
+            qp.vm.warn(format_args!(
+                "QP {}: the connection ends for what the peer has sent: {refusal}",
+                qp.number
+            ));
+        }
+        self.tell(end, ulpdu);
     }
 
     /// Puts the Terminate message for an end, about the segment `ulpdu`.
@@ -1294,5 +1306,32 @@ mod tests {
                 assert_eq!(qp.qp.send_queue().under_way(), 0);
             }
         }
+    }
+
+    /// Who runs the device learns what was wrong with what came: the peer learns it, too.
+    #[test]
+    fn what_is_refused_is_warned_of() {
+        let (readers, _each) = Readers::new(1);
+        let mut guest = Guest::new(&readers, 1);
+        let (qp, mut stream) = asked(&mut guest);
+        stream.crc = true;
+        let write = Segment::Tagged(Tagged {
+            kind: TaggedKind::Write,
+            last: true,
+            stag: NOTHING,
+            offset: 0,
+            payload: &[],
+        });
+        let mut segment = Vec::new();
+        write.write(&mut segment);
+        let mut bytes = fpdu(&segment);
+        *bytes.last_mut().unwrap() ^= 1;
+        let end = stream.take(&bytes, &guest.vm.tables(), &qp.qp);
+        assert_eq!(end, Err(End::Refuses(Refusal::MpaCrc)));
+        let warning = format!(
+            "QP {}: the connection ends for what the peer has sent: MPA: wrong CRC",
+            qp.qp.number
+        );
+        assert_eq!(guest.warnings.all(), [warning]);
     }
 }
