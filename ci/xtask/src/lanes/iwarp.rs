@@ -417,6 +417,8 @@ fn storage(fixture: &mut Fixture, column: &Column, protocol: Protocol) -> Result
         let fio = Fio {
             jobs: 1,
             size: STORAGE_SIZE,
+            // siw sends NFS pages that a write may change behind their CRC.
+            serialize: true,
             ..Fio::new(file.clone(), block, STORAGE_SECONDS)
         };
         let rates = fio.run(fixture)?;

@@ -276,6 +276,9 @@ pub struct Fio {
     /// How long each does nothing after every eight blocks, so that others in the guest get on with
     /// what they do.
     pub pause: Duration,
+    /// Whether what it reads and writes at the same time is never the same. Otherwise it may be, when it
+    /// begins again with blocks that it has been at.
+    pub serialize: bool,
 }
 
 impl Fio {
@@ -290,6 +293,7 @@ impl Fio {
             jobs: Self::JOBS,
             size: Self::SIZE,
             pause: Duration::ZERO,
+            serialize: false,
         }
     }
 
@@ -312,12 +316,13 @@ impl Fio {
             jobs,
             size,
             pause,
+            serialize,
             ..
         } = self;
-        let (result, pause) = (self.result(), pause.as_micros());
+        let (result, pause, serialize) = (self.result(), pause.as_micros(), u8::from(*serialize));
         format!(
             "fio --name={name} --filename={file} --rw=randrw --bs={block} --iodepth=32 --numjobs={jobs} --size={size}m \
-             --offset_increment={size}m --time_based --runtime={seconds} --direct=1 --ioengine=libaio --verify=crc32c \
+             --offset_increment={size}m --time_based --runtime={seconds} --direct=1 --serialize_overlap={serialize} --ioengine=libaio --verify=crc32c \
              --verify_backlog=64 --verify_fatal=1 --thinktime={pause} --thinktime_blocks=8 --group_reporting --eta=never --output-format=json --output={result}"
         )
     }
