@@ -116,9 +116,9 @@ enum Known {
     Rxe,
     /// Soft-iWARP forgets RDMA READs that wait for their answers when its own end closes a connection:
     /// on the way from CLOSING to ERROR it flushes what has been posted only if it sends something just
-    /// then (siw_qp.c of Linux up to 7.x, `siw_qp_nextstate_from_close`). NFS's server, which waits for
-    /// all to complete before it destroys its queue pair (`svc_rdma_free`), then still has memory
-    /// regions of the queue pair in use (`WARN_ON_ONCE(qp->mrs_used > 0)`), and they stay.
+    /// then (6.12: `siw_qp_nextstate_from_close`, drivers/infiniband/sw/siw/siw_qp.c). NFS's server,
+    /// which waits for all to complete before it destroys its queue pair (`svc_rdma_free`), then still
+    /// has memory regions of the queue pair in use (`WARN_ON_ONCE(qp->mrs_used > 0)`), and they stay.
     SiwReads,
 }
 
