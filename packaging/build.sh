@@ -5,7 +5,8 @@
 #
 # Runs inside the root of build-root.sh, without a network. Builds the packages of VERSION of the tarballs in WORK
 # (virtio-rdma_UPSTREAM.orig.tar.xz, and beside it the component vendor). WORK/repository gets them and the sources, and
-# is a repository for apt. EPOCH, seconds, is the time that everything is dated. Fails if lintian finds errors.
+# is a repository for apt. EPOCH, seconds, is the time that everything is dated. Fails if lintian finds errors, or if
+# libibverbs does not load the provider.
 # WORK/next gets the same packages as version NEXT, for tests of upgrades.
 set -euo pipefail
 work=$1 version=$2 epoch=$3 suite=$4 next=${5:-}
@@ -40,6 +41,7 @@ changelog "$version"
 dpkg-buildpackage --no-sign
 lintian --fail-on error --info --tag-display-limit 0 --allow-root "../virtio-rdma_${version}_amd64.changes"
 cd ..
+sh tree/packaging/check-provider.sh "$work"
 repository repository virtio-rdma_"$upstream".orig*.tar.xz virtio-rdma_"$version"[._]* ./*.deb
 
 if [ -n "$next" ]; then

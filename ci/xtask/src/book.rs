@@ -223,6 +223,28 @@ mod tests {
         assert!(Page::parse("page.md", "<!-- run somewhere -->\n\n    code\n").is_err());
     }
 
+    /// The source of a lane, without its comments.
+    fn source(lane: &str) -> String {
+        let file = format!("ci/xtask/src/lanes/{}.rs", lane.replace('-', "_"));
+        let text = fs::read_to_string(shell::root().join(file)).unwrap();
+        let code = text.lines().filter(|line| !line.trim().starts_with("//"));
+        code.map(|line| format!("{line}\n")).collect()
+    }
+
+    /// Each page is run by the lane that the table of pages says.
+    #[test]
+    fn each_page_is_run() {
+        for (page, lane) in crate::lanes::book::PAGES {
+            let source = source(lane);
+            let calls = [
+                format!("page!({page:?})"),
+                format!("run(fixture, {page:?})"),
+            ];
+            let called = calls.iter().any(|call| source.contains(call));
+            assert!(called, "the lane {lane} does not run docs/{page}");
+        }
+    }
+
     /// A lane runs what the book says that it runs.
     #[test]
     fn each_command_is_run() {
@@ -233,10 +255,8 @@ mod tests {
                 let at = format!("docs/{}:{}", page.name, block.line);
                 match block.fate {
                     Fate::Lane { lane, name } => {
-                        let file = format!("ci/xtask/src/lanes/{}.rs", lane.replace('-', "_"));
-                        let source = fs::read_to_string(shell::root().join(file)).unwrap();
                         assert!(
-                            source.contains(&format!("{name:?}")),
+                            source(&lane).contains(&format!("{name:?}")),
                             "{at}: {lane}: {name}"
                         );
                         assert!(names.insert((lane, name)), "{at}: twice");
