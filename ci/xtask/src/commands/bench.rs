@@ -88,11 +88,29 @@ pub fn run(options: &Options) -> Result<bool> {
         let lanes = ["bench-vm", "bench-wire", "bench-front-ends"].map(str::to_owned);
         good = commands::lane::run(&lanes, &Choice::default())?;
     }
-    bench(&["report"])?;
+    let whole = !options.native && !options.vm && options.only.is_empty();
+    bench(&["report", "--note", &origin(whole)?])?;
     if options.publish {
         publish()?;
     }
     Ok(good)
+}
+
+/// When a report was made, and of which commit: of one of a part of the benchmark the rest is older.
+fn origin(whole: bool) -> Result<String> {
+    let date = shell::capture(Command::new("date").arg("--iso-8601"))?;
+    let describe = ["describe", "--always", "--dirty=, with changes"];
+    let mut git = Command::new("git");
+    let commit = shell::capture(git.args(describe).current_dir(shell::root()));
+    let commit = commit.map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned());
+    let rest = match whole {
+        true => "",
+        false => " Of parts that were not measured then, the figures are older.",
+    };
+    Ok(format!(
+        "Measured on {}, commit {commit}.{rest}",
+        date.trim()
+    ))
 }
 
 /// Copies the report and the plots that it keeps.
