@@ -11,8 +11,13 @@
 //! [`crate::virtio::VirtioDevice`], in turn.
 //!
 //! A guest's write to a notify page comes as a message, and is answered as soon as the eventfd of
-//! the virtqueue is signaled: the VMM waits for the answer, and must not wait for a command. Those
-//! of doorbell queues are the workers', who tell the driver in its memory when they need none.
+//! the virtqueue is signaled: a VMM may wait for the answer, and must not wait for a command. QEMU
+//! wants none, as long as no region can be mapped. Notifications of doorbell queues are the workers',
+//! who tell the driver in its memory when they need none.
+//!
+//! A worker that sleeps is woken by the thread that reads the message. It could wait for the socket,
+//! too, but would still need the eventfd, for the case that the message has been read before it
+//! looks: where it shares a CPU with that thread, it is then woken twice, and gains nothing.
 //!
 //! This module must never block on something that a guest or a front end can withhold, except on
 //! the front end's own connection.

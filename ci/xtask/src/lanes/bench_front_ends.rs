@@ -51,8 +51,8 @@ const CASES: &[Case] = &[
 ];
 
 /// A READ keeps one VM busy, and leaves a CPU of two to the device, whose worker then polls. For
-/// the latency of the others, both VMs wait busily, and the worker sleeps: each message needs a
-/// notification.
+/// the latency of the others, both VMs wait busily, and the worker sleeps: one of two messages needs
+/// a notification, and the answer to it comes while the worker polls on for a moment.
 const MEASUREMENTS: &[Measurement] = &[
     measurement("read", Quantity::Latency, 8),
     measurement("write", Quantity::Latency, 8),
@@ -136,21 +136,27 @@ fn set_up(fixture: &mut Fixture) -> Result<()> {
          guest, whose driver is told another device id. \"{OUR_QEMU}\" is `vhost-user-rdma-pci` of \
          QEMU {by_ours}: how it differs from the one before is QEMU's affair, whose {accelerator} \
          runs the guests. Both VMs of a ping-pong wait busily: on two CPUs the device has none of \
-         its own then, its worker sleeps, and each message needs a notification, which by vfio-user \
-         is a message to the process. With READs the worker polls. Two VMs with each are on one \
-         device process and take turns; each figure is the median of {ROUNDS} runs."
+         its own then, its worker sleeps, and a message needs a notification, which by vfio-user is \
+         a message to the process. With READs the worker polls. Two VMs with each are on one device \
+         process and take turns; each figure is the median of {ROUNDS} runs."
     ));
     Ok(())
 }
 
 fn rounds(fixture: &mut Fixture) -> Result<()> {
     let mut values: Values = vec![Default::default(); MEASUREMENTS.len()];
+    let mut counts: Notifications = vec![Default::default(); MEASUREMENTS.len()];
     for round in 0..ROUNDS {
-        for (measurement, of) in MEASUREMENTS.iter().zip(&mut values) {
+        let of_each = MEASUREMENTS.iter().zip(&mut values).zip(&mut counts);
+        for ((measurement, of), counts) in of_each {
             // Each is the first as often as the others.
             for turn in 0..FRONT_ENDS {
                 let at = (round + turn) % FRONT_ENDS;
+                let before = fixture.bed.counted("kicks")?;
                 let value = measure(fixture, vms(at), *measurement)?;
+                if let Some(count) = counts.get_mut(at) {
+                    *count += fixture.bed.counted("kicks")?.saturating_sub(before);
+                }
                 println!(
                     "         round {}, {:?}: {} {value:.3} {}",
                     round + 1,
@@ -164,6 +170,7 @@ fn rounds(fixture: &mut Fixture) -> Result<()> {
             }
         }
     }
+    fixture.note(notifications(&counts));
     for figure in figures(&values) {
         if figure.target.is_some() {
             fixture.sub_case(judged(&figure));
@@ -173,12 +180,41 @@ fn rounds(fixture: &mut Fixture) -> Result<()> {
     Ok(())
 }
 
+/// How often a measurement has something moved in a run.
+fn iterations(measurement: Measurement) -> u32 {
+    LONGER * measurement.iterations(RdmaDevice::Ours)
+}
+
 fn measure(fixture: &mut Fixture, vms: (u8, u8), measurement: Measurement) -> Result<f64> {
     let device = RdmaDevice::Ours;
-    let (size, iterations) = (measurement.size, LONGER * measurement.iterations(device));
+    let (size, iterations) = (measurement.size, iterations(measurement));
     let arguments = format!("-s {size} -n {iterations}");
     let table = perftest(fixture, vms, device, &measurement.tool(), &arguments)?;
     measurement.value(&table, size)
+}
+
+/// For each measurement, how often a guest woke the worker in all rounds, with each front end.
+type Notifications = Vec<[u64; FRONT_ENDS]>;
+
+/// Says how many notifications there were, which is the same with all front ends unless one makes
+/// the worker sleep more.
+fn notifications(counts: &Notifications) -> String {
+    let of = |(measurement, counts): (&Measurement, &[u64; FRONT_ENDS])| {
+        let all = f64::from(iterations(*measurement)) * ROUNDS as f64;
+        let [by_vfio_user, by_test_device, by_ours] = counts.map(|count| count as f64 / all);
+        format!(
+            "{} ({}) {by_vfio_user:.2}, {by_test_device:.2} and {by_ours:.2}",
+            measurement.name(),
+            measurement.quantity.section()
+        )
+    };
+    let of_each: Vec<_> = MEASUREMENTS.iter().zip(counts).map(of).collect();
+    format!(
+        "Notifications that woke the worker, for each iteration of perftest, by vfio-user, by \
+         {SAME_QEMU}, and by {OUR_QEMU}: {}. An iteration of a latency is a message each way, or a \
+         READ.",
+        of_each.join("; ")
+    )
 }
 
 /// For each measurement, the values of each front end.
@@ -225,6 +261,18 @@ mod tests {
         let slower = vec![[vec![12.0], vec![10.0], vec![5.0]]; MEASUREMENTS.len()];
         let met = super::figures(&slower).into_iter().filter_map(|of| of.met);
         assert_eq!(met.collect::<Vec<_>>(), [false, false, false, true, true]);
+    }
+
+    #[test]
+    fn notifications_are_counted_by_front_end() {
+        let one = u64::from(iterations(MEASUREMENTS[1])) * ROUNDS as u64;
+        let mut counts = vec![[0; FRONT_ENDS]; MEASUREMENTS.len()];
+        counts[1] = [one, one / 2, 0];
+        let text = notifications(&counts);
+        assert!(
+            text.contains("WRITE 8 B (latency) 1.00, 0.50 and 0.00;"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -10,7 +10,7 @@ use anyhow::{ensure, Context, Result};
 use super::tools::{counts, device_of, progress, settled, wait_progress, Table};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, Bed, FrontEnd, Hosts, SHORT};
+use crate::vm::{wait_for, FrontEnd, Hosts, SHORT};
 
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(240);
@@ -384,26 +384,6 @@ fn perftest_loopback(fixture: &mut Fixture) -> Result<()> {
     Ok(())
 }
 
-/// What all workers have counted under a name.
-fn worker_sum(bed: &Bed, name: &str) -> Result<u64> {
-    let status = bed
-        .device
-        .as_ref()
-        .context("there is no device")?
-        .status()?;
-    let workers = status["workers"]
-        .as_array()
-        .context("no workers in the device's status")?;
-    workers
-        .iter()
-        .map(|worker| {
-            worker[name]
-                .as_u64()
-                .with_context(|| format!("a worker has no {name}"))
-        })
-        .sum()
-}
-
 /// The number of system calls in a summary of `strace -c`.
 fn system_calls(summary: &str) -> Result<u64> {
     let line = summary
@@ -429,11 +409,14 @@ fn polling_is_free(fixture: &mut Fixture) -> Result<()> {
         let server = pair.perftest_command("ib_write_bw", &arguments, false);
         let client = pair.perftest_command("ib_write_bw", &arguments, true);
         let client = format!("strace -f -c -o /tmp/calls {client}");
-        let before = ["kicks", "sleeps"].map(|name| worker_sum(&fixture.bed, name));
+        let before = ["kicks", "sleeps"].map(|name| fixture.bed.counted(name));
         pair.run(&fixture.bed, &server, &client, LONG)?;
         let [kicks_before, sleeps_before] = before;
-        kicks = worker_sum(&fixture.bed, "kicks")?.saturating_sub(kicks_before?);
-        sleeps = worker_sum(&fixture.bed, "sleeps")?.saturating_sub(sleeps_before?);
+        kicks = fixture.bed.counted("kicks")?.saturating_sub(kicks_before?);
+        sleeps = fixture
+            .bed
+            .counted("sleeps")?
+            .saturating_sub(sleeps_before?);
         calls[n] = system_calls(&fixture.vm(1)?.sh("cat /tmp/calls")?)?;
     }
     let calls_each = calls[1].saturating_sub(calls[0]);

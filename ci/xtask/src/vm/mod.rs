@@ -328,6 +328,22 @@ impl Bed {
         devices.map(DeviceProcess::status).collect()
     }
 
+    /// What all workers of its device process have counted under a name.
+    pub fn counted(&self, name: &str) -> Result<u64> {
+        let device = self.device.as_ref().context("there is no device")?;
+        let status = device.status()?;
+        let workers = status["workers"].as_array();
+        workers
+            .context("no workers in the device's status")?
+            .iter()
+            .map(|worker| {
+                worker[name]
+                    .as_u64()
+                    .with_context(|| format!("a worker has no {name}"))
+            })
+            .sum()
+    }
+
     /// Where its sockets are.
     pub fn directory(&self) -> &Path {
         &self.directory
