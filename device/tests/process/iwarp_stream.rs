@@ -933,6 +933,38 @@ fn requests_say_what_the_peer_can_do() {
     victim.leave();
 }
 
+/// Soft-iWARP, as the initiator, takes what is right behind the reply for an error.
+#[test]
+fn an_initiator_that_is_silent_is_left_alone_for_a_moment() {
+    let victim = Victim::new();
+    for silent in [true, false] {
+        let side = victim.bed.side(1);
+        let mut peer = Peer::connect(victim.address());
+        peer.write(&request(2, CRC | ENHANCED, &enhanced(1, 1)));
+        let request = event(victim.vm(), iw_event::CONNECT_REQUEST);
+        let begin = std::time::Instant::now();
+        accept(victim.vm(), request.connection, &side, DEPTH, b"").unwrap();
+        peer.frame().expect("a reply");
+        side.qp.post_recv(1, &[side.mr.sge(0, 8)]).unwrap();
+        if !silent {
+            peer.put(&[send(1, b"first")]);
+            assert_success(&side.received());
+        }
+        event(victim.vm(), iw_event::ESTABLISHED);
+        let took = begin.elapsed();
+        assert!(
+            !silent || took >= std::time::Duration::from_millis(50),
+            "{took:?}"
+        );
+        side.qp.send(2, &[side.mr.sge(0, 1)]).unwrap();
+        assert_success(&side.sent());
+        assert!(peer.ulpdu().is_some());
+        drop(peer);
+        event(victim.vm(), iw_event::CLOSE);
+    }
+    victim.leave();
+}
+
 /// A peer that wants a connection with a peer to peer begins with a message that the VM may refuse.
 #[test]
 fn the_first_message_of_a_peer_is_refused() {

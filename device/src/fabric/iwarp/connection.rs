@@ -61,7 +61,7 @@ pub(super) struct Connection {
     pub(super) phase: Phase,
     /// The driver asked for it, and was not told what came of that.
     pub(super) owes_reply: bool,
-    /// When the reply came that says yes, nanoseconds.
+    /// When the reply came that says yes, or went to an initiator that need not send first, nanoseconds.
     pub(super) replied: Option<u64>,
     /// Bytes of the request or reply.
     pub(super) input: Vec<u8>,

@@ -37,6 +37,9 @@ pub(super) const END: u64 = 3_000_000_000;
 /// How often a connection of a VM that is stopped is looked at, and a listener for which there are no
 /// descriptors, and how long a peer that replies is left alone, nanoseconds.
 pub(super) const LATER: u64 = 10_000_000;
+/// How long an initiator that is replied to, and did not ask that either end may send first, is left alone
+/// until it has sent something, nanoseconds.
+pub(super) const SILENCE: u64 = 50_000_000;
 
 /// What the worker knows when it looks at connections.
 #[derive(Debug, Clone, Copy)]
@@ -576,7 +579,13 @@ impl Iwarp {
                 return;
             };
             if kind == Some(iw_event::CLOSE) && qp.life() == connection.life {
-                qp.fail();
+                if qp.fail() && status != 0 {
+                    qp.vm.warn(format_args!(
+                        "QP {}: its connection is lost: {}",
+                        qp.number,
+                        status::name(status).unwrap_or("an error")
+                    ));
+                }
                 if let Phase::Accepted(stream) | Phase::Streams(stream) = &mut connection.phase {
                     stream.flush(&mut qp.send_queue(), tables, &qp);
                 }

@@ -240,9 +240,12 @@ impl Iwarp {
         if both || self.initiator_is_here(connection, here) {
             // The first message of the initiator shows that it is ready; one of this process joins.
             self.set_deadline(token, connection, Some(here.now.saturating_add(BEGIN)));
-            return Step::Again;
+        } else {
+            // It may send first, or wait for us. What is behind the reply before it has taken that in,
+            // Soft-iWARP takes for an error.
+            connection.replied = Some(here.now);
         }
-        self.begin_streaming(token, connection, iw_event::ESTABLISHED, None, here)
+        Step::Again
     }
 
     /// The driver rejects.

@@ -10,7 +10,7 @@ use virtio_rdma_spec::iwarp::iw_event;
 use virtio_rdma_spec::verbs::qp_state;
 
 use super::connection::{Connection, Phase, Step};
-use super::connections::{Entry, Here, Iwarp, Token, END};
+use super::connections::{Entry, Here, Iwarp, Token, END, SILENCE};
 use super::outgoing::Pool;
 use super::stream::Stream;
 use crate::engine::queue_pair::Qp;
@@ -79,6 +79,13 @@ impl Iwarp {
             return Step::Over(status::ECONNRESET);
         }
         let mut sends = Step::Waits;
+        if let (Phase::Accepted(_), Some(replied)) = (&connection.phase, connection.replied) {
+            if here.now >= replied.saturating_add(SILENCE) {
+                let kind = iw_event::ESTABLISHED;
+                return self.begin_streaming(token, connection, kind, None, here);
+            }
+            sends = Step::Later;
+        }
         if connection.writable && connection.waits_to_send() {
             match connection.pump(&mut self.pool, tables, &qp) {
                 Ok(step) => sends = step,
