@@ -322,8 +322,8 @@ impl Fio {
         let (result, pause, serialize) = (self.result(), pause.as_micros(), u8::from(*serialize));
         format!(
             "fio --name={name} --filename={file} --rw=randrw --bs={block} --iodepth=32 --numjobs={jobs} --size={size}m \
-             --offset_increment={size}m --time_based --runtime={seconds} --direct=1 --serialize_overlap={serialize} --ioengine=libaio --verify=crc32c \
-             --verify_backlog=64 --verify_fatal=1 --thinktime={pause} --thinktime_blocks=8 --group_reporting --eta=never --output-format=json --output={result}"
+             --offset_increment={size}m --time_based --runtime={seconds} --direct=1 --ioengine=libaio --verify=crc32c \
+             --serialize_overlap={serialize} --verify_backlog=64 --verify_fatal=1 --thinktime={pause} --thinktime_blocks=8 --group_reporting --eta=never --output-format=json --output={result}"
         )
     }
 

@@ -718,7 +718,7 @@ mod tests {
                 registry: &registry,
                 now: 0,
             };
-            assert!(iwarp.look_until(here, 1));
+            iwarp.look_until(here, 1);
             iwarp.charges().count()
         };
         // That they are writable.
@@ -731,5 +731,18 @@ mod tests {
             assert_eq!(iwarp.has_more(), left != 0);
         }
         assert_eq!(guest.read(0, 24), [7; 24]);
+        // One goes in the middle of an FPDU.
+        peers[0].write_all(&[0]).unwrap();
+        peers.remove(0);
+        while guest.warnings.all().is_empty() {
+            look(&mut iwarp);
+        }
+        let [warning] = &guest.warnings.all()[..] else {
+            panic!("more than one warning");
+        };
+        assert!(
+            warning.ends_with("its connection is lost: ECONNRESET"),
+            "{warning}"
+        );
     }
 }
