@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Result};
 
 use super::stock::Ends;
-use super::tools::{Ready, Table};
+use super::tools::Table;
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::report::Outcome;
@@ -287,20 +287,13 @@ pub fn measure(
     (server, client): Ends,
     combination: Combination,
 ) -> Result<String> {
-    let pair = fixture.pair(server, client);
     let (tool, arguments) = (combination.program(), combination.arguments());
     let (text, table) = if combination.variant == Variant::RdmaCm {
-        let start = |host: &str| format!("{tool} -F -p {} {arguments} {host}", pair.port);
-        let (text, _) = pair.run_when(
-            Ready::Cm(pair.port),
-            &fixture.bed,
-            &start(""),
-            &start(&pair.host()),
-            LONG,
-        )?;
+        let text = fixture.perftest_by_cm((server, client), &tool, &arguments, LONG)?;
         let table = Table::parse(&text)?;
         (text, table)
     } else {
+        let pair = fixture.pair(server, client);
         pair.perftest(&fixture.bed, &tool, &arguments, LONG)?
     };
     let sizes = table.sizes();

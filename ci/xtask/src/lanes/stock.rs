@@ -288,15 +288,7 @@ pub fn cmtime(fixture: &mut Fixture, ends: Ends) -> Result<()> {
 }
 
 pub fn send_bw(fixture: &mut Fixture, ends: Ends) -> Result<()> {
-    let pair = fixture.pair(ends.0, ends.1);
-    let start = |host: &str| format!("ib_send_bw -F -R -a -n 20 -p {} {host}", pair.port);
-    let (text, _) = pair.run_when(
-        Ready::Cm(pair.port),
-        &fixture.bed,
-        &start(""),
-        &start(&pair.host()),
-        LONG,
-    )?;
+    let text = fixture.perftest_by_cm(ends, "ib_send_bw", "-R -a -n 20", LONG)?;
     let sizes = super::tools::Table::parse(&text)?.sizes();
     ensure!(
         sizes.last() == Some(&(8 << 20)),
