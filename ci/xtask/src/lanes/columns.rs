@@ -38,7 +38,8 @@ pub enum Loses {
     No,
 }
 
-/// RoCEv2 frames so far.
+/// RoCEv2 frames so far. Those of a device count in both directions: its peer may be none of ours, and
+/// an unreliable one that only receives has nothing to say.
 fn frames(fixture: &Fixture) -> Result<u64> {
     if let Some(switch) = &fixture.bed.switch {
         return Ok(switch.frames());
@@ -47,8 +48,10 @@ fn frames(fixture: &Fixture) -> Result<u64> {
     let mut sum = 0;
     for device in std::iter::once(first).chain(&fixture.bed.others) {
         let status = device.status()?;
-        let sent = status["workers"][0]["wire"]["sent_frames"].as_u64();
-        sum += sent.context("the device counts no frames")?;
+        for direction in ["sent_frames", "received_frames"] {
+            let frames = status["workers"][0]["wire"][direction].as_u64();
+            sum += frames.context("the device counts no frames")?;
+        }
     }
     Ok(sum)
 }
