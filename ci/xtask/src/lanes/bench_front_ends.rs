@@ -8,9 +8,9 @@
 //! the other. All VMs are on one device process, and take turns.
 
 use anyhow::{Context, Result};
-use virtio_rdma_bench::{Figure, Part, Target};
+use virtio_rdma_bench::{Better, Figure, Part, Target};
 
-use super::bench::{judged, measurement, perftest, Measurement, Quantity, RdmaDevice};
+use super::bench::{judged, measurement, perftest, set_clocks, Measurement, Quantity, RdmaDevice};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::vm::{kvm, FrontEnd, Hosts};
@@ -61,6 +61,9 @@ const MEASUREMENTS: &[Measurement] = &[
     measurement("write", Quantity::Rate, 64),
 ];
 
+/// How often a guest notifies the device in a round, for nothing but to see how long that takes it.
+const NOTIFICATIONS: u32 = 1000;
+
 /// The names of the two that vfio-user is compared with.
 const SAME_QEMU: &str = "vhost-user, same QEMU";
 const OUR_QEMU: &str = "vhost-user, our QEMU";
@@ -77,37 +80,6 @@ fn target(quantity: Quantity) -> Target {
 fn vms(at: usize) -> (u8, u8) {
     let first = 2 * at as u8 + 1;
     (first, first + 1)
-}
-
-/// How often all VMs are started, at most, until their clocks agree.
-const STARTS: usize = 4;
-/// How much the clocks of VMs may differ, as a part of the slowest.
-const SAME: f64 = 0.01;
-
-/// Whether clocks of these frequencies are as fast.
-fn agree(frequencies: &[f64]) -> bool {
-    let least = frequencies.iter().copied().fold(f64::INFINITY, f64::min);
-    let most = frequencies.iter().copied().fold(0.0, f64::max);
-    most - least <= SAME * least
-}
-
-/// Starts VMs anew whose clocks do not agree. A guest whose processor is busy elsewhere when it
-/// boots takes its clock for another than it is (seen: 779 MHz for 2596), and all that perftest says
-/// there is wrong by as much.
-fn set_clocks(fixture: &mut Fixture) -> Result<()> {
-    for _ in 0..STARTS {
-        let mut frequencies = Vec::new();
-        for vm in &fixture.bed.vms {
-            let text = vm.sh("sed -n 's/^cpu MHz.*: //p' /proc/cpuinfo | head -n 1")?;
-            frequencies.push(text.trim().parse().context("no frequency")?);
-        }
-        if agree(&frequencies) {
-            return Ok(());
-        }
-        println!("         the guests' clocks differ: {frequencies:?} MHz; starting all anew");
-        fixture.restart()?;
-    }
-    anyhow::bail!("the guests' clocks differ each time")
 }
 
 /// Says what is what.
@@ -137,8 +109,10 @@ fn set_up(fixture: &mut Fixture) -> Result<()> {
          QEMU {by_ours}: how it differs from the one before is QEMU's affair, whose {accelerator} \
          runs the guests. Both VMs of a ping-pong wait busily: on two CPUs the device has none of \
          its own then, its worker sleeps, and a message needs a notification, which by vfio-user is \
-         a message to the process. With READs the worker polls. Two VMs with each are on one device \
-         process and take turns; each figure is the median of {ROUNDS} runs."
+         a message to the process. With READs the worker polls. *Notification* is how long the write \
+         to the device's register takes the guest, with what takes its CPU from it meanwhile. Two VMs \
+         with each are on one device process and take turns; each figure is the median of {ROUNDS} \
+         runs."
     ));
     Ok(())
 }
@@ -146,6 +120,7 @@ fn set_up(fixture: &mut Fixture) -> Result<()> {
 fn rounds(fixture: &mut Fixture) -> Result<()> {
     let mut values: Values = vec![Default::default(); MEASUREMENTS.len()];
     let mut counts: Notifications = vec![Default::default(); MEASUREMENTS.len()];
+    let mut taken = Runs::default();
     for round in 0..ROUNDS {
         let of_each = MEASUREMENTS.iter().zip(&mut values).zip(&mut counts);
         for ((measurement, of), counts) in of_each {
@@ -169,9 +144,13 @@ fn rounds(fixture: &mut Fixture) -> Result<()> {
                 }
             }
         }
+        for (at, of) in taken.iter_mut().enumerate() {
+            of.push(notification(fixture, vms(at).0)?);
+        }
     }
     fixture.note(notifications(&counts));
-    for figure in figures(&values) {
+    let all = figures(&values).into_iter();
+    for figure in all.chain(of_notifications(&taken)) {
         if figure.target.is_some() {
             fixture.sub_case(judged(&figure));
         }
@@ -191,6 +170,14 @@ fn measure(fixture: &mut Fixture, vms: (u8, u8), measurement: Measurement) -> Re
     let arguments = format!("-s {size} -n {iterations}");
     let table = perftest(fixture, vms, device, &measurement.tool(), &arguments)?;
     measurement.value(&table, size)
+}
+
+/// How long it takes a guest to notify a worker that sleeps, µs.
+fn notification(fixture: &Fixture, vm: u8) -> Result<f64> {
+    let vm = fixture.vm(vm)?;
+    let text = vm.sh(&format!("/payload/notify.py {NOTIFICATIONS}"))?;
+    let nanoseconds: f64 = text.trim().parse().context("no time")?;
+    Ok(nanoseconds / 1000.0)
 }
 
 /// For each measurement, how often a guest woke the worker in all rounds, with each front end.
@@ -217,15 +204,16 @@ fn notifications(counts: &Notifications) -> String {
     )
 }
 
-/// For each measurement, the values of each front end.
-type Values = Vec<[Vec<f64>; FRONT_ENDS]>;
+/// Values of each front end.
+type Runs = [Vec<f64>; FRONT_ENDS];
+/// Those of each measurement.
+type Values = Vec<Runs>;
 
 /// What the rounds come to.
 fn figures(values: &Values) -> Vec<Figure> {
-    let mut figures = Vec::new();
-    for (measurement, [by_vfio_user, by_test_device, by_ours]) in MEASUREMENTS.iter().zip(values) {
+    let of = |(measurement, runs): (&Measurement, &Runs)| {
         let quantity = measurement.quantity;
-        let figure = |runs: &[f64], how: &str| {
+        beside(runs, Some(target(quantity)), |runs, how| {
             Figure::new(
                 Part::Vm,
                 &format!("{} by front end", quantity.section()),
@@ -234,14 +222,41 @@ fn figures(values: &Values) -> Vec<Figure> {
                 quantity.better(),
                 runs,
             )
-        };
-        let by = figure(by_vfio_user, "vfio-user");
-        let beside = by.clone().beside(SAME_QEMU, by_test_device);
-        figures.push(beside.target(target(quantity)));
-        figures.push(by.beside(OUR_QEMU, by_ours));
-        figures.push(figure(by_test_device, SAME_QEMU).beside(OUR_QEMU, by_ours));
-    }
-    figures
+        })
+    };
+    MEASUREMENTS.iter().zip(values).flat_map(of).collect()
+}
+
+/// What notifications come to. There is no target for them.
+fn of_notifications(taken: &Runs) -> [Figure; FRONT_ENDS] {
+    beside(taken, None, |runs, how| {
+        Figure::new(
+            Part::Vm,
+            "notification by front end",
+            &format!("of a worker that sleeps, by {how}"),
+            "µs",
+            Better::Lower,
+            runs,
+        )
+    })
+}
+
+/// The figures of each front end, which `figure` makes of values and its name, beside the others.
+fn beside(
+    [by_vfio_user, by_test_device, by_ours]: &Runs,
+    target: Option<Target>,
+    figure: impl Fn(&[f64], &str) -> Figure,
+) -> [Figure; FRONT_ENDS] {
+    let by = figure(by_vfio_user, "vfio-user");
+    let same_qemu = by.clone().beside(SAME_QEMU, by_test_device);
+    [
+        match target {
+            Some(target) => same_qemu.target(target),
+            None => same_qemu,
+        },
+        by.beside(OUR_QEMU, by_ours),
+        figure(by_test_device, SAME_QEMU).beside(OUR_QEMU, by_ours),
+    ]
 }
 
 #[cfg(test)]
@@ -273,12 +288,6 @@ mod tests {
             text.contains("WRITE 8 B (latency) 1.00, 0.50 and 0.00;"),
             "{text}"
         );
-    }
-
-    #[test]
-    fn a_clock_that_is_wrong_is_found() {
-        assert!(agree(&[2596.077, 2596.147, 2596.128]));
-        assert!(!agree(&[778.944, 2596.077, 2596.128]));
     }
 
     #[test]

@@ -775,6 +775,11 @@ fn command_line(
     // An NMI is for a guest that hangs: it says where, and ends.
     let kernel_words = "panic=1 unknown_nmi_panic no_timer_check tsc=reliable mitigations=off";
     let audit = if plan.nested { "" } else { " audit=0" };
+    // There, a program maps registers of a device that has a driver.
+    let relaxed = match plan.front_end {
+        FrontEnd::Each => " iomem=relaxed",
+        _ => "",
+    };
     let device = match front_end {
         FrontEnd::VhostUserTest => format!(" vr.device={TEST_ID}"),
         _ => String::new(),
@@ -785,7 +790,9 @@ fn command_line(
     };
     add(
         "-append",
-        format!("console=ttyS0{quiet} {kernel_words}{audit} vr.number={number}{device}{root}"),
+        format!(
+            "console=ttyS0{quiet} {kernel_words}{audit}{relaxed} vr.number={number}{device}{root}"
+        ),
     );
     let own = system(directory, number);
     let disks = match &plan.kernel.modules {
