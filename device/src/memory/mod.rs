@@ -31,7 +31,7 @@ pub use range::{
 pub use scatter::{copy_scattered, end_streaming, ScatterRange, Way};
 
 /// Measures how this processor copies between pages of guests best, and copies so from now on. It takes
-/// some ten milliseconds.
+/// some twenty milliseconds.
 pub fn choose_copy() {
     #[cfg(target_arch = "x86_64")]
     if let Some(order) = avx::choose() {
