@@ -48,7 +48,7 @@ impl Fixture<'_> {
     ///
     /// When both are through with telling each other what they want, the server begins to listen for
     /// connections, and the client to connect: if that is sooner, the client is refused. It is meant
-    /// to try again then, but that of Debian 13 crashes. So it is run once more.
+    /// to try again then, but that of Debian 13 was seen to crash. So it is run once more.
     pub fn perftest_by_cm(
         &mut self,
         (server, client): (u8, u8),
