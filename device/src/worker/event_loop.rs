@@ -9,7 +9,6 @@ use std::time::Duration;
 use arrayvec::ArrayVec;
 use vhost_device_rdma_sync::Reader;
 use virtio_rdma_spec::doorbell::worker_status;
-use vmm_sys_util::timerfd::TimerFd;
 
 use super::busy_poll::{BusyPoller, POLLS};
 use super::doorbell::Doorbell;
@@ -17,7 +16,7 @@ use super::handle::{count, Worker, IWARP, KICK, WIRE};
 use super::idle_policy::{Idle, IdlePolicy};
 use super::iwarp::IwarpEnd;
 use super::scheduler::{QpQueue, Scan, Scheduler};
-use super::timers::{Holds, Parked};
+use super::timers::{Alarm, Holds, Parked};
 use super::watched::{Watched, FEW};
 use super::wire::WireEnd;
 use crate::engine::queue_pair::Qp;
@@ -83,7 +82,7 @@ pub struct Loop {
     parked: Parked,
     holds: Holds,
     /// Wakes the thread from sleep.
-    timer: TimerFd,
+    alarm: Alarm,
     /// The time at the end of the last poll iteration, nanoseconds.
     time: u64,
     /// What the polls of VMs that compete cost is measured, and not estimated. Estimates are the
@@ -162,7 +161,7 @@ impl Loop {
         worker: Arc<Worker>,
         reader: Reader,
         registry: Arc<Registry>,
-        timer: TimerFd,
+        alarm: Alarm,
         poll_budget: Duration,
     ) -> Self {
         Self {
@@ -175,7 +174,7 @@ impl Loop {
             queue: QpQueue::default(),
             parked: Parked::default(),
             holds: Holds::default(),
-            timer,
+            alarm,
             time: clock(),
             timed: false,
             idle_policy: IdlePolicy::new(poll_budget),
@@ -622,12 +621,11 @@ impl Loop {
         }
     }
 
-    /// Sets the timer that wakes the thread. Returns how long to wait for it at most, milliseconds,
-    /// as epoll has it.
-    fn set_timer(&mut self, left: u64) -> i32 {
-        // Zero would be no timer.
-        match self.timer.reset(Duration::from_nanos(left.max(1)), None) {
-            Ok(()) => -1,
+    /// Has the thread woken at a time. Returns how long to wait for that at most, milliseconds, as
+    /// epoll has it.
+    fn set_alarm(&mut self, now: u64, at: u64) -> i32 {
+        match self.alarm.set(now, at) {
+            Ok(_) => -1,
             Err(error) => {
                 log::error!("worker {}: cannot set a timer: {error}", self.worker.index);
                 1
@@ -640,7 +638,7 @@ impl Loop {
     #[inline(never)]
     fn wait(&mut self, now: u64, until: Option<u64>) {
         let timeout = match self.next_timer().into_iter().chain(until).min() {
-            Some(at) => self.set_timer(at.saturating_sub(now)),
+            Some(at) => self.set_alarm(now, at),
             None => -1,
         };
         self.worker.waits.store(true, Ordering::SeqCst);

@@ -11,11 +11,10 @@ use rustix::thread::{sched_setaffinity, CpuSet};
 use serde_json::{json, Map, Value};
 use vhost_device_rdma_sync::{lock, Reader};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
-use vmm_sys_util::timerfd::TimerFd;
 
 use super::event_loop::Loop;
 use super::supervision::{supervise, OnFailure};
-use super::timers::Held;
+use super::timers::{Alarm, Held};
 use super::watchdog::{Account, WatchdogSleep};
 use crate::engine::queue_pair::Qp;
 use crate::engine::vm::{Schedule, Vm};
@@ -36,7 +35,7 @@ use crate::verbs::gid_policy::mac_text;
 pub(super) const KICK: u64 = 1;
 /// Epoll data of wake-ups from other threads.
 pub(super) const WAKE: u64 = 0;
-/// Epoll data of the end of the first timer.
+/// Epoll data of the alarm.
 pub(super) const TIMER: u64 = 2;
 /// Epoll data of frames that have come.
 pub(super) const WIRE: u64 = 3;
@@ -241,8 +240,8 @@ impl Worker {
         let epoll = EpollFd::new()?;
         // Edge triggered: every write wakes, and nobody needs to read.
         epoll.add_edge_triggered(&wake, WAKE)?;
-        let timer = TimerFd::new()?;
-        epoll.add_edge_triggered(&timer, TIMER)?;
+        let alarm = Alarm::new()?;
+        epoll.add_edge_triggered(&alarm, TIMER)?;
         let worker = Arc::new(Self {
             index,
             inbox: Mutex::default(),
@@ -261,7 +260,7 @@ impl Worker {
             wire: OnceLock::new(),
             capture: shared.capture,
         });
-        let work = Loop::new(worker.clone(), reader, shared.registry, timer, poll_budget);
+        let work = Loop::new(worker.clone(), reader, shared.registry, alarm, poll_budget);
         Ok((worker, work))
     }
 

@@ -52,7 +52,8 @@ const FIRST_TRY: u32 = 16;
 const LAST_TRY: u32 = 1024;
 
 /// After so many sleeps with no work that came at once, busy polling of the last queue pair is left
-/// out: it would take as long as some messages. It is tried again after so many more.
+/// out, and polling for [`LEAST`]: they would take as long as some messages. They are tried again
+/// after so many more.
 const LATE: u32 = 4;
 const LATE_TRY: u32 = 64;
 
@@ -101,8 +102,8 @@ impl IdlePolicy {
         }
     }
 
-    /// Whether it is worth it to busy poll the last queue pair for what may come at once, for a
-    /// worker that does not poll otherwise.
+    /// Whether it is worth it to look for what may come at once, for a worker that does not poll
+    /// otherwise.
     pub fn expects_more(&self) -> bool {
         self.late < LATE
     }
@@ -114,10 +115,12 @@ impl IdlePolicy {
 
     /// How long to poll from the end of the work to sleep.
     pub fn budget(&self, now: u64) -> u64 {
-        if self.is_contended(now) {
+        if !self.is_contended(now) {
+            self.budget
+        } else if self.expects_more() {
             self.budget.min(LEAST)
         } else {
-            self.budget
+            0
         }
     }
 
@@ -201,6 +204,7 @@ mod tests {
         let end = now + policy.budget(now);
         if work <= end {
             policy.found();
+            policy.more_came();
         } else {
             policy.slept(end, work);
         }
@@ -245,6 +249,30 @@ mod tests {
         policy.polled(0, LOST_CPU + 1);
         assert_eq!(policy.budget(LOST_CPU + 1), LEAST);
         assert_eq!(policy.budget(LOST_CPU + 1 + CONTENDED), MOST);
+    }
+
+    #[test]
+    fn without_the_cpu_what_never_comes_at_once_is_seldom_polled_for() {
+        let mut policy = policy();
+        let mut polled = 0;
+        for n in 0..10_000 {
+            let now = 20_000 * n;
+            policy.contended(now);
+            polled += u64::from(policy.budget(now) != 0);
+            policy.slept(now, now + 15_000);
+        }
+        assert!((100..250).contains(&polled), "{polled}");
+        // What does is.
+        let now = 200_000_000;
+        for n in 0..100 {
+            assert!(n < LATE_TRY || policy.budget(now) == LEAST);
+            policy.contended(now);
+            if policy.budget(now) == 0 {
+                policy.slept(now, now + 15_000);
+            } else {
+                policy.more_came();
+            }
+        }
     }
 
     #[test]

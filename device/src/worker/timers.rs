@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Timers: queue pairs that are parked until a time, and events of completion queues that are held
-//! back until one.
+//! back until one; and the alarm that wakes the worker for the first of them.
 use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use vhost_device_rdma_sync::{lock, ReadSection, Reader};
+use vmm_sys_util::timerfd::TimerFd;
 
 use crate::engine::events::notify;
 use crate::engine::queue_pair::Qp;
@@ -14,6 +18,50 @@ use crate::verbs::cq::Cq;
 
 /// How long to leave an event held back whose VM's tables are being changed, nanoseconds.
 const BUSY_RETRY: u64 = 10_000;
+
+/// Wakes a thread that sleeps.
+///
+/// To set the system's timer can take as long as a message, in a VM above all, and most timers are
+/// cancelled before they end: one that will end sooner than is asked for is left as it is. It wakes
+/// the thread once in vain.
+#[derive(Debug)]
+pub(super) struct Alarm {
+    timer: TimerFd,
+    /// When it ends, or ended, nanoseconds.
+    at: u64,
+}
+
+impl Alarm {
+    /// # Errors
+    /// If the system has no file descriptors left.
+    pub(super) fn new() -> io::Result<Self> {
+        let timer = TimerFd::new()?;
+        Ok(Self { timer, at: 0 })
+    }
+
+    /// It wakes the thread `at` that time, or sooner, nanoseconds; it is `now`. Returns whether the
+    /// system's timer was set.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub(super) fn set(&mut self, now: u64, at: u64) -> io::Result<bool> {
+        if self.at > now && self.at <= at {
+            return Ok(false);
+        }
+        // Zero would be no timer.
+        let left = Duration::from_nanos(at.saturating_sub(now).max(1));
+        self.at = 0;
+        self.timer.reset(left, None)?;
+        self.at = at;
+        Ok(true)
+    }
+}
+
+impl AsRawFd for Alarm {
+    fn as_raw_fd(&self) -> RawFd {
+        self.timer.as_raw_fd()
+    }
+}
 
 /// Parked queue pairs of a VM by time, nanoseconds; each is in it once at most.
 type OfVm = BTreeMap<(u64, usize), Arc<Qp>>;
@@ -217,6 +265,22 @@ mod tests {
     use crate::engine::fixture::Guest;
     use vhost_device_rdma_sync::Readers;
     use virtio_rdma_spec::verbs::qp_type;
+
+    #[test]
+    fn an_alarm_is_set_when_the_one_before_is_too_late_or_over() {
+        const SECOND: u64 = 1_000_000_000;
+        let mut alarm = Alarm::new().unwrap();
+        let mut set = |now, at| alarm.set(now, at).unwrap();
+        assert!(set(5, SECOND));
+        assert!(!set(6, SECOND));
+        assert!(!set(6, 2 * SECOND));
+        assert!(set(7, SECOND - 1));
+        assert!(set(SECOND, SECOND + 1));
+        // In the past.
+        assert!(set(2 * SECOND, SECOND));
+        assert_eq!(alarm.timer.wait().unwrap(), 1);
+        assert!(alarm.set(2 * SECOND, 3 * SECOND).unwrap());
+    }
 
     #[test]
     fn each_vm_has_a_budget_of_its_own() {
