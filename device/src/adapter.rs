@@ -2,6 +2,7 @@
 //! The adapter of this process: its workers, and the networks between its VMs.
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,7 +25,7 @@ use crate::limits::MAX_WORKERS;
 use crate::rnic::{Rnic, RnicSettings};
 use crate::sandbox::{Kind, Sandbox};
 use crate::worker::{
-    end_process, Loop, OnFailure, Shared, ThreadOptions, Watchdog, WatchdogLimits, Worker,
+    end_process, Loop, Messages, OnFailure, Shared, ThreadOptions, Watchdog, WatchdogLimits, Worker,
 };
 
 /// Why an adapter could not be made.
@@ -207,6 +208,29 @@ impl Adapter {
     #[must_use]
     pub fn workers(&self) -> u16 {
         self.workers.len() as u16
+    }
+
+    /// Has a worker take notifications from messages at `socket`: that of the first doorbell queue.
+    /// Returns what [`Self::remove_messages`] needs.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub(crate) fn add_messages(
+        &self,
+        socket: &impl AsRawFd,
+        messages: Arc<dyn Messages>,
+    ) -> io::Result<u64> {
+        match self.workers.first() {
+            Some(worker) => worker.add_messages(socket, messages),
+            None => Ok(0),
+        }
+    }
+
+    /// Has no worker take them any longer.
+    pub(crate) fn remove_messages(&self, socket: &impl AsRawFd, number: u64) {
+        if let Some(worker) = self.workers.first() {
+            worker.remove_messages(socket, number);
+        }
     }
 
     /// Keeps the own GIDs of a device for it: no other device's VM may have them.

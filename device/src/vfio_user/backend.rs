@@ -12,7 +12,7 @@ use super::pci::{
     self, ConfigSpace, Window, CONFIG_SPACE, MSIX_BAR, MSIX_BAR_SIZE, MSIX_CONTROL, MSIX_ENTRY,
     VIRTIO_BAR,
 };
-use super::protocol::{irq, Body, Malformed, Request, MAX_FDS, MAX_TRANSFER};
+use super::protocol::{irq, Body, Header, Malformed, Request, HEADER, MAX_FDS, MAX_TRANSFER};
 use super::registers::{Lines, Registers};
 use crate::eventfd;
 use crate::front_end::{SharedDevice, Vm};
@@ -54,6 +54,21 @@ fn masked(vectors: u16) -> Vec<u8> {
         *control = 1;
     }
     entry.repeat(vectors.into())
+}
+
+/// The virtqueue that a guest notifies by the message that these bytes begin with, and its length: if
+/// all of it is there, and nobody waits for an answer.
+pub(super) fn notification(bytes: &[u8], queues: usize) -> Option<(u64, usize)> {
+    let (header, rest) = bytes.split_first_chunk()?;
+    let header = Header::read(header).ok()?;
+    let body = rest.get(..header.body)?;
+    let request = Request::read(header.command, body).ok()?;
+    let Request::Write { region, offset, .. } = request else {
+        return None;
+    };
+    let queue = offset.checked_sub(pci::NOTIFY)? / pci::NOTIFY_STEP;
+    let there = region == u32::from(VIRTIO_BAR) && queue < queues as u64;
+    (there && header.no_reply).then_some((queue, HEADER + header.body))
 }
 
 impl Backend {

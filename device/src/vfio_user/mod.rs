@@ -15,9 +15,9 @@
 //! wants none, as long as no region can be mapped. Notifications of doorbell queues are the workers',
 //! who tell the driver in its memory when they need none.
 //!
-//! A worker that sleeps is woken by the thread that reads the message. It could wait for the socket,
-//! too, but would still need the eventfd, for the case that the message has been read before it
-//! looks: where it shares a CPU with that thread, it is then woken twice, and gains nothing.
+//! A worker that sleeps is woken by the message itself, and takes it, so that not two threads have to
+//! wake up one after the other ([`crate::worker`]'s `messages`). All other messages, and those
+//! that come while the worker is awake, are the first thread's.
 //!
 //! This module must never block on something that a guest or a front end can withhold, except on
 //! the front end's own connection.

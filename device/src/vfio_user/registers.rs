@@ -75,13 +75,16 @@ impl Lines {
 
     /// The guest notifies a virtqueue, if there is such a one.
     pub(super) fn kick(&self, index: u64) {
-        let kick = usize::try_from(index)
-            .ok()
-            .and_then(|at| self.kicks.get(at));
-        if let Some(mut kick) = kick {
-            // It fails only when the counter is full.
-            let _ = kick.write_all(&1u64.to_ne_bytes());
-        }
+        kick(&self.kicks, index);
+    }
+}
+
+/// A guest notifies a virtqueue, if there is such a one.
+pub(super) fn kick(kicks: &[File], index: u64) {
+    let kick = usize::try_from(index).ok().and_then(|at| kicks.get(at));
+    if let Some(mut kick) = kick {
+        // It fails only when the counter is full.
+        let _ = kick.write_all(&1u64.to_ne_bytes());
     }
 }
 

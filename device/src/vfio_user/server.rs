@@ -4,25 +4,28 @@ use std::fs::File;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixListener;
-use std::sync::Arc;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use log::{error, Level};
 use virtio_rdma_spec::config::CONTROL_QUEUE;
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
-use super::backend::Backend;
-use super::protocol::Malformed;
-use super::stream::{self, Stream};
+use super::backend::{notification, Backend};
+use super::protocol::{Malformed, HEADER};
+use super::registers::kick;
+use super::stream::{self, Received, Stream};
 use crate::adapter::Adapter;
 use crate::epoll_fd::{EpollFd, NO_EVENT};
 use crate::error::sentence;
-use crate::front_end::{Ended, Protocol, Server, SharedDevice, ShutDown, Vm};
+use crate::front_end::{lock, Ended, Protocol, Server, SharedDevice, ShutDown, Vm};
 use crate::rnic::RnicSettings;
 use crate::sandbox::Sandbox;
 use crate::socket::{self, BoundSocket};
 use crate::virtio::VirtioDevice;
+use crate::worker::{Messages, EXCLUSIVE};
 
 /// Events of the virtqueues' thread: the session ends.
 const END: u64 = 0x1_0000;
@@ -32,6 +35,13 @@ const MORE: u64 = 0x1_0001;
 const LOST: u64 = 0x1_0002;
 /// Events that are taken at once.
 const EVENTS: usize = 16;
+
+/// Event of the thread that reads messages: there are some. [`MORE`] is that a worker has left some.
+const SOCKET: u64 = 0;
+/// Longest message that notifies a virtqueue: a write of 4 bytes.
+const NOTIFICATION: usize = HEADER + 16 + 4;
+/// Notifications that a worker takes at a time, at most.
+const MOST_NOTIFICATIONS: usize = 8;
 
 /// Serves VMs on `socket` by vfio-user: for each front end that connects, an rnic of `settings` is
 /// attached. Its threads are confined by `sandbox`.
@@ -92,10 +102,9 @@ impl VfioUser {
             });
             Ok::<_, io::Error>(Some(shut_down))
         })?;
-        let Some(stream) = accepted.filter(|_| begun) else {
+        let Some(socket) = accepted.filter(|_| begun) else {
             return Ok(());
         };
-        let mut stream = Stream(stream);
         let end = EventFd::new(EFD_NONBLOCK)?;
         let mut session = Session {
             backend: Backend::new(vm)?,
@@ -105,15 +114,125 @@ impl VfioUser {
         session.start()?;
         vm.log
             .log(Level::Info, format_args!("a front end connected"));
-        while let Some(message) = stream.receive()? {
-            let header = message.header;
-            let backend = &mut session.backend;
-            let answer = backend.handle(header.command, &message.body, message.files)?;
-            if !header.no_reply {
-                stream.reply(&header.reply(&answer))?;
+        let incoming = Incoming::new(&socket, &session.backend, &vm.adapter)?;
+        // In this order: see `worker::messages`.
+        let _notifications = Notifications::from(&socket, incoming.clone(), &vm.adapter)?;
+        let epoll = EpollFd::new()?;
+        epoll.add_for(&socket, EXCLUSIVE, SOCKET)?;
+        epoll.add_edge_triggered(&incoming.more, MORE)?;
+        loop {
+            epoll.wait(-1, &mut [NO_EVENT; 2])?;
+            // A worker that finds it locked leaves everything to this thread.
+            let mut stream = lock(&incoming.stream);
+            loop {
+                let message = match stream.receive()? {
+                    Received::Message(message) => message,
+                    Received::Nothing => break,
+                    Received::End => return Ok(()),
+                };
+                let header = message.header;
+                let backend = &mut session.backend;
+                let answer = backend.handle(header.command, &message.body, message.files)?;
+                // The version comes first.
+                incoming.greeted.store(true, Ordering::Relaxed);
+                if !header.no_reply {
+                    stream.reply(&header.reply(&answer))?;
+                }
             }
         }
-        Ok(())
+    }
+}
+
+/// What comes from a front end: its thread reads it, and a worker that sleeps takes notifications.
+#[derive(Debug)]
+struct Incoming {
+    stream: Mutex<Stream>,
+    /// Notifications mean something.
+    greeted: AtomicBool,
+    kicks: Arc<Vec<File>>,
+    /// The doorbell queue of the worker that takes notifications.
+    doorbell: u64,
+    /// There is more than the worker has taken.
+    more: EventFd,
+}
+
+impl Incoming {
+    fn new(socket: &UnixStream, backend: &Backend, adapter: &Adapter) -> io::Result<Arc<Self>> {
+        let kicks = backend.kicks().clone();
+        let doorbell = kicks.len().saturating_sub(adapter.workers().into());
+        Ok(Arc::new(Self {
+            stream: Mutex::new(Stream(socket.try_clone()?)),
+            greeted: AtomicBool::new(false),
+            kicks,
+            doorbell: doorbell as u64,
+            more: EventFd::new(EFD_NONBLOCK)?,
+        }))
+    }
+
+    /// Takes notifications. Returns whether there is nothing else.
+    fn take(&self, stream: &mut Stream) -> bool {
+        let mut space = [0; NOTIFICATION];
+        for _ in 0..MOST_NOTIFICATIONS {
+            let seen = stream.peek(&mut space);
+            let Some((queue, length)) = notification(seen, self.kicks.len()) else {
+                // The end is more, too.
+                return false;
+            };
+            let last = seen.len() == length;
+            if !space
+                .get_mut(..length)
+                .is_some_and(|seen| stream.skip(seen))
+            {
+                return false;
+            }
+            // The worker is awake, and looks for itself.
+            if queue != self.doorbell {
+                kick(&self.kicks, queue);
+            }
+            if last {
+                return true;
+            }
+        }
+        false
+    }
+}
+
+impl Messages for Incoming {
+    fn take_notifications(&self) {
+        let greeted = self.greeted.load(Ordering::Relaxed);
+        let stream = self.stream.try_lock().ok().filter(|_| greeted);
+        if !stream.is_some_and(|mut stream| self.take(&mut stream)) {
+            // It fails only when the counter is full.
+            let _ = self.more.write(1);
+        }
+    }
+}
+
+/// A worker takes notifications from what comes, until this is dropped.
+struct Notifications<'a> {
+    adapter: &'a Adapter,
+    socket: &'a UnixStream,
+    number: u64,
+}
+
+impl<'a> Notifications<'a> {
+    fn from(
+        socket: &'a UnixStream,
+        incoming: Arc<Incoming>,
+        adapter: &'a Adapter,
+    ) -> io::Result<Self> {
+        let number = adapter.add_messages(socket, incoming)?;
+        Ok(Self {
+            adapter,
+            socket,
+            number,
+        })
+    }
+}
+
+impl Drop for Notifications<'_> {
+    fn drop(&mut self) {
+        self.adapter.remove_messages(self.socket, self.number);
     }
 }
 

@@ -32,21 +32,32 @@ pub(super) struct Message {
     pub(super) files: Vec<File>,
 }
 
+/// What there is at the socket of a front end.
+#[derive(Debug)]
+pub(super) enum Received {
+    Message(Message),
+    /// No message has come.
+    Nothing,
+    /// The front end has disconnected.
+    End,
+}
+
 /// The socket of a front end.
 #[derive(Debug)]
 pub(super) struct Stream(pub(super) UnixStream);
 
 impl Stream {
-    /// The next request; `None`: the front end has disconnected.
-    pub(super) fn receive(&mut self) -> Result<Option<Message>, Error> {
+    /// The next request. It waits for the rest of one that has begun, and not for more.
+    pub(super) fn receive(&mut self) -> Result<Received, Error> {
         let mut bytes = [0; HEADER];
         let mut files = Vec::new();
         let mut length = 0;
         while let Some(space) = bytes.get_mut(length..).filter(|space| !space.is_empty()) {
-            match self.receive_part(space, &mut files)? {
-                0 if length == 0 => return Ok(None),
-                0 => return Err(Error::Incomplete),
-                more => length += more,
+            match self.receive_part(space, &mut files, length != 0)? {
+                None => return Ok(Received::Nothing),
+                Some(0) if length == 0 => return Ok(Received::End),
+                Some(0) => return Err(Error::Incomplete),
+                Some(more) => length += more,
             }
         }
         let header = Header::read(&bytes)?;
@@ -58,23 +69,31 @@ impl Stream {
                 _ => Error::Failed(error),
             }
         })?;
-        Ok(Some(Message {
+        Ok(Received::Message(Message {
             header,
             body,
             files,
         }))
     }
 
-    fn receive_part(&self, space: &mut [u8], files: &mut Vec<File>) -> Result<usize, Error> {
+    /// None: there is nothing, and it does not wait.
+    fn receive_part(
+        &self,
+        space: &mut [u8],
+        files: &mut Vec<File>,
+        waits: bool,
+    ) -> Result<Option<usize>, Error> {
         let mut control = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut control);
         let mut space = [IoSliceMut::new(space)];
         let received = loop {
-            let flags = RecvFlags::CMSG_CLOEXEC;
+            let mut flags = RecvFlags::CMSG_CLOEXEC;
+            flags.set(RecvFlags::DONTWAIT, !waits);
             match recvmsg(&self.0, &mut space, &mut control, flags) {
                 Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if !waits => return Ok(None),
                 // It has gone without reading all of our answers.
-                Err(Errno::CONNRESET) => return Ok(0),
+                Err(Errno::CONNRESET) => return Ok(Some(0)),
                 result => break result.map_err(|error| Error::Failed(error.into()))?,
             }
         };
@@ -86,7 +105,26 @@ impl Stream {
         if files.len() > MAX_FDS || received.flags.contains(rustix::net::ReturnFlags::CTRUNC) {
             return Err(Error::Descriptors);
         }
-        Ok(received.bytes)
+        Ok(Some(received.bytes))
+    }
+
+    /// What the socket has, without taking it; nothing if it has failed. Does not wait.
+    pub(super) fn peek<'b>(&self, space: &'b mut [u8]) -> &'b [u8] {
+        let length = self.receive_now(space, RecvFlags::PEEK);
+        space.get(..length).unwrap_or_default()
+    }
+
+    /// Takes what it has shown. Returns whether it could.
+    pub(super) fn skip(&mut self, seen: &mut [u8]) -> bool {
+        self.receive_now(seen, RecvFlags::empty()) == seen.len()
+    }
+
+    // A worker may make no other system call for this.
+    fn receive_now(&self, space: &mut [u8], flags: RecvFlags) -> usize {
+        let parts = &mut [IoSliceMut::new(space)];
+        let none = &mut RecvAncillaryBuffer::default();
+        let received = recvmsg(&self.0, parts, none, flags | RecvFlags::DONTWAIT);
+        received.map_or(0, |received| received.bytes)
     }
 
     /// Answers a request.
@@ -105,6 +143,31 @@ mod tests {
     fn pair() -> (UnixStream, Stream) {
         let (client, server) = UnixStream::pair().unwrap();
         (client, Stream(server))
+    }
+
+    fn received(stream: &mut Stream) -> Message {
+        match stream.receive() {
+            Ok(Received::Message(message)) => message,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_is_looked_at_stays_with_its_files() {
+        let (mut client, mut stream) = pair();
+        let mut space = [0; HEADER + 8];
+        assert!(stream.peek(&mut space).is_empty());
+        assert!(matches!(stream.receive(), Ok(Received::Nothing)));
+        client.write_all(&message(2)).unwrap();
+        send_with_files(&client, &message(3), 2);
+        assert_eq!(stream.peek(&mut space[..HEADER + 2]), message(2));
+        assert!(stream.skip(&mut space[..HEADER + 2]));
+        assert_eq!(stream.peek(&mut space), message(3));
+        let message = received(&mut stream);
+        assert_eq!((message.body.len(), message.files.len()), (3, 2));
+        assert!(matches!(stream.receive(), Ok(Received::Nothing)));
+        drop(client);
+        assert!(stream.peek(&mut space).is_empty());
     }
 
     fn message(length: u32) -> Vec<u8> {
@@ -130,11 +193,11 @@ mod tests {
         send_with_files(&client, &message(3), MAX_FDS);
         client.write_all(&message(0)).unwrap();
         drop(client);
-        let first = stream.receive().unwrap().unwrap();
+        let first = received(&mut stream);
         assert_eq!((first.body, first.files.len()), (vec![7; 3], MAX_FDS));
-        let second = stream.receive().unwrap().unwrap();
+        let second = received(&mut stream);
         assert_eq!((second.body.len(), second.files.len()), (0, 0));
-        assert!(stream.receive().unwrap().is_none());
+        assert!(matches!(stream.receive(), Ok(Received::End)));
     }
 
     #[test]
@@ -144,7 +207,7 @@ mod tests {
         let (first, rest) = bytes.split_at(5);
         send_with_files(&client, first, 1);
         std::thread::scope(|scope| {
-            let receiver = scope.spawn(|| stream.receive().unwrap().unwrap());
+            let receiver = scope.spawn(|| received(&mut stream));
             client.write_all(rest).unwrap();
             let message = receiver.join().unwrap();
             assert_eq!((message.body.len(), message.files.len()), (2, 1));

@@ -12,7 +12,7 @@ use virtio_rdma_spec::doorbell::worker_status;
 
 use super::busy_poll::{BusyPoller, POLLS};
 use super::doorbell::Doorbell;
-use super::handle::{count, Worker, IWARP, KICK, WIRE};
+use super::handle::{count, Worker, IWARP, KICK, MESSAGES, WIRE};
 use super::idle_policy::{Idle, IdlePolicy};
 use super::iwarp::IwarpEnd;
 use super::scheduler::{QpQueue, Scan, Scheduler};
@@ -44,6 +44,12 @@ const BUSY_POLLED: usize = 64;
 /// How often the last queue pair may find more work by busy polling before the clock and everything
 /// else get their poll iteration.
 const BUSY_POLLS: u32 = 256;
+
+/// Messages that have woken the worker are read after so long at the latest, nanoseconds.
+const MOST_UNREAD: u64 = 20_000;
+
+/// How often events are taken before work begins, at most: guests can make more and more.
+const MOST_WAITS: usize = 256;
 
 /// What a poll iteration busy polls for a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,6 +89,9 @@ pub struct Loop {
     holds: Holds,
     /// Wakes the thread from sleep.
     alarm: Alarm,
+    /// The numbers of messages that have woken it, at this time, nanoseconds.
+    messages: Vec<u64>,
+    woken: u64,
     /// The time at the end of the last poll iteration, nanoseconds.
     time: u64,
     /// What the polls of VMs that compete cost is measured, and not estimated. Estimates are the
@@ -175,6 +184,8 @@ impl Loop {
             parked: Parked::default(),
             holds: Holds::default(),
             alarm,
+            messages: Vec::new(),
+            woken: 0,
             time: clock(),
             timed: false,
             idle_policy: IdlePolicy::new(poll_budget),
@@ -263,6 +274,9 @@ impl Loop {
                     turns.count(now.saturating_sub(began));
                 }
                 worked = true;
+                if !self.messages.is_empty() && now.saturating_sub(self.woken) > MOST_UNREAD {
+                    self.take_notifications();
+                }
                 self.run_queued(MOST_COST);
                 probes::turn_end(self.worker.index, self.polls().wrapping_sub(polls));
                 idle_since = None;
@@ -270,6 +284,10 @@ impl Loop {
             }
             probes::turn_end(self.worker.index, 0);
             let idle = now.saturating_sub(*idle_since.get_or_insert(now));
+            // It costs nothing while there is nothing else to do.
+            if !self.messages.is_empty() {
+                self.take_notifications();
+            }
             if idle < self.idle_policy.budget(now) {
                 polled = Some(now);
             } else {
@@ -642,9 +660,8 @@ impl Loop {
             None => -1,
         };
         self.worker.waits.store(true, Ordering::SeqCst);
-        let mut space = [NO_EVENT; 16];
         probes::sleep(self.worker.index);
-        let events = self.worker.epoll.wait(timeout, &mut space);
+        let notified = self.wait_for_events(timeout);
         probes::wake(self.worker.index);
         self.worker.waits.store(false, Ordering::SeqCst);
         self.worker.watchdog_sleep.end();
@@ -654,15 +671,43 @@ impl Loop {
         if let Some(iwarp) = &mut self.iwarp {
             iwarp.look_soon();
         }
-        match events {
-            Ok(events) => {
-                if events.iter().any(|event| event.data == KICK) {
-                    count(&self.worker.stats.kicks);
-                }
-            }
+        match notified {
+            Ok(true) => count(&self.worker.stats.kicks),
+            Ok(false) => {}
             Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
         }
         self.time = clock();
+        self.woken = self.time;
+    }
+
+    /// Waits for events, for `timeout` milliseconds at most. Returns whether a guest has notified the
+    /// worker, and keeps which messages there are.
+    fn wait_for_events(&mut self, mut timeout: i32) -> io::Result<bool> {
+        let mut notified = false;
+        let mut space = [NO_EVENT; 16];
+        for _ in 0..MOST_WAITS {
+            let events = self.worker.epoll.wait(timeout, &mut space)?;
+            for event in events {
+                notified |= event.data == KICK || event.data > MESSAGES;
+                if event.data > MESSAGES {
+                    self.messages.push(event.data);
+                }
+            }
+            // Nobody else is woken for messages that the worker was: it has to know all of them.
+            if events.len() < space.len() {
+                break;
+            }
+            timeout = 0;
+        }
+        Ok(notified)
+    }
+
+    /// Takes the notifications from messages that have woken the worker.
+    #[inline(never)]
+    fn take_notifications(&mut self) {
+        for number in self.messages.drain(..) {
+            self.worker.take_notifications(number);
+        }
     }
 
     /// Sleeps, unless there is something to do after all.

@@ -13,6 +13,7 @@ use vhost_device_rdma_sync::{lock, Reader};
 use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::event_loop::Loop;
+use super::messages;
 use super::supervision::{supervise, OnFailure};
 use super::timers::{Alarm, Held};
 use super::watchdog::{Account, WatchdogSleep};
@@ -41,6 +42,9 @@ pub(super) const TIMER: u64 = 2;
 pub(super) const WIRE: u64 = 3;
 /// Epoll data of connections of iWARP.
 pub(super) const IWARP: u64 = 4;
+
+/// Epoll data of messages are greater: this and their number.
+pub(super) const MESSAGES: u64 = 1 << 32;
 
 /// What others hand to a worker.
 #[derive(Debug, Default)]
@@ -128,6 +132,7 @@ pub struct Worker {
     pub(super) wake: EventFd,
     pub(super) epoll: EpollFd,
     pub(super) vms: Mutex<Vec<Arc<Vm>>>,
+    pub(super) messages: Mutex<messages::List>,
     /// Changes with `vms`, and when the status must be announced again.
     pub(super) generation: AtomicU64,
     pub(super) stopping: AtomicBool,
@@ -250,6 +255,7 @@ impl Worker {
             wake,
             epoll,
             vms: Mutex::default(),
+            messages: Mutex::default(),
             generation: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
             waits: AtomicBool::new(false),

@@ -24,7 +24,7 @@
 //! SLEEPING and then scans all doorbells once more before it sleeps. Both are a store, a full
 //! fence, and a load: so either the guest sees SLEEPING and notifies, or the worker sees the bit.
 //! The same holds between scheduling (inbox, then `asleep`) and the worker (`asleep`, then inbox).
-//! The notification itself is an eventfd, which remembers.
+//! The notification itself is an eventfd, which remembers, or a message (`messages`).
 //!
 //! # A worker that fails is seen
 //! One that panics (`supervision`) or makes no progress (`watchdog`) would leave its queue pairs
@@ -36,6 +36,7 @@ mod event_loop;
 mod handle;
 mod idle_policy;
 mod iwarp;
+mod messages;
 mod pace;
 mod run_queue;
 mod scheduler;
@@ -48,5 +49,6 @@ mod wire;
 pub use event_loop::Loop;
 pub(crate) use handle::TURNS;
 pub use handle::{Shared, ThreadOptions, Worker};
+pub(crate) use messages::{Messages, EXCLUSIVE};
 pub use supervision::{end_process, Failure, OnFailure, FAILURE_STATUS};
 pub use watchdog::{Watchdog, WatchdogLimits};

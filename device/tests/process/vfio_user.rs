@@ -563,6 +563,85 @@ fn an_answer_that_nobody_wants_does_not_come() {
 }
 
 #[test]
+fn a_notification_wakes_the_worker_without_another_thread() {
+    let served = Served::new();
+    let mut raw = Raw::greeted(&served.path);
+    let worker = || served.process.status().unwrap()["workers"][0].clone();
+    let kicks = || worker()["kicks"].as_u64().unwrap();
+    let until = |what: &str, done: &dyn Fn() -> bool| {
+        let deadline = Instant::now() + TIMEOUT;
+        while !done() {
+            assert!(Instant::now() < deadline, "not {what}: {}", worker());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    };
+    let notify = |queue: u64, length: usize| {
+        let body = access(
+            0x4000 + 0x1000 * queue,
+            BAR,
+            length as u32,
+            &vec![0; length],
+        );
+        message(10, 0x10, &body)
+    };
+    let info = message(4, 0, &words(&[16, 0, 0, 0]));
+    let config = message(9, 0, &access(0, CONFIG_REGION, 2, &[]));
+    let last = {
+        let mut queues = [0; 2];
+        let body = access(18, BAR, 2, &[]);
+        let (_, answer) = raw.ask(9, &body, &[]).unwrap();
+        queues.copy_from_slice(&answer[16..]);
+        u64::from(u16::from_le_bytes(queues)) - 1
+    };
+    // No queue is enabled: the other thread would wake nobody.
+    let before = kicks();
+    for bytes in [
+        notify(last, 2),
+        notify(last, 4),
+        notify(0, 2),
+        notify(last, 2).repeat(20),
+    ] {
+        until("asleep", &|| worker()["asleep"] == true);
+        // It says so before it does.
+        std::thread::sleep(Duration::from_millis(20));
+        let before = kicks();
+        raw.send(&bytes, &[]);
+        until("woken", &|| kicks() > before);
+    }
+    assert!(kicks() >= before + 4);
+    // Other messages are answered whoever is woken, in their order, and with their files.
+    let memory = memfd(SIZE);
+    for _ in 0..20 {
+        std::thread::sleep(Duration::from_millis(2));
+        let (first, rest) = info.split_at(5);
+        raw.send(
+            &[&*notify(last, 2), &*config, &*notify(last, 2), first].concat(),
+            &[],
+        );
+        let (error, data) = raw.receive().unwrap();
+        assert_eq!((error, &data[16..]), (0, &[0xf4, 0x1a][..]));
+        raw.send(rest, &[]);
+        assert_eq!(raw.receive(), Some((0, words(&[16, 3, 9, 3]))));
+        raw.send(&notify(last, 2), &[]);
+        let map = message(2, 0, &dma_map(3, 0, 0, SIZE));
+        raw.send(&map, &[&memory]);
+        assert_eq!(raw.receive(), Some((0, vec![])));
+        let all = [words(&[24, 0]), [0, SIZE].map(u64::to_le_bytes).concat()].concat();
+        assert_eq!(raw.ask(3, &all, &[]).unwrap().0, 0);
+    }
+}
+
+#[test]
+fn before_the_version_a_notification_ends_the_session() {
+    let mut served = Served::new();
+    let mut raw = Raw::connect(&served.path);
+    served.wait_attached(1);
+    raw.send(&message(10, 0x10, &access(0x4000, BAR, 2, &[0; 2])), &[]);
+    assert_eq!(raw.receive(), None);
+    served.assert_unharmed();
+}
+
+#[test]
 fn messages_that_are_none_end_the_session() {
     let mut served = Served::new();
     let small = memfd(4096);

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Notifications that come as messages over a socket, among others, and not by an eventfd.
+//!
+//! Another thread reads the messages. If it had to wake a worker that sleeps, two threads would wake up
+//! one after the other for each notification. So the worker waits for the socket, too. Of those who
+//! wait for it and sleep, the kernel wakes one alone, the one that was added first (`EPOLLEXCLUSIVE`):
+//! the worker, unless it is awake. It takes notifications, and leaves the rest to the other thread.
+use std::fmt;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use epoll::Events;
+use vhost_device_rdma_sync::lock;
+
+use super::handle::{Worker, MESSAGES};
+
+/// What there is to wait for, for each of those who wait for a socket.
+pub(crate) const EXCLUSIVE: Events = Events::EPOLLIN.union(Events::EPOLLEXCLUSIVE);
+
+/// Messages of a front end.
+pub(crate) trait Messages: fmt::Debug + Send + Sync {
+    /// Takes notifications that have come, if nobody else is at it, and tells who reads the messages if
+    /// there may be more. A worker calls it: it must not wait for anybody.
+    fn take_notifications(&self);
+}
+
+/// Whose messages a worker is woken by, by their number.
+#[derive(Debug, Default)]
+pub(super) struct List {
+    last: u64,
+    all: Vec<(u64, Arc<dyn Messages>)>,
+}
+
+impl Worker {
+    /// Wakes the worker, if it sleeps, for messages at `socket`. To be called before anybody else waits
+    /// for the socket. Returns their number, for [`Self::remove_messages`].
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub(crate) fn add_messages(
+        &self,
+        socket: &impl AsRawFd,
+        messages: Arc<dyn Messages>,
+    ) -> io::Result<u64> {
+        let number = {
+            let mut list = lock(&self.messages);
+            list.last += 1;
+            let number = MESSAGES + list.last;
+            list.all.push((number, messages));
+            number
+        };
+        let events = EXCLUSIVE | Events::EPOLLET;
+        if let Err(error) = self.epoll.add_for(socket, events, number) {
+            self.forget_messages(number);
+            return Err(error);
+        }
+        Ok(number)
+    }
+
+    /// Waits for messages `number`, at `socket`, no longer.
+    pub(crate) fn remove_messages(&self, socket: &impl AsRawFd, number: u64) {
+        if let Err(error) = self.epoll.remove(socket) {
+            log::error!(
+                "worker {}: cannot stop waiting for messages: {error}",
+                self.index
+            );
+        }
+        self.forget_messages(number);
+    }
+
+    fn forget_messages(&self, number: u64) {
+        lock(&self.messages)
+            .all
+            .retain(|(other, _)| *other != number);
+    }
+
+    /// Takes notifications from messages `number`, unless they have gone.
+    pub(super) fn take_notifications(&self, number: u64) {
+        let messages = {
+            let list = lock(&self.messages);
+            let found = list.all.iter().find(|(other, _)| *other == number);
+            found.map(|(_, messages)| messages.clone())
+        };
+        if let Some(messages) = messages {
+            messages.take_notifications();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::epoll_fd::{EpollFd, NO_EVENT};
+    use crate::worker::{Shared, ThreadOptions};
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    use std::sync::mpsc::{channel, Receiver, Sender};
+    use std::sync::Mutex;
+    use std::time::{Duration, Instant};
+    use vhost_device_rdma_sync::Readers;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// Messages of a byte, which the worker takes and tells of.
+    #[derive(Debug)]
+    struct Bytes(UnixStream, Mutex<Sender<u8>>);
+
+    impl Messages for Bytes {
+        fn take_notifications(&self) {
+            let mut byte = [0];
+            if (&self.0).read_exact(&mut byte).is_ok() {
+                lock(&self.1).send(byte[0]).unwrap();
+            }
+        }
+    }
+
+    fn bytes() -> (UnixStream, Arc<Bytes>, Receiver<u8>) {
+        let (client, server) = UnixStream::pair().unwrap();
+        server.set_nonblocking(true).unwrap();
+        let (sender, receiver) = channel();
+        let bytes = Arc::new(Bytes(server, Mutex::new(sender)));
+        (client, bytes, receiver)
+    }
+
+    /// What another thread would be woken by.
+    fn other(socket: &UnixStream) -> EpollFd {
+        let other = EpollFd::new().unwrap();
+        other.add_for(socket, EXCLUSIVE, 0).unwrap();
+        other
+    }
+
+    fn is_woken(other: &EpollFd) -> bool {
+        !other.wait(0, &mut [NO_EVENT]).unwrap().is_empty()
+    }
+
+    #[test]
+    fn a_worker_that_sleeps_is_woken_alone() {
+        let (_readers, mut each) = Readers::new(1);
+        let worker = Worker::start(
+            0,
+            each.remove(0),
+            Shared::default(),
+            Duration::ZERO,
+            ThreadOptions::default(),
+            Arc::new(|_, failure| panic!("{failure:?}")),
+        )
+        .unwrap();
+        let (mut client, messages, taken) = bytes();
+        let socket = messages.0.try_clone().unwrap();
+        let number = worker.add_messages(&socket, messages).unwrap();
+        let other = other(&socket);
+        for byte in 1..50 {
+            let deadline = Instant::now() + LONG;
+            while !worker.is_asleep() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            // It says so before it does.
+            std::thread::sleep(Duration::from_millis(5));
+            client.write_all(&[byte]).unwrap();
+            assert_eq!(taken.recv_timeout(LONG), Ok(byte));
+            assert!(!is_woken(&other));
+        }
+        worker.remove_messages(&socket, number);
+        client.write_all(&[50]).unwrap();
+        assert!(is_woken(&other));
+        assert!(taken.recv_timeout(Duration::from_millis(50)).is_err());
+        worker.stop();
+    }
+
+    #[test]
+    fn while_the_worker_is_awake_the_other_thread_is_woken() {
+        let (_readers, mut each) = Readers::new(1);
+        let shared = Shared::default();
+        let (worker, _work) =
+            Worker::without_thread(0, each.remove(0), shared, Duration::ZERO).unwrap();
+        let (mut client, messages, taken) = bytes();
+        let socket = messages.0.try_clone().unwrap();
+        let number = worker.add_messages(&socket, messages).unwrap();
+        let other = other(&socket);
+        assert!(!is_woken(&other));
+        client.write_all(&[1]).unwrap();
+        assert!(is_woken(&other));
+        // The worker finds out when it is to sleep; if there is nothing any longer, it sleeps.
+        let events = |worker: &Worker| {
+            let mut space = [NO_EVENT; 4];
+            let events = worker.epoll.wait(0, &mut space).unwrap();
+            events.iter().map(|event| event.data).collect::<Vec<_>>()
+        };
+        assert_eq!(events(&worker), [number]);
+        worker.take_notifications(number);
+        assert_eq!(taken.try_recv(), Ok(1));
+        client.write_all(&[2]).unwrap();
+        let mut byte = [0];
+        (&socket).read_exact(&mut byte).unwrap();
+        assert!(events(&worker).is_empty());
+        // Those that have gone are nobody's.
+        worker.remove_messages(&socket, number);
+        worker.take_notifications(number);
+        assert!(taken.try_recv().is_err());
+    }
+}
