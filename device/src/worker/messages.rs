@@ -102,25 +102,23 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(20);
 
-    /// Messages of a byte, which the worker takes and tells of.
+    /// Messages that the worker does not take: it only tells that it could have.
     #[derive(Debug)]
-    struct Bytes(UnixStream, Mutex<Sender<u8>>);
+    struct Told(Mutex<Sender<()>>);
 
-    impl Messages for Bytes {
+    impl Messages for Told {
         fn take_notifications(&self) {
-            let mut byte = [0];
-            if (&self.0).read_exact(&mut byte).is_ok() {
-                lock(&self.1).send(byte[0]).unwrap();
-            }
+            lock(&self.0).send(()).unwrap();
         }
     }
 
-    fn bytes() -> (UnixStream, Arc<Bytes>, Receiver<u8>) {
-        let (client, server) = UnixStream::pair().unwrap();
-        server.set_nonblocking(true).unwrap();
+    fn told() -> (Arc<Told>, Receiver<()>) {
         let (sender, receiver) = channel();
-        let bytes = Arc::new(Bytes(server, Mutex::new(sender)));
-        (client, bytes, receiver)
+        (Arc::new(Told(Mutex::new(sender))), receiver)
+    }
+
+    fn read(mut socket: &UnixStream) {
+        socket.read_exact(&mut [0]).unwrap();
     }
 
     /// What another thread would be woken by.
@@ -146,25 +144,29 @@ mod tests {
             Arc::new(|_, failure| panic!("{failure:?}")),
         )
         .unwrap();
-        let (mut client, messages, taken) = bytes();
-        let socket = messages.0.try_clone().unwrap();
+        let (mut client, socket) = UnixStream::pair().unwrap();
+        let (messages, told) = told();
         let number = worker.add_messages(&socket, messages).unwrap();
         let other = other(&socket);
-        for byte in 1..50 {
+        const TIMES: usize = 40;
+        let mut alone = 0;
+        for _ in 0..TIMES {
             let deadline = Instant::now() + LONG;
             while !worker.is_asleep() && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));
             }
             // It says so before it does.
             std::thread::sleep(Duration::from_millis(5));
-            client.write_all(&[byte]).unwrap();
-            assert_eq!(taken.recv_timeout(LONG), Ok(byte));
-            assert!(!is_woken(&other));
+            client.write_all(&[0]).unwrap();
+            told.recv_timeout(LONG).unwrap();
+            alone += usize::from(!is_woken(&other));
+            read(&socket);
         }
+        assert!(alone > TIMES / 2, "{alone} times");
         worker.remove_messages(&socket, number);
-        client.write_all(&[50]).unwrap();
+        client.write_all(&[0]).unwrap();
         assert!(is_woken(&other));
-        assert!(taken.recv_timeout(Duration::from_millis(50)).is_err());
+        assert!(told.recv_timeout(Duration::from_millis(50)).is_err());
         worker.stop();
     }
 
@@ -174,12 +176,12 @@ mod tests {
         let shared = Shared::default();
         let (worker, _work) =
             Worker::without_thread(0, each.remove(0), shared, Duration::ZERO).unwrap();
-        let (mut client, messages, taken) = bytes();
-        let socket = messages.0.try_clone().unwrap();
+        let (mut client, socket) = UnixStream::pair().unwrap();
+        let (messages, told) = told();
         let number = worker.add_messages(&socket, messages).unwrap();
         let other = other(&socket);
         assert!(!is_woken(&other));
-        client.write_all(&[1]).unwrap();
+        client.write_all(&[0]).unwrap();
         assert!(is_woken(&other));
         // The worker finds out when it is to sleep; if there is nothing any longer, it sleeps.
         let events = |worker: &Worker| {
@@ -189,14 +191,14 @@ mod tests {
         };
         assert_eq!(events(&worker), [number]);
         worker.take_notifications(number);
-        assert_eq!(taken.try_recv(), Ok(1));
-        client.write_all(&[2]).unwrap();
-        let mut byte = [0];
-        (&socket).read_exact(&mut byte).unwrap();
+        assert_eq!(told.try_recv(), Ok(()));
+        read(&socket);
+        client.write_all(&[0]).unwrap();
+        read(&socket);
         assert!(events(&worker).is_empty());
         // Those that have gone are nobody's.
         worker.remove_messages(&socket, number);
         worker.take_notifications(number);
-        assert!(taken.try_recv().is_err());
+        assert!(told.try_recv().is_err());
     }
 }

@@ -568,12 +568,12 @@ fn a_notification_wakes_the_worker_without_another_thread() {
     let mut raw = Raw::greeted(&served.path);
     let worker = || served.process.status().unwrap()["workers"][0].clone();
     let kicks = || worker()["kicks"].as_u64().unwrap();
-    let until = |what: &str, done: &dyn Fn() -> bool| {
-        let deadline = Instant::now() + TIMEOUT;
-        while !done() {
-            assert!(Instant::now() < deadline, "not {what}: {}", worker());
+    let within = |time: Duration, done: &dyn Fn() -> bool| {
+        let deadline = Instant::now() + time;
+        while !done() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(2));
         }
+        done()
     };
     let notify = |queue: u64, length: usize| {
         let body = access(
@@ -594,21 +594,22 @@ fn a_notification_wakes_the_worker_without_another_thread() {
         u64::from(u16::from_le_bytes(queues)) - 1
     };
     // No queue is enabled: the other thread would wake nobody.
-    let before = kicks();
     for bytes in [
         notify(last, 2),
         notify(last, 4),
         notify(0, 2),
         notify(last, 2).repeat(20),
     ] {
-        until("asleep", &|| worker()["asleep"] == true);
-        // It says so before it does.
-        std::thread::sleep(Duration::from_millis(20));
-        let before = kicks();
-        raw.send(&bytes, &[]);
-        until("woken", &|| kicks() > before);
+        let mut wakes = || {
+            within(TIMEOUT, &|| worker()["asleep"] == true);
+            // It says so before it does, so once is not enough.
+            std::thread::sleep(Duration::from_millis(20));
+            let before = kicks();
+            raw.send(&bytes, &[]);
+            within(TIMEOUT / 10, &|| kicks() > before)
+        };
+        assert!((0..5).any(|_| wakes()), "{}", worker());
     }
-    assert!(kicks() >= before + 4);
     // Other messages are answered whoever is woken, in their order, and with their files.
     let memory = memfd(SIZE);
     for _ in 0..20 {
