@@ -406,3 +406,51 @@ impl Backend {
         self.device.with(|device| registers.reset(device));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const QUEUES: usize = 3;
+    const NO_REPLY: u32 = 1 << 4;
+
+    /// A write of so many bytes to a region.
+    fn write(region: u32, offset: u64, length: u32, flags: u32) -> Vec<u8> {
+        let size = (HEADER + 16) as u32 + length;
+        let header = Body::default().u16(7).u16(10).u32(size).u32(flags).u32(0);
+        let body = header.u64(offset).u32(region).u32(length);
+        body.bytes(&vec![0; length as usize]).done()
+    }
+
+    #[test]
+    fn only_whole_notifications_are_some() {
+        let notify = |queue: u64| pci::NOTIFY + queue * pci::NOTIFY_STEP;
+        let bar = u32::from(VIRTIO_BAR);
+        for (queue, length) in [(0, 2), (2, 4)] {
+            let mut bytes = write(bar, notify(queue), length, NO_REPLY);
+            let all = bytes.len();
+            bytes.extend([0xff; 8]);
+            for end in 0..=bytes.len() {
+                let whole = (end >= all).then_some((queue, all));
+                assert_eq!(notification(&bytes[..end], QUEUES), whole);
+            }
+        }
+        for other in [
+            write(bar, notify(0), 2, 0),
+            write(bar, notify(QUEUES as u64), 2, NO_REPLY),
+            write(bar, u64::MAX, 2, NO_REPLY),
+            write(bar, pci::NOTIFY - 1, 2, NO_REPLY),
+            write(bar + 1, notify(0), 2, NO_REPLY),
+            Body::default()
+                .u16(7)
+                .u16(4)
+                .u32(16)
+                .u32(NO_REPLY)
+                .u32(0)
+                .done(),
+            vec![0xff; 64],
+        ] {
+            assert_eq!(notification(&other, QUEUES), None);
+        }
+    }
+}
