@@ -15,9 +15,11 @@
 //! wants none, as long as no region can be mapped. Notifications of doorbell queues are the workers',
 //! who tell the driver in its memory when they need none.
 //!
-//! A worker that sleeps is woken by the message itself, and takes it, so that not two threads have to
-//! wake up one after the other ([`crate::worker`]'s `messages`). All other messages, and those
-//! that come while the worker is awake, are the first thread's.
+//! The first worker, if it sleeps, is woken by the message itself, and takes it, so that not two threads
+//! have to wake up one after the other ([`crate::worker`]'s `messages`). All other messages, and those
+//! that come while that worker is awake, are the first thread's. It signals the eventfds of the other
+//! workers' queues, as the first worker does with notifications that it has taken and that are not its
+//! own.
 //!
 //! This module must never block on something that a guest or a front end can withhold, except on
 //! the front end's own connection.
