@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What a VM gets of a worker beside a neighbour that wants all of it: counted in messages and
-//! rounds of the scheduler, with a worker that does a round when it is told to.
+//! What a VM gets of a worker beside a neighbour that wants all of it, and what is work at all:
+//! counted in messages and rounds of the scheduler, with a worker that does a round when it is told
+//! to.
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -252,5 +253,19 @@ fn no_message_waits_for_more_than_two_rounds_beside_a_flood() {
         let mut bed = Bed::new(name, (1, 16, SHORT), flood);
         let rounds = bed.longest_wait();
         assert!((1..=2).contains(&rounds), "{name}: {rounds} rounds");
+    }
+}
+
+#[test]
+fn a_doorbell_that_rings_for_nothing_is_no_work() {
+    let mut bed = Bed::new("no-work", (1, 16, SHORT), (1, 1, SHORT));
+    while bed.host.work.round() {}
+    for _ in 0..10 {
+        bed.victim.post(1);
+        assert!(bed.host.work.round());
+        assert_eq!(bed.victim.completed(), 1);
+        // As a doorbell does whose work request was found before by busy polling.
+        bed.victim.qps[0].ring().unwrap();
+        assert!(!bed.host.work.round());
     }
 }

@@ -41,7 +41,7 @@ const SOCKET: u64 = 0;
 /// Longest message that notifies a virtqueue: a write of 4 bytes.
 const NOTIFICATION: usize = HEADER + 16 + 4;
 /// Notifications that a worker takes at a time, at most.
-const MOST_NOTIFICATIONS: usize = 8;
+const MOST_NOTIFICATIONS: usize = 32;
 
 /// Serves VMs on `socket` by vfio-user: for each front end that connects, an rnic of `settings` is
 /// attached. Its threads are confined by `sandbox`.
@@ -171,29 +171,24 @@ impl Incoming {
 
     /// Takes notifications. Returns whether there is nothing else.
     fn take(&self, stream: &mut Stream) -> bool {
-        let mut space = [0; NOTIFICATION];
-        for _ in 0..MOST_NOTIFICATIONS {
-            let seen = stream.peek(&mut space);
-            let Some((queue, length)) = notification(seen, self.kicks.len()) else {
-                // The end is more, too.
-                return false;
-            };
-            let last = seen.len() == length;
-            if !space
-                .get_mut(..length)
-                .is_some_and(|seen| stream.skip(seen))
-            {
-                return false;
-            }
+        let mut space = [0; MOST_NOTIFICATIONS * NOTIFICATION];
+        let Some(seen) = stream.peek(&mut space) else {
+            return true;
+        };
+        let mut left = seen;
+        while let Some((queue, length)) = notification(left, self.kicks.len()) {
             // The worker is awake, and looks for itself.
             if queue != self.doorbell {
                 kick(&self.kicks, queue);
             }
-            if last {
-                return true;
-            }
+            left = left.get(length..).unwrap_or_default();
         }
-        false
+        let (seen, taken) = (seen.len(), seen.len() - left.len());
+        let Some(notifications) = space.get_mut(..taken).filter(|all| !all.is_empty()) else {
+            // The end is something else, too.
+            return false;
+        };
+        stream.skip(notifications) && taken == seen && seen < MOST_NOTIFICATIONS * NOTIFICATION
     }
 }
 

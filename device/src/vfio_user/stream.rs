@@ -108,23 +108,27 @@ impl Stream {
         Ok(Some(received.bytes))
     }
 
-    /// What the socket has, without taking it; nothing if it has failed. Does not wait.
-    pub(super) fn peek<'b>(&self, space: &'b mut [u8]) -> &'b [u8] {
-        let length = self.receive_now(space, RecvFlags::PEEK);
-        space.get(..length).unwrap_or_default()
+    /// What the socket has, without taking it. Does not wait. None: nothing has come. It is empty if
+    /// the front end has disconnected, or the socket has failed.
+    pub(super) fn peek<'b>(&self, space: &'b mut [u8]) -> Option<&'b [u8]> {
+        let length = match self.receive_now(space, RecvFlags::PEEK) {
+            Err(Errno::AGAIN) => return None,
+            received => received.unwrap_or(0),
+        };
+        space.get(..length)
     }
 
     /// Takes what it has shown. Returns whether it could.
     pub(super) fn skip(&mut self, seen: &mut [u8]) -> bool {
-        self.receive_now(seen, RecvFlags::empty()) == seen.len()
+        self.receive_now(seen, RecvFlags::empty()) == Ok(seen.len())
     }
 
     // A worker may make no other system call for this.
-    fn receive_now(&self, space: &mut [u8], flags: RecvFlags) -> usize {
+    fn receive_now(&self, space: &mut [u8], flags: RecvFlags) -> Result<usize, Errno> {
         let parts = &mut [IoSliceMut::new(space)];
         let none = &mut RecvAncillaryBuffer::default();
-        let received = recvmsg(&self.0, parts, none, flags | RecvFlags::DONTWAIT);
-        received.map_or(0, |received| received.bytes)
+        let received = recvmsg(&self.0, parts, none, flags | RecvFlags::DONTWAIT)?;
+        Ok(received.bytes)
     }
 
     /// Answers a request.
@@ -156,18 +160,18 @@ mod tests {
     fn what_is_looked_at_stays_with_its_files() {
         let (mut client, mut stream) = pair();
         let mut space = [0; HEADER + 8];
-        assert!(stream.peek(&mut space).is_empty());
+        assert_eq!(stream.peek(&mut space), None);
         assert!(matches!(stream.receive(), Ok(Received::Nothing)));
         client.write_all(&message(2)).unwrap();
         send_with_files(&client, &message(3), 2);
-        assert_eq!(stream.peek(&mut space[..HEADER + 2]), message(2));
+        assert_eq!(stream.peek(&mut space[..HEADER + 2]), Some(&*message(2)));
         assert!(stream.skip(&mut space[..HEADER + 2]));
-        assert_eq!(stream.peek(&mut space), message(3));
+        assert_eq!(stream.peek(&mut space), Some(&*message(3)));
         let message = received(&mut stream);
         assert_eq!((message.body.len(), message.files.len()), (3, 2));
         assert!(matches!(stream.receive(), Ok(Received::Nothing)));
         drop(client);
-        assert!(stream.peek(&mut space).is_empty());
+        assert_eq!(stream.peek(&mut space), Some(&[][..]));
     }
 
     fn message(length: u32) -> Vec<u8> {

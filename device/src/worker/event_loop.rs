@@ -15,6 +15,7 @@ use super::doorbell::Doorbell;
 use super::handle::{count, Worker, IWARP, KICK, MESSAGES, WIRE};
 use super::idle_policy::{Idle, IdlePolicy};
 use super::iwarp::IwarpEnd;
+use super::messages::Unread;
 use super::scheduler::{QpQueue, Scan, Scheduler};
 use super::timers::{Alarm, Holds, Parked};
 use super::watched::{Watched, FEW};
@@ -45,9 +46,6 @@ const BUSY_POLLED: usize = 64;
 /// else get their poll iteration.
 const BUSY_POLLS: u32 = 256;
 
-/// Messages that have woken the worker are read after so long at the latest, nanoseconds.
-const MOST_UNREAD: u64 = 20_000;
-
 /// How often events are taken before work begins, at most: guests can make more and more.
 const MOST_WAITS: usize = 256;
 
@@ -73,6 +71,8 @@ struct Iteration {
     waited: bool,
     /// Busy polling of the last queue pair found more work.
     busy_polled: bool,
+    /// Anything was carried out: a doorbell may ring for what was found before.
+    useful: bool,
 }
 
 /// The event loop of a worker: what only its thread has.
@@ -89,9 +89,7 @@ pub struct Loop {
     holds: Holds,
     /// Wakes the thread from sleep.
     alarm: Alarm,
-    /// The numbers of messages that have woken it, at this time, nanoseconds.
-    messages: Vec<u64>,
-    woken: u64,
+    unread: Unread,
     /// The time at the end of the last poll iteration, nanoseconds.
     time: u64,
     /// What the polls of VMs that compete cost is measured, and not estimated. Estimates are the
@@ -184,8 +182,7 @@ impl Loop {
             parked: Parked::default(),
             holds: Holds::default(),
             alarm,
-            messages: Vec::new(),
-            woken: 0,
+            unread: Unread::default(),
             time: clock(),
             timed: false,
             idle_policy: IdlePolicy::new(poll_budget),
@@ -255,6 +252,7 @@ impl Loop {
                 served,
                 waited,
                 busy_polled,
+                useful,
             } = self.iterate(MOST_POLLED, polling);
             let now = self.time;
             let before = polled.take();
@@ -263,18 +261,19 @@ impl Loop {
                 self.idle_policy.polled(before, now);
             }
             if served != 0 || !self.queue.is_empty() {
-                if before.is_some() || waited || busy_polled {
+                let useful = useful || !self.queue.is_empty();
+                if useful && (before.is_some() || waited || busy_polled) {
                     self.idle_policy.found();
                 }
-                if worked || busy_polled {
+                if useful && (worked || busy_polled) {
                     self.idle_policy.more_came();
                 }
                 if worked && !waited && !busy_polled {
                     let turns = &self.worker.stats.turns;
                     turns.count(now.saturating_sub(began));
                 }
-                worked = true;
-                if !self.messages.is_empty() && now.saturating_sub(self.woken) > MOST_UNREAD {
+                worked |= useful;
+                if self.unread.is_urgent(now) {
                     self.take_notifications();
                 }
                 self.run_queued(MOST_COST);
@@ -284,11 +283,14 @@ impl Loop {
             }
             probes::turn_end(self.worker.index, 0);
             let idle = now.saturating_sub(*idle_since.get_or_insert(now));
-            // It costs nothing while there is nothing else to do.
-            if !self.messages.is_empty() {
+            let budget = self.idle_policy.budget(now);
+            // It costs nothing while the worker looks for more. Without work, they may be about
+            // something else.
+            let read = budget != 0 || !worked || self.unread.is_due(now);
+            if read && !self.unread.is_empty() {
                 self.take_notifications();
             }
-            if idle < self.idle_policy.budget(now) {
+            if idle < budget {
                 polled = Some(now);
             } else {
                 worked = false;
@@ -315,6 +317,7 @@ impl Loop {
         let came = self.look_at_wire() | self.look_at_connections();
         let mut iteration = self.scan(most, polling);
         iteration.served += usize::from(came);
+        iteration.useful |= came;
         if let Some(wire) = self.wire.as_mut().filter(|_| self.queue.is_empty()) {
             wire.flush();
         }
@@ -346,10 +349,10 @@ impl Loop {
     }
 
     /// What the worker does again and again while it polls: a poll iteration, and then the run
-    /// queue. Returns whether there was any work.
+    /// queue. Returns whether there was any work: a doorbell that rings is none.
     pub fn round(&mut self) -> bool {
-        let Iteration { served, .. } = self.iterate(MOST_POLLED, Polling::No);
-        let work = served != 0 || !self.queue.is_empty();
+        let Iteration { useful, .. } = self.iterate(MOST_POLLED, Polling::No);
+        let work = useful || !self.queue.is_empty();
         self.run_queued(MOST_COST);
         work
     }
@@ -463,6 +466,7 @@ impl Loop {
             .chain(self.holds.next())
             .chain(self.wire.as_ref().and_then(WireEnd::timer))
             .chain(self.iwarp.as_ref().and_then(IwarpEnd::timer))
+            .chain(self.unread.latest())
             .min()
     }
 
@@ -483,6 +487,7 @@ impl Loop {
                 time: self.time,
                 cost: 0,
                 since: None,
+                useful: false,
                 wire: self.wire.as_mut(),
                 iwarp: self.iwarp.as_mut(),
                 positions: &mut self.positions,
@@ -557,6 +562,7 @@ impl Loop {
             served: scan.served,
             waited,
             busy_polled,
+            useful: scan.scheduler.useful,
         }
     }
 
@@ -613,6 +619,7 @@ impl Loop {
                     time: self.time,
                     cost,
                     since,
+                    useful: false,
                     wire: self.wire.as_mut(),
                     iwarp: self.iwarp.as_mut(),
                     positions: &mut self.positions,
@@ -677,7 +684,7 @@ impl Loop {
             Err(error) => log::error!("worker {}: cannot wait: {error}", self.worker.index),
         }
         self.time = clock();
-        self.woken = self.time;
+        self.unread.slept(now, self.time);
     }
 
     /// Waits for events, for `timeout` milliseconds at most. Returns whether a guest has notified the
@@ -690,7 +697,7 @@ impl Loop {
             for event in events {
                 notified |= event.data == KICK || event.data > MESSAGES;
                 if event.data > MESSAGES {
-                    self.messages.push(event.data);
+                    self.unread.add(event.data);
                 }
             }
             // Nobody else is woken for messages that the worker was: it has to know all of them.
@@ -705,7 +712,7 @@ impl Loop {
     /// Takes the notifications from messages that have woken the worker.
     #[inline(never)]
     fn take_notifications(&mut self) {
-        for number in self.messages.drain(..) {
+        for number in self.unread.take() {
             self.worker.take_notifications(number);
         }
     }

@@ -66,6 +66,28 @@ pub enum Idle {
     BackOff(u64),
 }
 
+/// Whether some work comes at once.
+#[derive(Debug, Default)]
+struct AtOnce {
+    /// Sleeps since it did, or since busy polling for it was tried again.
+    late: u32,
+}
+
+impl AtOnce {
+    fn is_expected(&self) -> bool {
+        self.late < LATE
+    }
+
+    /// The worker has slept instead.
+    fn failed(&mut self) {
+        self.late = if self.late < LATE_TRY {
+            self.late + 1
+        } else {
+            LATE - 1
+        };
+    }
+}
+
 /// What a worker has learnt of waiting for work.
 #[derive(Debug)]
 pub struct IdlePolicy {
@@ -82,8 +104,12 @@ pub struct IdlePolicy {
     enough: u32,
     /// The last back-off was worth it.
     streams: bool,
-    /// Sleeps since work came at once, or since busy polling for it was tried again.
-    late: u32,
+    /// Of work that comes at once as the first after a sleep, and of more after that. Of two that
+    /// answer each other one may have a CPU, while the other waits for the worker's.
+    first: AtOnce,
+    then: AtOnce,
+    /// Some has come at once since the last sleep.
+    came: bool,
 }
 
 impl IdlePolicy {
@@ -98,19 +124,35 @@ impl IdlePolicy {
             sleeps: 0,
             enough: FIRST_TRY,
             streams: false,
-            late: 0,
+            first: AtOnce::default(),
+            then: AtOnce::default(),
+            came: false,
         }
     }
 
     /// Whether it is worth it to look for what may come at once, for a worker that does not poll
     /// otherwise.
     pub fn expects_more(&self) -> bool {
-        self.late < LATE
+        if self.came {
+            self.then.is_expected()
+        } else {
+            self.first.is_expected()
+        }
+    }
+
+    /// What comes next.
+    fn next(&mut self) -> &mut AtOnce {
+        if self.came {
+            &mut self.then
+        } else {
+            &mut self.first
+        }
     }
 
     /// More work came at once after the last.
     pub fn more_came(&mut self) {
-        self.late = 0;
+        self.next().late = 0;
+        self.came = true;
     }
 
     /// How long to poll from the end of the work to sleep.
@@ -158,11 +200,8 @@ impl IdlePolicy {
 
     /// The worker slept after polling in vain, from `since` to `now`.
     pub fn slept(&mut self, since: u64, now: u64) {
-        self.late = if self.late < LATE_TRY {
-            self.late + 1
-        } else {
-            LATE - 1
-        };
+        self.next().failed();
+        self.came = false;
         let least = LEAST.min(self.most);
         if now.saturating_sub(since) >= self.most.saturating_mul(SOON) {
             self.budget = (self.budget / 2).max(least);
@@ -273,6 +312,23 @@ mod tests {
                 policy.more_came();
             }
         }
+    }
+
+    #[test]
+    fn an_answer_is_polled_for_and_not_what_follows_when_the_worker_sleeps() {
+        let mut policy = policy();
+        let (mut first, mut then) = (0, 0);
+        for n in 0..10_000 {
+            let now = 20_000 * n;
+            policy.contended(now);
+            // The first work after a sleep is answered at once, and that comes next during sleep.
+            first += u64::from(policy.budget(now) == LEAST);
+            policy.more_came();
+            then += u64::from(policy.budget(now) != 0);
+            policy.slept(now, now + 15_000);
+        }
+        assert_eq!(first, 10_000);
+        assert!((100..250).contains(&then), "{then}");
     }
 
     #[test]

@@ -25,6 +25,85 @@ pub(crate) trait Messages: fmt::Debug + Send + Sync {
     fn take_notifications(&self);
 }
 
+/// A worker that has been woken and stays awake reads messages after so long, nanoseconds.
+const MOST_UNREAD: u64 = 20_000;
+
+/// A sleep of less than this is a short one, nanoseconds: the next notification is probably about to
+/// come.
+const SHORT: u64 = 50_000;
+
+/// Messages are left for so many short sleeps, and for so long, nanoseconds, at most.
+const MOST_LEFT: u32 = 16;
+const LONGEST_LEFT: u64 = 1_000_000;
+
+/// Messages that have woken a worker, and that it has not read.
+///
+/// The worker finds the work that they are about without them. To read one takes as long as to
+/// carry out a short message. So a worker that has time for it reads them while it looks for more
+/// work; one that is woken for each message, and whose CPU others need, leaves some and reads them
+/// together. All times are nanoseconds.
+#[derive(Debug, Default)]
+pub(super) struct Unread {
+    numbers: Vec<u64>,
+    /// The sleeps that they have ended, the time of the first of these, and of the last.
+    sleeps: u32,
+    first: u64,
+    last: u64,
+    /// The last sleep was short.
+    short: bool,
+}
+
+impl Unread {
+    /// Messages `number` have woken the worker.
+    pub(super) fn add(&mut self, number: u64) {
+        if !self.numbers.contains(&number) {
+            self.numbers.push(number);
+        }
+    }
+
+    /// The worker has slept since `since`. To be called after [`Self::add`] for all that woke it.
+    pub(super) fn slept(&mut self, since: u64, now: u64) {
+        if self.numbers.is_empty() {
+            return;
+        }
+        if self.sleeps == 0 {
+            self.first = now;
+        }
+        self.sleeps += 1;
+        self.last = now;
+        self.short = now.saturating_sub(since) < SHORT;
+    }
+
+    /// Whether to read them now, though there is work.
+    pub(super) fn is_urgent(&self, now: u64) -> bool {
+        !self.numbers.is_empty() && now.saturating_sub(self.last) > MOST_UNREAD
+    }
+
+    /// Whether to read them before the worker sleeps again.
+    pub(super) fn is_due(&self, now: u64) -> bool {
+        let wait = self.short
+            && self.sleeps < MOST_LEFT
+            && self.latest().is_some_and(|latest| now < latest);
+        !self.numbers.is_empty() && !wait
+    }
+
+    /// When to wake up to read them.
+    pub(super) fn latest(&self) -> Option<u64> {
+        let latest = self.first.saturating_add(LONGEST_LEFT);
+        (!self.numbers.is_empty()).then_some(latest)
+    }
+
+    /// The numbers of those to read now: all of them.
+    pub(super) fn take(&mut self) -> impl Iterator<Item = u64> + '_ {
+        self.sleeps = 0;
+        self.numbers.drain(..)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.numbers.is_empty()
+    }
+}
+
 /// Whose messages a worker is woken by, by their number.
 #[derive(Debug, Default)]
 pub(super) struct List {
@@ -101,6 +180,54 @@ mod tests {
     use vhost_device_rdma_sync::Readers;
 
     const LONG: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_worker_with_time_for_it_reads_messages_and_one_without_leaves_some() {
+        let mut unread = Unread::default();
+        let mut now = 0;
+        // Nothing is left after a long sleep, or for long.
+        for (sleep, left) in [(SHORT, false), (SHORT - 1, true), (10_000, true)] {
+            unread.slept(now, now + sleep);
+            assert!(!unread.is_due(now + sleep) && unread.latest().is_none());
+            unread.add(5);
+            now += sleep;
+            unread.slept(now - sleep, now);
+            assert_eq!(!unread.is_due(now), left);
+            assert!(!unread.is_urgent(now + MOST_UNREAD));
+            assert!(unread.is_urgent(now + MOST_UNREAD + 1));
+            assert_eq!(unread.latest(), Some(now + LONGEST_LEFT));
+            assert!(unread.is_due(now + LONGEST_LEFT));
+            assert_eq!(unread.take().collect::<Vec<_>>(), [5]);
+            assert!(unread.is_empty() && !unread.is_urgent(u64::MAX));
+        }
+    }
+
+    #[test]
+    fn messages_of_a_bounded_number_of_sleeps_are_left() {
+        let mut unread = Unread::default();
+        let mut read = 0;
+        for n in 0..10 * u64::from(MOST_LEFT) {
+            unread.add(n % 2);
+            unread.slept(10_000 * n, 10_000 * n + 7_000);
+            if unread.is_due(10_000 * n + 8_000) {
+                read += 1;
+                assert_eq!(unread.take().count(), 2);
+            }
+        }
+        assert_eq!(read, 10);
+        // Those of others that come less often are read in time, too.
+        let (mut now, mut latest) = (0, None);
+        unread.add(1);
+        loop {
+            unread.slept(now, now + SHORT - 1);
+            now += SHORT - 1;
+            let until = *latest.get_or_insert(now + LONGEST_LEFT);
+            if unread.is_due(now) {
+                assert!(now < until + SHORT);
+                return;
+            }
+        }
+    }
 
     /// Messages that the worker does not take: it only tells that it could have.
     #[derive(Debug)]

@@ -174,6 +174,8 @@ pub(super) struct Scheduler<'a> {
     pub(super) cost: u64,
     /// When the last poll ended, nanoseconds, if what polls cost is measured and not estimated.
     pub(super) since: Option<u64>,
+    /// Anything was carried out.
+    pub(super) useful: bool,
     /// The way out of this process, if it is this worker's.
     pub(super) wire: Option<&'a mut WireEnd>,
     /// Connections of iWARP, if they are this worker's.
@@ -240,6 +242,7 @@ impl<'a> Scheduler<'a> {
             (polled, carrier.done)
         };
         self.cost += cost(done);
+        self.useful |= done.messages != 0 || done.bytes != 0;
         if qp.capped || self.queue.has_others(owner(qp)) {
             self.charge(qp, done);
         }
