@@ -81,10 +81,8 @@ impl Unread {
 
     /// Whether to read them before the worker sleeps again.
     pub(super) fn is_due(&self, now: u64) -> bool {
-        let wait = self.short
-            && self.sleeps < MOST_LEFT
-            && self.latest().is_some_and(|latest| now < latest);
-        !self.numbers.is_empty() && !wait
+        self.latest()
+            .is_some_and(|latest| !self.short || self.sleeps >= MOST_LEFT || now >= latest)
     }
 
     /// When to wake up to read them.
