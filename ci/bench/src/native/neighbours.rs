@@ -49,7 +49,7 @@ impl Latency {
     fn measure(victim: &Pair, settings: &Settings) -> Result<Self> {
         let mut all = Self::default();
         for _ in 0..settings.repetitions() {
-            let times = cache::steady(settings.cores, || write_latency(victim, settings.rounds()))?;
+            let times = write_latency(victim, settings.rounds())?;
             all.median.push(quantile(&times, 0.5));
             all.p99.push(quantile(&times, 0.99));
         }
@@ -92,33 +92,41 @@ fn without_a_cpu(settings: &Settings) -> Result<Vec<Figure>> {
     } else {
         &[10_000, 40_000]
     };
+    let [alone, beside] = cache::steady(settings.cores, || beside_contexts(settings, contexts))?;
     let mut figures = Vec::new();
-    {
-        let process = bed::device(settings.cores, 3, "")?;
-        let [a, b, c] =
-            [(0, 64), (1, 64), (2, 512)].map(|(i, mib)| bed::vm(&process, i, mib << 20));
-        let (a, b, c) = (a?, b?, c?);
-        let victim = Pair::new(&a, &b, 1 << 20)?;
-        let alone = Latency::measure(&victim, settings)?;
-        let idle: Result<Vec<_>, _> = (0..contexts).map(|_| Context::new(&c)).collect();
-        let idle = idle?;
-        let beside = Latency::measure(&victim, settings)?;
-        drop(idle);
-        figures.extend(beside.figures(&alone, &format!("{contexts} idle contexts")));
-    }
-    for count in senders {
-        let process = bed::device(settings.cores, 4, "")?;
-        let [a, b, c, d] = [(0, 64), (1, 64), (2, 2048), (3, 2048)]
-            .map(|(i, mib)| bed::vm(&process, i, mib << 20));
-        let victim = Pair::new(&a?, &b?, 1 << 20)?;
-        let (from, to) = (Side::new(&c?, 4096)?, Side::new(&d?, 4096)?);
-        let alone = Latency::measure(&victim, settings)?;
-        let _waiting = rnr(&from, &to, *count)?;
-        let beside = Latency::measure(&victim, settings)?;
+    figures.extend(beside.figures(&alone, &format!("{contexts} idle contexts")));
+    for &count in senders {
+        let [alone, beside] = cache::steady(settings.cores, || beside_rnr(settings, count))?;
         let what = format!("{count} queue pairs that are told RNR");
         figures.extend(beside.figures(&alone, &what));
     }
     Ok(figures)
+}
+
+/// Alone, and beside so many contexts.
+fn beside_contexts(settings: &Settings, count: usize) -> Result<[Latency; 2]> {
+    let process = bed::device(settings.cores, 3, "")?;
+    let [a, b, c] = [(0, 64), (1, 64), (2, 512)].map(|(i, mib)| bed::vm(&process, i, mib << 20));
+    let (a, b, c) = (a?, b?, c?);
+    let victim = Pair::new(&a, &b, 1 << 20)?;
+    let alone = Latency::measure(&victim, settings)?;
+    let idle: Result<Vec<_>, _> = (0..count).map(|_| Context::new(&c)).collect();
+    let _idle = idle?;
+    let beside = Latency::measure(&victim, settings)?;
+    Ok([alone, beside])
+}
+
+/// Alone, and beside so many queue pairs that are told RNR.
+fn beside_rnr(settings: &Settings, count: usize) -> Result<[Latency; 2]> {
+    let process = bed::device(settings.cores, 4, "")?;
+    let [a, b, c, d] =
+        [(0, 64), (1, 64), (2, 2048), (3, 2048)].map(|(i, mib)| bed::vm(&process, i, mib << 20));
+    let victim = Pair::new(&a?, &b?, 1 << 20)?;
+    let (from, to) = (Side::new(&c?, 4096)?, Side::new(&d?, 4096)?);
+    let alone = Latency::measure(&victim, settings)?;
+    let _waiting = rnr(&from, &to, count)?;
+    let beside = Latency::measure(&victim, settings)?;
+    Ok([alone, beside])
 }
 
 /// So many queue pairs, each with a SEND for which there is no receive.
