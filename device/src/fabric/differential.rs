@@ -6,9 +6,12 @@ use virtio_rdma_spec::ring::Cqe;
 use virtio_rdma_spec::verbs::{mtu, qp_type};
 
 use super::local::tests::Process;
-use super::scenario::{carry_out, is_send, programs, requests, verify, Pair, Program, World};
-use super::wire::tests::Net;
+use super::scenario::{
+    carry_out, is_send, programs, requests, verify, Pair, Program, World, SECOND,
+};
+use super::wire::tests::{check_numbered, destination, post_numbered, Net};
 use crate::engine::fixture::ON_HOSTS;
+use crate::engine::message::GRH;
 use crate::engine::vm::Uplink;
 
 /// What a driver has seen at one end.
@@ -100,4 +103,46 @@ proptest! {
         let wire = run(Net::clean, ON_HOSTS, pair, &|pair, world| carry_out(&requests, pair, world))?;
         prop_assert_eq!(local, wire);
     }
+
+    #[test]
+    fn messages_without_answers_complete_alike(
+        lens in proptest::collection::vec(0..4097u32, 1..24),
+        path_mtu in mtu::MTU_256..=mtu::MTU_4096,
+        datagrams: bool,
+    ) {
+        let (of, header) = if datagrams {
+            (qp_type::UD, GRH as u32)
+        } else {
+            (qp_type::UC, 0)
+        };
+        let pair = |on: (&Readers, Option<Uplink>)| {
+            Pair::of(of, on, |attr| attr.path_mtu = path_mtu)
+        };
+        let local = run(Process::new, None, pair, &|pair, world| {
+            exchange(pair, world, &lens, header)
+        })?;
+        let wire = run(Net::clean, ON_HOSTS, pair, &|pair, world| {
+            exchange(pair, world, &lens, header)
+        })?;
+        prop_assert_eq!(local, wire);
+    }
+}
+
+/// Messages of these lengths that nobody answers: all arrive, after `header` bytes.
+fn exchange(
+    pair: &mut Pair,
+    world: &mut impl World,
+    lens: &[u32],
+    header: u32,
+) -> Result<(), TestCaseError> {
+    let to = destination(pair);
+    let places = post_numbered(pair, lens, |send| {
+        if header != 0 {
+            send.to = to;
+        }
+    });
+    world.run(pair, SECOND);
+    let arrived = check_numbered(pair, lens, &places, header)?;
+    prop_assert_eq!(arrived, (0..lens.len()).collect::<Vec<_>>());
+    Ok(())
 }

@@ -540,7 +540,11 @@ pub(super) fn loses_all() -> FaultSettings {
 
 /// Posts SENDs from the first end to the second that have their number for immediate data, as
 /// `change` changes them, and more receives than there are SENDs. Returns where these are.
-fn post_numbered(pair: &mut Pair, lens: &[u32], change: impl Fn(&mut Send)) -> Vec<u64> {
+pub(in super::super) fn post_numbered(
+    pair: &mut Pair,
+    lens: &[u32],
+    change: impl Fn(&mut Send),
+) -> Vec<u64> {
     const ROOM: u32 = 9100;
     let receives = 0..2 * lens.len() as u64;
     let places = receives.map(|number| {
@@ -563,7 +567,7 @@ fn post_numbered(pair: &mut Pair, lens: &[u32], change: impl Fn(&mut Send)) -> V
 
 /// All of [`post_numbered`] were sent, and those that arrived, after `header` bytes, are whole.
 /// Returns their numbers.
-fn check_numbered(
+pub(in super::super) fn check_numbered(
     pair: &mut Pair,
     lens: &[u32],
     places: &[u64],
@@ -592,7 +596,7 @@ fn check_numbered(
 }
 
 /// Where datagrams to the second end go.
-fn destination(pair: &Pair) -> Destination {
+pub(in super::super) fn destination(pair: &Pair) -> Destination {
     let End { guest, qp, .. } = &pair.ends[1];
     Destination {
         gid: guest.gid,
