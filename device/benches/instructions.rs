@@ -6,7 +6,7 @@
 //! measured. An argument selects those whose name contains it.
 mod common;
 
-use common::{Bed, Flow, WORKLOADS};
+use common::{Bed, Beds, Flow, WORKLOADS};
 
 /// Messages that are measured, at least.
 const MESSAGES: u32 = 1024;
@@ -16,16 +16,12 @@ fn main() {
         .skip(1)
         .find(|argument| !argument.starts_with("--"))
         .unwrap_or_default();
-    let (mut local, mut wired) = (Bed::new(), Bed::wired());
+    let mut beds = Beds::new();
     for workload in WORKLOADS {
         if !workload.name.contains(&wanted) {
             continue;
         }
-        let bed = if workload.wire {
-            &mut wired
-        } else {
-            &mut local
-        };
+        let bed = beds.of(&workload);
         let flow = Flow::new(bed, workload);
         let steps = MESSAGES.div_ceil(flow.messages());
         // The rings go round once and everything has the size that it needs.

@@ -69,10 +69,19 @@ pub(crate) enum Failing {
     Cq(u32),
 }
 
-/// All messages of a device stay in this process, where there are no frames.
+/// Why a device has no frames that could have faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("only frames have faults, and the device has no way out of this process")]
-pub struct NoFrames;
+pub enum NoFrames {
+    /// All its messages stay in this process, where there are no frames.
+    #[error("only frames have faults, and the device has no way out of this process")]
+    Stay,
+    /// Its frames cannot be told from others.
+    #[error(
+        "faults are of the frames of a MAC address, and the device has none in the configuration: \
+         give it its mac"
+    )]
+    NoMac,
+}
 
 impl Default for AdapterSettings {
     fn default() -> Self {
@@ -288,6 +297,15 @@ impl Adapter {
         })
     }
 
+    /// A device has something else of the workers than before.
+    pub(crate) fn share_changed(&self, device: &RnicSettings) {
+        for rnic in self.rnics() {
+            if rnic.is_of(device) {
+                rnic.vm().share_changed();
+            }
+        }
+    }
+
     /// Takes the link of a device down or up, whether or not a VM is attached. Returns when nothing
     /// is under way any longer on a link that goes down.
     pub fn set_link(&self, link: &Arc<Link>, up: bool) {
@@ -394,7 +412,10 @@ impl Adapter {
         direction: Direction,
         faults: Option<FaultSettings>,
     ) -> Result<(), NoFrames> {
-        let (view, uplink) = self.wire().zip(device.uplink).ok_or(NoFrames)?;
+        let (view, uplink) = self.wire().zip(device.uplink).ok_or(NoFrames::Stay)?;
+        if device.mac == [0; 6] {
+            return Err(NoFrames::NoMac);
+        }
         let station = (uplink.segment, device.mac);
         view.faults.set(station, direction, faults);
         Ok(())
@@ -471,6 +492,8 @@ mod tests {
     use virtio_rdma_spec::verbs::mtu;
 
     use super::*;
+    use crate::engine::vm::{Congestion, Local, Uplink};
+    use crate::fabric::wire::port::interface::Interface;
 
     #[test]
     fn an_adapter_has_as_many_workers_as_there_may_be() {
@@ -492,6 +515,41 @@ mod tests {
             let rnic = adapter.attach(RnicSettings::default());
             assert_eq!(rnic.config().num_doorbell_queues, workers);
         }
+    }
+
+    #[test]
+    fn faults_are_of_devices_whose_frames_can_be_told_apart() {
+        let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        let to = socket.local_addr().unwrap();
+        let from = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
+        let settings = AdapterSettings {
+            uplinks: Uplinks {
+                interfaces: vec![Interface::open(from, to).unwrap()],
+                ..Uplinks::default()
+            },
+            ..AdapterSettings::default()
+        };
+        let (adapter, _loops) = Adapter::without_threads(&settings).unwrap();
+        let uplink = Uplink {
+            segment: Segment::Own(0),
+            active_mtu: mtu::MTU_1024,
+            local: Local::default(),
+            congestion: Congestion::default(),
+        };
+        let device = |mac, uplink| RnicSettings {
+            mac,
+            uplink,
+            faults: DeviceFaults {
+                sent: "loss=1%".parse().ok(),
+                received: None,
+            },
+            ..RnicSettings::default()
+        };
+        let mac = [2, 0, 0, 0, 0, 1];
+        let begin = |mac, uplink| adapter.begin_faults(&device(mac, uplink));
+        assert_eq!(begin(mac, None), Err(NoFrames::Stay));
+        assert_eq!(begin([0; 6], Some(uplink)), Err(NoFrames::NoMac));
+        assert_eq!(begin(mac, Some(uplink)), Ok(()));
     }
 
     #[test]

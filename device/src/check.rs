@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `vhost-device-rdma check`: what this host has, and lacks, for VMs with the device, and what to do
 //! about it. It reads what the kernel tells, and changes nothing.
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use crate::config::{default_workers, descriptors_for};
+use serde_json::Value;
+
+use crate::config::{default_workers, descriptors_for, FrontEnd};
 use crate::status::{self, list_devices};
 
 /// PCI identifiers of the device, as lspci prints them.
@@ -115,7 +118,10 @@ fn host(root: &Path) -> Vec<Finding> {
         read("sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         read("proc/meminfo"),
     ));
-    findings.extend(machines(root));
+    let processes = processes(root);
+    findings.extend(memory_lock(&processes));
+    findings.extend(processes.iter().filter_map(machine));
+    findings.extend(pinning(root, &processes));
     findings
 }
 
@@ -248,50 +254,128 @@ fn huge_pages(shared: Option<String>, memory: Option<String>) -> Vec<Finding> {
     findings
 }
 
-/// VMs of QEMU that run here with the device.
-fn machines(root: &Path) -> Vec<Finding> {
-    let processes = fs::read_dir(root.join("proc")).into_iter().flatten();
-    let mut ids: Vec<u32> = processes
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .collect();
-    ids.sort_unstable();
-    let line = |id: u32| {
-        let bytes = fs::read(root.join(format!("proc/{id}/cmdline"))).ok()?;
-        let text = String::from_utf8_lossy(&bytes).into_owned();
-        let words: Vec<_> = text.split_terminator('\0').map(str::to_owned).collect();
-        Some((id, words))
-    };
-    let machines = ids.into_iter().filter_map(line);
-    machines
-        .filter_map(|(id, words)| machine(id, &words))
-        .collect()
+/// A process that is looked at.
+#[derive(Debug, Default)]
+struct Process {
+    id: u32,
+    /// The words of its command line.
+    words: Vec<String>,
+    /// How much memory it may lock, in words of the kernel.
+    lock_limit: Option<String>,
 }
 
-fn machine(id: u32, words: &[String]) -> Option<Finding> {
-    let program = Path::new(words.first()?).file_name()?.to_str()?;
-    let has = |what: &str| words.iter().any(|word| word.contains(what));
-    if !program.starts_with("qemu") || !(has("vhost-user-rdma") || has("vfio-user-pci")) {
+impl Process {
+    fn read(root: &Path, id: u32) -> Option<Self> {
+        let of = |name: &str| root.join(format!("proc/{id}/{name}"));
+        let line = fs::read(of("cmdline")).ok()?;
+        let line = String::from_utf8_lossy(&line).into_owned();
+        let limits = fs::read_to_string(of("limits")).unwrap_or_default();
+        let mut limits = limits.lines();
+        let lock_limit = limits.find_map(|line| line.strip_prefix("Max locked memory"));
+        let lock_limit = lock_limit.and_then(|rest| rest.split_whitespace().next());
+        Some(Self {
+            id,
+            words: line.split_terminator('\0').map(str::to_owned).collect(),
+            lock_limit: lock_limit.map(str::to_owned),
+        })
+    }
+
+    fn program(&self) -> &str {
+        let program = self.words.first().map(Path::new).and_then(Path::file_name);
+        program.and_then(|name| name.to_str()).unwrap_or_default()
+    }
+
+    fn has(&self, what: &str) -> bool {
+        self.words.iter().any(|word| word.contains(what))
+    }
+
+    /// It is QEMU, and its VM has the device.
+    fn is_machine(&self) -> bool {
+        self.program().starts_with("qemu")
+            && (self.has("vhost-user-rdma") || self.has("vfio-user-pci"))
+    }
+}
+
+/// All that run here.
+fn processes(root: &Path) -> Vec<Process> {
+    let mut ids = numbers_in(&root.join("proc"));
+    ids.sort_unstable();
+    let read = |id| Process::read(root, id);
+    ids.into_iter().filter_map(read).collect()
+}
+
+fn numbers_in(directory: &Path) -> Vec<u32> {
+    let entries = fs::read_dir(directory).into_iter().flatten();
+    let number = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
+    entries.filter_map(number).collect()
+}
+
+/// Who locks memory.
+fn memory_lock(processes: &[Process]) -> Vec<Finding> {
+    let machines = processes.iter().filter(|process| process.is_machine());
+    let locks = machines.filter(|process| process.has("mem-lock=on"));
+    let limited = locks.filter_map(|process| match process.lock_limit.as_deref() {
+        None | Some("unlimited") => None,
+        Some(limit) => Some(Finding::of(
+            State::Note,
+            format!(
+                "locked memory: QEMU of process {} locks its memory (mem-lock=on), {limit} bytes at most",
+                process.id
+            ),
+            "memory that is plugged in later cannot go beyond that: raise `ulimit -l` for QEMU",
+        )),
+    });
+    let limited: Vec<_> = limited.collect();
+    if !limited.is_empty() {
+        return limited;
+    }
+    vec![Finding::good(
+        "locked memory: no limit matters here, since the device has no memory of VMs locked (in guests, \
+         registered memory counts: `ulimit -l`)",
+    )]
+}
+
+/// Whether memory of an `-object` of QEMU is shared: `None`, if it is no memory.
+fn is_shared(object: &str) -> Option<bool> {
+    let parsed: Value = serde_json::from_str(object).unwrap_or_default();
+    let (kind, share) = match parsed["qom-type"].as_str() {
+        // As libvirt writes it.
+        Some(kind) => (kind, parsed["share"].as_bool()),
+        None => {
+            let (kind, options) = object.split_once(',').unwrap_or((object, ""));
+            let mut options = options.split(',');
+            let share = options.find_map(|option| option.strip_prefix("share="));
+            let share = share.map(|share| matches!(share, "on" | "yes" | "true" | "y"));
+            (kind.trim_start_matches("qom-type="), share)
+        }
+    };
+    let kind = kind.strip_prefix("memory-backend-")?;
+    // These are shared unless they are told not to be.
+    Some(share.unwrap_or(matches!(kind, "memfd" | "shm")))
+}
+
+/// A VM that has the device.
+fn machine(process: &Process) -> Option<Finding> {
+    if !process.is_machine() {
         return None;
     }
-    let name = format!("VM of process {id}");
-    let memory = |word: &&String| word.contains("memory-backend-");
+    let name = format!("VM of process {}", process.id);
     let remedy = "give QEMU -object memory-backend-memfd,id=mem,size=...,share=on and \
                   -machine memory-backend=mem";
-    let shared = |word: &String| {
-        // A memfd is shared unless it is told not to be.
-        !word.contains("share=off")
-            && (word.contains("memory-backend-memfd") || word.contains("share=on"))
-    };
-    let backends: Vec<_> = words.iter().filter(memory).collect();
-    if backends.is_empty() {
+    let shared: Vec<_> = process
+        .words
+        .iter()
+        .filter_map(|word| is_shared(word))
+        .collect();
+    if shared.is_empty() {
         let what = format!("{name}: its memory is QEMU's alone");
         return Some(Finding::of(State::Bad, what, remedy));
     }
-    if !backends.iter().all(|word| shared(word)) {
+    if shared.contains(&false) {
         let what = format!("{name}: its memory is not shared");
         return Some(Finding::of(State::Bad, what, remedy));
     }
-    if has("vhost-user-rdma") && !has("reconnect") {
+    if process.has("vhost-user-rdma") && !process.has("reconnect") {
         return Some(Finding::of(
             State::Note,
             format!("{name}: its memory is shared; it does not connect again"),
@@ -301,7 +385,140 @@ fn machine(id: u32, words: &[String]) -> Option<Finding> {
     Some(Finding::good(format!("{name}: its memory is shared")))
 }
 
-/// A process that runs.
+/// Threads that are busy while there is traffic, and where they may run.
+#[derive(Debug, Default)]
+struct Busy {
+    threads: usize,
+    cpus: BTreeSet<usize>,
+}
+
+impl Busy {
+    /// Counts the threads of a process whose names `are_wanted`.
+    fn count(&mut self, root: &Path, process: &Process, are_wanted: impl Fn(&str) -> bool) {
+        let tasks = root.join(format!("proc/{}/task", process.id));
+        for task in numbers_in(&tasks) {
+            let of = |name: &str| fs::read_to_string(tasks.join(format!("{task}/{name}"))).ok();
+            if of("comm").is_some_and(|name| are_wanted(name.trim())) {
+                self.threads += 1;
+                self.cpus
+                    .extend(allowed_cpus(&of("status").unwrap_or_default()));
+            }
+        }
+    }
+
+    /// There are fewer CPUs for them.
+    fn are_crowded(&self) -> bool {
+        self.cpus.len() < self.threads
+    }
+}
+
+/// The CPUs on which a thread may run that has this for its `status`.
+fn allowed_cpus(status: &str) -> Vec<usize> {
+    let mut lines = status.lines();
+    let list = lines.find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    let ranges = list.unwrap_or_default().trim().split(',');
+    let of = |range: &str| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    };
+    ranges.filter_map(of).flatten().collect()
+}
+
+/// CPUs in the form that taskset takes.
+fn cpu_list(cpus: &BTreeSet<usize>) -> String {
+    let mut ranges: Vec<(usize, usize)> = Vec::new();
+    for cpu in cpus {
+        match ranges.last_mut() {
+            Some((_, last)) if *last + 1 == *cpu => *last = *cpu,
+            _ => ranges.push((*cpu, *cpu)),
+        }
+    }
+    let text = |(first, last): &(usize, usize)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    };
+    ranges.iter().map(text).collect::<Vec<_>>().join(",")
+}
+
+/// Where workers and vCPUs may run.
+fn pinning(root: &Path, processes: &[Process]) -> Option<Finding> {
+    let (mut workers, mut vcpus) = (Busy::default(), Busy::default());
+    for process in processes {
+        if process.is_machine() {
+            // As QEMU calls them with -name debug-threads=on, as libvirt has it.
+            vcpus.count(root, process, |name| name.starts_with("CPU "));
+        } else if process.program() == "vhost-device-rdma" {
+            workers.count(root, process, |name| name.starts_with("worker"));
+        }
+    }
+    if workers.threads == 0 {
+        return None;
+    }
+    let of_workers = format!(
+        "workers: {} on CPUs {}",
+        workers.threads,
+        cpu_list(&workers.cpus)
+    );
+    if workers.are_crowded() {
+        return Some(Finding::of(
+            State::Note,
+            format!("CPU pinning: {of_workers}, where they take turns"),
+            "name as many `cpus` in the configuration as there are workers, or have fewer of these",
+        ));
+    }
+    if vcpus.threads == 0 && processes.iter().any(Process::is_machine) {
+        return Some(Finding::of(
+            State::Note,
+            format!("CPU pinning: {of_workers}; which threads are vCPUs cannot be seen"),
+            "give QEMU -name debug-threads=on",
+        ));
+    }
+    if vcpus.threads == 0 {
+        return Some(Finding::good(format!("CPU pinning: {of_workers}")));
+    }
+    let both = format!(
+        "CPU pinning: {of_workers}; vCPUs: {} on CPUs {}",
+        vcpus.threads,
+        cpu_list(&vcpus.cpus)
+    );
+    let apart = "have workers on CPUs of their own (`cpus` in the configuration), and vCPUs on others (`virsh \
+                 vcpupin`, taskset)";
+    let all = Busy {
+        threads: workers.threads + vcpus.threads,
+        cpus: workers.cpus.union(&vcpus.cpus).copied().collect(),
+    };
+    if !workers.cpus.is_disjoint(&vcpus.cpus) {
+        let more = match all.are_crowded() {
+            true => "more threads than CPUs: workers and vCPUs take turns",
+            false => "workers and vCPUs may meet on a CPU",
+        };
+        return Some(Finding::of(State::Note, format!("{both}; {more}"), apart));
+    }
+    if vcpus.are_crowded() {
+        return Some(Finding::of(
+            State::Note,
+            format!("{both}, where they take turns"),
+            "a guest that waits busily for a message keeps the CPU from the one that is to send it: give VMs \
+             fewer vCPUs, or more CPUs",
+        ));
+    }
+    Some(Finding::good(both))
+}
+
+/// What QEMU takes to have the device at this socket.
+fn options(front_end: FrontEnd, socket: &str) -> String {
+    match front_end {
+        FrontEnd::VhostUser => format!(
+            "-chardev socket,id=rdma0,path={socket},reconnect-ms=1000 \
+             -device vhost-user-rdma-pci,chardev=rdma0"
+        ),
+        FrontEnd::VfioUser => format!(
+            "-device '{{\"driver\":\"vfio-user-pci\",\"socket\":{{\"type\":\"unix\",\"path\":\"{socket}\"}}}}'"
+        ),
+    }
+}
+
+/// A device process that runs.
 fn process(path: &Path) -> Vec<Finding> {
     let devices = match list_devices(path) {
         Ok(devices) => devices,
@@ -328,10 +545,7 @@ fn process(path: &Path) -> Vec<Finding> {
             return Finding::of(
                 State::Note,
                 format!("{name}: no VM is attached"),
-                format!(
-                    "give QEMU -chardev socket,id=rdma0,path={name},reconnect-ms=1000 \
-                     -device vhost-user-rdma-pci,chardev=rdma0"
-                ),
+                format!("give QEMU {}", options(device.front_end, &name)),
             );
         }
         Finding::good(format!("{name}: a VM is attached"))
@@ -355,7 +569,8 @@ fn guest(lspci: &str) -> Finding {
         return Finding::of(
             State::Bad,
             format!("guest: there is no device {PCI_ID}"),
-            "give QEMU -device vhost-user-rdma-pci,chardev=...; it says why if it cannot",
+            "give QEMU -device vhost-user-rdma-pci,chardev=..., or '{\"driver\":\"vfio-user-pci\",...}' if \
+             that is what its socket is for; it says why if it cannot",
         );
     };
     let slot = found.split_whitespace().next().unwrap_or("?");
@@ -385,17 +600,19 @@ mod tests {
 
     use super::*;
 
-    fn words(line: &str) -> Vec<String> {
-        line.split_whitespace().map(str::to_owned).collect()
-    }
-
     fn state(finding: Option<Finding>) -> Option<State> {
         finding.map(|finding| finding.state)
     }
 
     #[test]
     fn memory_of_vms_is_to_be_shared() {
-        let of = |line: &str| state(machine(1, &words(line)));
+        let of = |line: &str| {
+            let words = line.split_whitespace().map(str::to_owned).collect();
+            state(machine(&Process {
+                words,
+                ..Process::default()
+            }))
+        };
         let card = "-chardev socket,path=/a,reconnect-ms=1 -device vhost-user-rdma-pci,chardev=c";
         assert_eq!(of("bash -c vhost-user-rdma-pci"), None);
         assert_eq!(of("/usr/bin/qemu-system-x86_64 -m 1G"), None);
@@ -407,8 +624,99 @@ mod tests {
         let file = "-object memory-backend-file,id=m,size=1G,mem-path=/dev/shm/m";
         assert_eq!(with(file), Some(State::Bad));
         assert_eq!(with(&format!("{file},share=on")), Some(State::Good));
+        // As libvirt has it.
+        let json = |more: &str| {
+            with(&format!(
+                "-object {{\"qom-type\":\"memory-backend-{more},\"id\":\"m\",\"size\":1}}"
+            ))
+        };
+        assert_eq!(json("file\",\"share\":true"), Some(State::Good));
+        assert_eq!(json("file\",\"share\":false"), Some(State::Bad));
+        assert_eq!(json("file\""), Some(State::Bad));
+        assert_eq!(json("memfd\",\"share\":false"), Some(State::Bad));
+        assert_eq!(json("memfd\""), Some(State::Good));
         let forgets = "qemu-kvm -device vhost-user-rdma-pci,chardev=c";
         assert_eq!(of(&format!("{forgets} {memfd}")), Some(State::Note));
+    }
+
+    #[test]
+    fn a_device_is_attached_as_its_front_end_takes_it() {
+        let vhost_user = options(FrontEnd::VhostUser, "/run/a");
+        assert!(vhost_user.ends_with("-device vhost-user-rdma-pci,chardev=rdma0"));
+        let vfio_user = options(FrontEnd::VfioUser, "/run/a");
+        let object = vfio_user.strip_prefix("-device '").unwrap();
+        let object: Value = serde_json::from_str(object.strip_suffix('\'').unwrap()).unwrap();
+        assert_eq!(object["driver"], "vfio-user-pci");
+        assert_eq!(object["socket"]["path"], "/run/a");
+    }
+
+    #[test]
+    fn workers_and_vcpus_are_to_be_on_cpus_of_their_own() {
+        let of = |workers: &[&str], vcpus: &[&str]| {
+            let directory = TempDir::new().unwrap();
+            let root = directory.as_path();
+            let process = |id: usize, line: &str, name: &str, threads: &[&str]| {
+                for (at, cpus) in threads.iter().enumerate() {
+                    let task = root.join(format!("proc/{id}/task/{}", id + at));
+                    fs::create_dir_all(&task).unwrap();
+                    fs::write(task.join("comm"), format!("{name}{at}\n")).unwrap();
+                    let status = format!("Name: x\nCpus_allowed_list:\t{cpus}\n");
+                    fs::write(task.join("status"), status).unwrap();
+                }
+                fs::create_dir_all(root.join(format!("proc/{id}"))).unwrap();
+                fs::write(root.join(format!("proc/{id}/cmdline")), line).unwrap();
+            };
+            let device = "/usr/bin/vhost-device-rdma\0--config\0x\0";
+            process(100, device, "worker", workers);
+            let machine = "qemu-system-x86_64\0-device\0vhost-user-rdma-pci\0";
+            process(200, machine, "CPU ", vcpus);
+            pinning(root, &processes(root)).map(|of| (of.state, of.what))
+        };
+        assert_eq!(of(&[], &["0"]), None);
+        let (note, what) = of(&["0-3"], &[]).unwrap();
+        assert_eq!(note, State::Note);
+        assert!(what.ends_with("cannot be seen"), "{what}");
+        let (good, what) = of(&["2", "3"], &["0-1", "0-1"]).unwrap();
+        assert_eq!(good, State::Good);
+        assert!(
+            what.ends_with("2 on CPUs 2-3; vCPUs: 2 on CPUs 0-1"),
+            "{what}"
+        );
+        let (note, what) = of(&["2", "2"], &["0-1"]).unwrap();
+        assert_eq!(note, State::Note);
+        assert!(
+            what.contains("2 on CPUs 2, where they take turns"),
+            "{what}"
+        );
+        let (_, what) = of(&["0-3"], &["0-3", "0-3"]).unwrap();
+        assert!(what.contains("may meet on a CPU"), "{what}");
+        let (_, what) = of(&["0-1"], &["0-1", "0-1"]).unwrap();
+        assert!(what.contains("more threads than CPUs"), "{what}");
+        let (note, what) = of(&["0"], &["1,3", "1,3", "1,3"]).unwrap();
+        assert_eq!(note, State::Note);
+        assert!(
+            what.contains("3 on CPUs 1,3, where they take turns"),
+            "{what}"
+        );
+    }
+
+    #[test]
+    fn locked_memory_is_looked_at_where_it_is_locked() {
+        let of = |more: &str, limit: Option<&str>| {
+            let line = format!("qemu-kvm -device vfio-user-pci {more}");
+            let process = Process {
+                words: line.split_whitespace().map(str::to_owned).collect(),
+                lock_limit: limit.map(str::to_owned),
+                ..Process::default()
+            };
+            memory_lock(&[process]).remove(0).state
+        };
+        assert_eq!(of("", Some("65536")), State::Good);
+        assert_eq!(
+            of("-overcommit mem-lock=on", Some("unlimited")),
+            State::Good
+        );
+        assert_eq!(of("-overcommit mem-lock=on", Some("65536")), State::Note);
     }
 
     #[test]

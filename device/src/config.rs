@@ -11,10 +11,10 @@ use std::time::Duration;
 use clap::{Parser, Subcommand, ValueEnum};
 use nix::unistd::{Group, User};
 use serde::de::Error as _;
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::adapter::AdapterSettings;
-use crate::engine::share::{ShareSettings, MOST_WEIGHT, USUAL_WEIGHT};
+use crate::engine::share::{ShareSettings, WorkerShare, MOST_WEIGHT, USUAL_WEIGHT};
 use crate::engine::vm::{Congestion, Local, Segment, Uplink};
 use crate::fabric::iwarp::port::{PortSettings, MOST_CONNECTIONS};
 use crate::fabric::wire::layer::settings::{BadFaults, DeviceFaults, FaultSettings};
@@ -102,8 +102,9 @@ pub enum Error {
     Mac(String),
     /// A part of `--socket-path` is not understood.
     #[error(
-        "'{0}' is not an option of a socket \
-         (mac=, network=, completion-queues=, gids=, address=, vlan=, footprint= or memory=)"
+        "'{0}' is not an option of a socket (mac=, network=, completion-queues=, gids=, address=, \
+         vlan=, weight=, bytes-per-second=, messages-per-second=, footprint=, memory=, vni=, netdev= \
+         or front-end=)"
     )]
     SocketOption(String),
     /// A policy for GIDs is not one.
@@ -122,8 +123,11 @@ pub enum Error {
     #[error("'{0}' is not a VLAN id (0 to {MAX_VLAN})")]
     Vlan(String),
     /// A number in `--socket-path` is not one.
-    #[error("'{0}' is not a number of completion queues")]
+    #[error("'{0}' is not a number that a device can have there")]
     Number(String),
+    /// A protocol in `--socket-path` is not one.
+    #[error("'{0}' is not what VMMs speak (vhost-user or vfio-user)")]
+    FrontEnd(String),
     /// A weight is out of range.
     #[error("the weight {weight} of {socket}: there must be 1 to {MOST_WEIGHT}")]
     Weight {
@@ -169,6 +173,9 @@ pub enum Error {
     /// A device has faults, and no way out of this process.
     #[error("{0} has faults, but only frames have them: it needs a vni, dgram or netdev")]
     NoFrames(PathBuf),
+    /// A device has faults, and no address by which its frames could be told from others.
+    #[error("{0} has faults and no MAC address, whose frames have them: give it its mac as well")]
+    FaultsWithoutMac(PathBuf),
     /// What a device has for faults makes no sense.
     #[error("the faults of {0}: {1}")]
     Faults(PathBuf, BadFaults),
@@ -285,9 +292,10 @@ pub enum Command {
         /// seed=N. loss=PART: 0.01 or 1%. burst=N: frames that are lost one after the other, in the
         /// mean. damage=PART: one bit. duplicate=PART and reorder=PART: comes twice, or later than
         /// others, by at most reorder-time=TIME [default: 1ms]. delay=TIME or TIME..TIME. rate=BITS
-        /// in a second, with at most queue=BYTES waiting [default: 256k]. mark=PART, or
+        /// in a second, with at most queue=BYTES waiting [default: 262144]. mark=PART, or
         /// mark-from=BYTES that wait: a router says that it is congested (ECN). lose=N or N..N:
-        /// these frames. frames=N..N: all of it to these frames alone.
+        /// these frames. frames=N..N: all of it to these frames alone. path=N: to reliable datagrams
+        /// (SRD) on this path alone, 0 to 7. In numbers, k, M and G are powers of 1000.
         #[arg(verbatim_doc_comment)]
         faults: FaultsOrOff,
         /// Only what the VM sends, or only what comes for it.
@@ -315,6 +323,35 @@ pub enum Command {
         #[arg(value_name = "STATUS-SOCKET")]
         path: PathBuf,
         /// Print them as JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print the limits of the devices of a running process, or change those of one.
+    ///
+    /// What the VM may have of the workers changes at once, and the VM stays connected. Other limits
+    /// are those of the configuration: with `reload`, the VM is disconnected for a moment. Changing is
+    /// for root and the user that started the process, and lasts until `reload` or the next start.
+    Limits {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// This one alone: its socket as `list` names it, or its MAC address.
+        device: Option<String>,
+        /// Print them as JSON.
+        #[arg(long)]
+        json: bool,
+        /// What the limits are to be.
+        #[command(flatten)]
+        change: LimitsArgs,
+    },
+    /// Print what was counted of the VMs of a running process since each was attached.
+    Counters {
+        /// The socket that the process was given as --status-socket.
+        #[arg(value_name = "STATUS-SOCKET")]
+        path: PathBuf,
+        /// This one alone: the socket of its device as `list` names it, or its MAC address.
+        device: Option<String>,
+        /// Print it as JSON.
         #[arg(long)]
         json: bool,
     },
@@ -352,7 +389,7 @@ pub enum Command {
         /// The socket that the process was given as --status-socket.
         #[arg(value_name = "STATUS-SOCKET")]
         path: PathBuf,
-        /// The device, as with --socket-path.
+        /// The device, as with --socket-path; with front-end=vfio-user, as with --vfio-user-path.
         #[arg(value_name = "PATH[,mac=MAC][,...]")]
         device: String,
         /// Permissions of the socket, octal, such as 0660 [default: what the umask leaves].
@@ -365,7 +402,8 @@ pub enum Command {
         #[arg(long, value_name = "GROUP")]
         socket_group: Option<String>,
     },
-    /// Have a running process serve a device no longer: its VM loses it, and its socket is removed.
+    /// Have a running process serve a device no longer: its VM loses it, and its socket is removed,
+    /// unless a service manager has bound that.
     ///
     /// This is for root and the user that started the process.
     Remove {
@@ -378,7 +416,8 @@ pub enum Command {
     /// Have a running process serve the devices of a configuration file, and no others.
     ///
     /// Devices that are to be as they are, and their VMs, are left alone. A device that is to be
-    /// another than before loses its VM, which finds it changed when it comes back. What the file
+    /// another than before loses its VM, which finds it changed when it comes back, unless all that
+    /// changes is what it has of the workers: its weight, and bytes and messages per second. What the file
     /// says of the process itself, as workers or its network between hosts, takes a new start. This
     /// is for root and the user that started the process.
     Reload {
@@ -417,6 +456,37 @@ pub enum Command {
         #[arg(long, default_value_t = 65_535)]
         snap: usize,
     },
+}
+
+/// What the limits of a device are to be.
+#[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct LimitsArgs {
+    /// VMs that all have work share a worker in proportion to it, 1 to 10000.
+    #[arg(long, value_name = "N", requires = "device")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u16>,
+    /// Bytes that the VM may send, or read from others, per second; 0: no limit.
+    #[arg(long, value_name = "N", requires = "device")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+    /// Messages that the VM may send per second; 0: no limit.
+    #[arg(long, value_name = "N", requires = "device")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub messages_per_second: Option<u64>,
+}
+
+impl LimitsArgs {
+    /// A device with these limits, and its others.
+    pub(crate) fn of(&self, device: &DeviceConfig) -> DeviceConfig {
+        let rate = |new: Option<u64>, old| new.map_or(old, NonZeroU64::new);
+        DeviceConfig {
+            weight: self.weight.or(device.weight),
+            bytes_per_second: rate(self.bytes_per_second, device.bytes_per_second),
+            messages_per_second: rate(self.messages_per_second, device.messages_per_second),
+            ..device.clone()
+        }
+    }
 }
 
 /// An object that can fail.
@@ -472,13 +542,20 @@ pub struct ServeArgs {
     /// gids: which GIDs the VM may have. any: all but those of other devices. mac: the link-local
     /// one of its MAC address and each address=, with that MAC address as the source, in no VLAN
     /// but each vlan= [default: any]. address: an IP address that no other VM may have; may be
-    /// repeated. vlan: a VLAN id, with gids=mac; may be repeated. footprint: bytes that the VM may
-    /// make this process keep [default: 64 MiB and an eighth of its memory, less for large ones].
-    /// memory: bytes that the VM may have [default: 16 TiB, less with more than four sockets].
+    /// repeated. vlan: a VLAN id, with gids=mac; may be repeated. weight: VMs that all have work
+    /// share a worker in proportion to it, 1 to 10000 [default: 100]. bytes-per-second and
+    /// messages-per-second: what the VM may send, or read from others [default: no limit].
+    /// footprint: bytes that the VM may make this process keep [default: 64 MiB and an eighth of its
+    /// memory, less for large ones]. memory: bytes that the VM may have [default: 16 TiB, less with
+    /// more than four sockets]. vni: what its network is called between hosts, with [wire] in the
+    /// file. netdev: the interface of the host that the VM's is. front-end: what its VMM speaks
+    /// [default: vhost-user].
     #[arg(
         long,
         value_name = "PATH[,mac=MAC][,network=NAME][,completion-queues=N][,gids=any|mac]\
-                      [,address=IP]...[,vlan=ID]...[,footprint=BYTES][,memory=BYTES]",
+                      [,address=IP]...[,vlan=ID]...[,weight=N][,bytes-per-second=N]\
+                      [,messages-per-second=N][,footprint=BYTES][,memory=BYTES]\
+                      [,vni=N][,netdev=NAME][,front-end=vhost-user|vfio-user]",
         verbatim_doc_comment
     )]
     pub socket_path: Vec<DeviceConfig>,
@@ -504,7 +581,8 @@ pub struct ServeArgs {
     /// 0: end at once [default: 2].
     #[arg(long, value_name = "SECONDS")]
     pub drain: Option<f64>,
-    /// Give the status as JSON, and control over links, to everyone who may connect to this socket.
+    /// Give the status as JSON to everyone who may connect to this socket, and have them take links
+    /// down and up, lose frames, and put queues in error.
     #[arg(long, value_name = "PATH")]
     pub status_socket: Option<PathBuf>,
     /// Tell metrics at this socket, or at this port of the loopback interface, by HTTP at /metrics.
@@ -515,11 +593,9 @@ pub struct ServeArgs {
         long,
         value_enum,
         value_name = "text|json",
-        hide_possible_values = true,
-        default_value_t,
-        hide_default_value = true
+        hide_possible_values = true
     )]
-    pub log_format: LogFormat,
+    pub log_format: Option<LogFormat>,
     /// Permissions of all sockets, octal, such as 0660 [default: what the umask leaves].
     #[arg(long, value_name = "MODE")]
     pub socket_mode: Option<String>,
@@ -603,7 +679,7 @@ pub struct DeviceConfig {
 }
 
 /// What a VMM speaks at the socket of a device.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FrontEnd {
     /// vhost-user: the VMM has a virtio device of its own, and the process its virtqueues.
@@ -723,19 +799,29 @@ impl FromStr for DeviceConfig {
             let bytes = n.parse::<u64>();
             bytes.map(Some).map_err(|_| Error::Bytes(n.to_owned()))
         };
+        fn number<T: FromStr>(text: &str) -> Result<T, Error> {
+            text.parse().map_err(|_| Error::Number(text.to_owned()))
+        }
         for part in parts {
             match part.split_once('=') {
                 Some(("mac", mac)) => device.mac = Some(mac.parse()?),
                 Some(("network", name)) => device.network = Some(name.to_owned()),
                 Some(("completion-queues", n)) => {
-                    device.completion_queues =
-                        Some(n.parse().map_err(|_| Error::Number(n.to_owned()))?);
+                    device.completion_queues = Some(number(n)?);
                 }
                 Some(("gids", "any")) => device.gids = Gids::Any,
                 Some(("gids", "mac")) => device.gids = Gids::Mac,
                 Some(("gids", other)) => return Err(Error::Gids(other.to_owned())),
                 Some(("address", address)) => device.addresses.push(address.parse()?),
                 Some(("vlan", id)) => device.vlans.push(id.parse()?),
+                Some(("weight", n)) => device.weight = Some(number(n)?),
+                Some(("bytes-per-second", n)) => device.bytes_per_second = Some(number(n)?),
+                Some(("messages-per-second", n)) => device.messages_per_second = Some(number(n)?),
+                Some(("vni", n)) => device.vni = Some(number(n)?),
+                Some(("netdev", name)) => device.netdev = Some(name.to_owned()),
+                Some(("front-end", "vhost-user")) => device.front_end = FrontEnd::VhostUser,
+                Some(("front-end", "vfio-user")) => device.front_end = FrontEnd::VfioUser,
+                Some(("front-end", other)) => return Err(Error::FrontEnd(other.to_owned())),
                 Some(("footprint", n)) => device.footprint = bytes(n)?,
                 Some(("memory", n)) => device.memory = bytes(n)?,
                 _ => return Err(Error::SocketOption(part.to_owned())),
@@ -1108,6 +1194,8 @@ struct File {
     #[serde(alias = "status_socket")]
     status_socket: Option<PathBuf>,
     metrics: Option<socket::Address>,
+    #[serde(alias = "log_format")]
+    log_format: Option<LogFormat>,
     #[serde(alias = "socket_mode")]
     socket_mode: Option<String>,
     #[serde(alias = "socket_owner")]
@@ -1136,6 +1224,8 @@ pub struct Config {
     pub status_socket: Option<PathBuf>,
     /// Where metrics are told.
     pub metrics: Option<socket::Address>,
+    /// The form of the log.
+    pub log_format: LogFormat,
     /// The ways out of this process.
     pub uplinks: UplinksConfig,
     /// Who may connect to the sockets.
@@ -1237,6 +1327,7 @@ impl Config {
             defaults,
             status_socket,
             metrics,
+            log_format: args.log_format.or(file.log_format).unwrap_or_default(),
             uplinks,
             sandbox,
             access: access(
@@ -1347,7 +1438,37 @@ pub(crate) fn check_together<'a>(
 }
 
 impl DeviceConfig {
+    /// What its VM is to have of the workers.
+    ///
+    /// # Errors
+    /// If the weight is out of range.
+    pub(crate) fn share(&self) -> Result<ShareSettings, Error> {
+        let weight = self.weight.unwrap_or(USUAL_WEIGHT);
+        if !(1..=MOST_WEIGHT).contains(&weight) {
+            return Err(Error::Weight {
+                socket: self.socket.clone(),
+                weight,
+            });
+        }
+        Ok(ShareSettings {
+            weight,
+            bytes_per_second: self.bytes_per_second,
+            messages_per_second: self.messages_per_second,
+        })
+    }
+
+    /// This one, but with what another one has of the workers.
+    pub(crate) fn with_share_of(&self, other: &Self) -> Self {
+        Self {
+            weight: other.weight,
+            bytes_per_second: other.bytes_per_second,
+            messages_per_second: other.messages_per_second,
+            ..self.clone()
+        }
+    }
+
     fn settings(self, limits: Limits, uplinks: &mut UplinksConfig) -> Result<RnicSettings, Error> {
+        let share = self.share()?;
         let mut settings = RnicSettings {
             name: self.socket.display().to_string(),
             mac: self.mac.map_or([0; 6], |mac| mac.0),
@@ -1435,21 +1556,13 @@ impl DeviceConfig {
             if settings.uplink.is_none() {
                 return Err(Error::NoFrames(self.socket));
             }
+            if self.mac.is_none() {
+                return Err(Error::FaultsWithoutMac(self.socket));
+            }
             let said = |why| Error::Faults(self.socket.clone(), why);
             settings.faults = faults.settings().map_err(said)?;
         }
-        let weight = self.weight.unwrap_or(USUAL_WEIGHT);
-        if !(1..=MOST_WEIGHT).contains(&weight) {
-            return Err(Error::Weight {
-                socket: self.socket,
-                weight,
-            });
-        }
-        settings.share = ShareSettings {
-            weight,
-            bytes_per_second: self.bytes_per_second,
-            messages_per_second: self.messages_per_second,
-        };
+        settings.share = Arc::new(WorkerShare::new(&share));
         let strict = self.gids == Gids::Mac;
         if strict && self.mac.is_none() {
             return Err(Error::NoMac(self.socket));
@@ -1616,7 +1729,23 @@ mod tests {
         assert_eq!(full.mac, Some(Mac([0x52, 0x54, 0, 0xab, 0xcd, 0xef])));
         assert_eq!(full.network.as_deref(), Some("blue"));
         assert_eq!(full.completion_queues, Some(3));
+        let shares = device("a,weight=7,bytes-per-second=8,messages-per-second=9").unwrap();
+        let wanted = ShareSettings {
+            weight: 7,
+            bytes_per_second: NonZeroU64::new(8),
+            messages_per_second: NonZeroU64::new(9),
+        };
+        assert_eq!(shares.share().unwrap(), wanted);
+        let out = device("a,vni=3,front-end=vfio-user").unwrap();
+        assert_eq!((out.vni, out.front_end), (Some(3), FrontEnd::VfioUser));
+        assert_eq!(device("a,netdev=x0").unwrap().netdev.as_deref(), Some("x0"));
         for bad in [
+            "a,weight=x",
+            "a,weight=-1",
+            "a,bytes-per-second=0",
+            "a,messages-per-second=1k",
+            "a,vni=x",
+            "a,front-end=vhost",
             "",
             ",mac=52:54:00:12:34:56",
             "a,mac=52:54:00:12:34",
@@ -1685,7 +1814,7 @@ mod tests {
     fn shares_are_given_in_the_file() {
         let share = |keys: &str| {
             let file = format!("[[device]]\nsocket = 'a'\n{keys}\n");
-            config(&[], &file).map(|config| config.devices[0].1.share)
+            config(&[], &file).map(|config| config.devices[0].1.share.settings())
         };
         assert_eq!(share(""), Ok(ShareSettings::default()));
         let given = ShareSettings {
@@ -1887,11 +2016,14 @@ mod tests {
         );
         let said = config(&[], &(dgram("a", 1, "") + "netdev = 'lo'\n")).unwrap_err();
         assert!(said.contains("more than one of"), "{said}");
-        let file = dgram("a", 1, "") + "faults = { out = 'loss=1%' }\n";
+        let with_mac = dgram("a", 1, "") + "mac = '52:54:00:12:34:01'\n";
+        let file = with_mac.clone() + "faults = { out = 'loss=1%' }\n";
         let faults = config(&[], &file).unwrap().devices[0].1.faults;
         assert_eq!(faults.sent, Some("loss=0.01".parse().unwrap()));
         assert_eq!(faults.received, None);
-        let file = dgram("a", 1, "") + "faults = 'seed=3'\n";
+        let said = config(&[], &(dgram("a", 1, "") + "faults = 'seed=3'\n")).unwrap_err();
+        assert!(said.contains("a has faults and no MAC address"), "{said}");
+        let file = with_mac.clone() + "faults = 'seed=3'\n";
         let faults = config(&[], &file).unwrap().devices[0].1.faults;
         assert_eq!(faults.sent, Some("seed=3".parse().unwrap()));
         assert_eq!(faults.received, faults.sent);
@@ -1900,7 +2032,7 @@ mod tests {
             said.contains("a has faults, but only frames have them"),
             "{said}"
         );
-        let said = config(&[], &(dgram("a", 1, "") + "faults = 'x'\n")).unwrap_err();
+        let said = config(&[], &(with_mac + "faults = 'x'\n")).unwrap_err();
         assert!(said.contains("the faults of a: 'x' is no fault"), "{said}");
         let said = config(&[], &format!("{WIRE}{}vni = 7\n", dgram("a", 1, ""))).unwrap_err();
         assert!(
@@ -2012,11 +2144,16 @@ mod tests {
 
     #[test]
     fn command_line_and_file_come_together() {
-        let file = "workers = 3\npoll-us = 7\ncpus = [1, 2]\nstatus-socket = 's'\n[limits]\n[[device]]\nsocket = 'a'\n";
+        let file =
+            "workers = 3\npoll-us = 7\ncpus = [1, 2]\nstatus-socket = 's'\nlog-format = 'json'\n\
+                    [limits]\n[[device]]\nsocket = 'a'\n";
+        let text = config(&["--log-format", "text"], file).unwrap();
+        assert_eq!(text.log_format, LogFormat::Text);
         let both = config(&["--socket-path", "b,network=n", "--workers", "2"], file).unwrap();
         assert_eq!(both.adapter.workers, 2);
         assert_eq!(both.adapter.poll_budget, Duration::from_micros(7));
         assert_eq!(both.adapter.cpus, [1, 2]);
+        assert_eq!(both.log_format, LogFormat::Json);
         assert_eq!(both.status_socket.as_deref(), Some(Path::new("s")));
         let sockets: Vec<_> = both
             .devices

@@ -3,16 +3,18 @@
 //! and remove while it runs, without a word to the VMs of the others.
 use std::fmt;
 use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use log::info;
 
 use crate::adapter::{Adapter, NoFrames};
-use crate::config::{self, check_together, Asked, Defaults, DeviceConfig, FrontEnd};
+use crate::config::{self, check_together, Asked, Defaults, DeviceConfig, FrontEnd, LimitsArgs};
 use crate::front_end::Server;
 use crate::limits::Limits;
 use crate::rnic::RnicSettings;
 use crate::sandbox::Sandbox;
+use crate::service::Reports;
 use crate::socket::{self, BoundSocket};
 use crate::{vfio_user, vhost_user};
 
@@ -41,7 +43,8 @@ pub enum Error {
 pub enum Outcome {
     /// It is new.
     Added,
-    /// It has other settings. Its VM was disconnected.
+    /// It has other settings. Its VM was disconnected, unless all that changed is what it has of the
+    /// workers.
     Changed,
     /// It is as it was.
     Same,
@@ -52,7 +55,11 @@ pub struct Devices {
     adapter: Arc<Adapter>,
     sandbox: Sandbox,
     defaults: Defaults,
+    reports: Arc<Reports>,
     all: Mutex<Vec<Device>>,
+    /// What the service manager has bound for devices that there are no longer: it goes on listening,
+    /// and a device may be there again.
+    kept: Mutex<Vec<BoundSocket>>,
 }
 
 struct Device {
@@ -71,14 +78,22 @@ impl fmt::Debug for Devices {
 }
 
 impl Devices {
-    /// None yet, of this adapter. Threads for them are confined by `sandbox`.
+    /// None yet, of this adapter. Threads for them are confined by `sandbox`, and the service manager
+    /// hears by `reports` how many there are.
     #[must_use]
-    pub fn new(adapter: Arc<Adapter>, sandbox: Sandbox, defaults: Defaults) -> Self {
+    pub fn new(
+        adapter: Arc<Adapter>,
+        sandbox: Sandbox,
+        defaults: Defaults,
+        reports: Arc<Reports>,
+    ) -> Self {
         Self {
             adapter,
             sandbox,
             defaults,
+            reports,
             all: Mutex::default(),
+            kept: Mutex::default(),
         }
     }
 
@@ -100,11 +115,13 @@ impl Devices {
             let asked = (asked, self.defaults.limits);
             all.push(self.serve(socket, asked, settings)?);
         }
+        self.reports.serves(all.len());
         Ok(())
     }
 
-    /// Serves a device as it is asked for: a new one at `socket`, or one that is there already,
-    /// whose VM is disconnected if it is to be another than before. It finds that when it comes back.
+    /// Serves a device as it is asked for: a new one at `socket`, or at one that was kept for it, or
+    /// one that is there already, whose VM is disconnected if it is to be another than before. It finds
+    /// that when it comes back.
     ///
     /// # Errors
     /// If it cannot be. A device that was there is as it was then, unless the system has no file
@@ -119,7 +136,14 @@ impl Devices {
         if before.is_some_and(|before| before.asked == asked) {
             return Ok(Outcome::Same);
         }
-        let count = all.len() + usize::from(before.is_none());
+        if let Some(before) = at.and_then(|at| all.get_mut(at)) {
+            let (device, limits) = &asked;
+            if *limits == before.asked.1 && device.with_share_of(&before.asked.0) == before.asked.0
+            {
+                return self.change_share(before, asked.0);
+            }
+        }
+        let count = all.len() + usize::from(at.is_none());
         let mut settings = self.defaults.settings(&asked.0, limits, count)?;
         if settings.iwarp.is_some() && !self.adapter.has_iwarp() {
             return Err(config::Error::Late(asked.0.socket, "iWARP").into());
@@ -127,40 +151,98 @@ impl Devices {
         let others = all.iter().map(|device| &device.settings);
         let others = others.filter(|other| other.name != name);
         check_together(others.chain([&settings]))?;
-        let (socket, outcome) = match (at, socket) {
-            (Some(at), _) => {
+        let (socket, outcome) = match at {
+            Some(at) => {
                 let before = all.swap_remove(at);
                 settings.be_the_device_of(&before.settings);
                 (self.end(before), Outcome::Changed)
             }
-            (None, Some(socket)) => {
-                let socket = BoundSocket::of_others(&asked.0.socket, socket);
-                (socket, Outcome::Added)
+            None => {
+                let path = &asked.0.socket;
+                let passed = || Some(BoundSocket::of_client(path, socket?));
+                let socket = self.take_kept(path).or_else(passed);
+                (socket.ok_or(Error::NoSocket(name.clone()))?, Outcome::Added)
             }
-            (None, None) => return Err(Error::NoSocket(name)),
         };
         self.adapter.reserve_gids_of(&settings);
         let device = self.serve(socket, asked, settings.clone());
         all.push(device.inspect_err(|_| self.adapter.unreserve_gids_of(&settings))?);
+        self.reports.serves(all.len());
         let what = match outcome {
             Outcome::Added => "added",
             _ => "changed",
         };
-        info!("{name}: was {what}");
+        info!(device = name; "{name}: was {what}");
         Ok(outcome)
     }
 
-    /// Serves the one of this name no longer. Its VM is disconnected.
+    /// Changes limits of the device of this name. Its VM stays connected.
+    ///
+    /// # Errors
+    /// If there is none, or they make no sense.
+    pub fn set_limits(&self, name: &str, limits: &LimitsArgs) -> Result<Outcome, Error> {
+        let mut all = self.lock();
+        let at = position(&all, name);
+        let device = at.and_then(|at| all.get_mut(at));
+        let device = device.ok_or_else(|| Error::Unknown(name.to_owned()))?;
+        let asked = limits.of(&device.asked.0);
+        if asked == device.asked.0 {
+            return Ok(Outcome::Same);
+        }
+        self.change_share(device, asked)
+    }
+
+    /// Changes what a device has of the workers.
+    fn change_share(&self, device: &mut Device, asked: DeviceConfig) -> Result<Outcome, Error> {
+        device.settings.share.set(&asked.share()?);
+        device.asked.0 = asked;
+        self.adapter.share_changed(&device.settings);
+        let name = &device.settings.name;
+        info!(device = name; "{name}: has other limits");
+        Ok(Outcome::Changed)
+    }
+
+    /// Serves the one of this name no longer. Its VM is disconnected. Returns whether its socket is
+    /// kept, since the service manager has bound it.
     ///
     /// # Errors
     /// If there is none.
-    pub fn remove(&self, name: &str) -> Result<(), Error> {
+    pub fn remove(&self, name: &str) -> Result<bool, Error> {
         let mut all = self.lock();
         let at = position(&all, name).ok_or_else(|| Error::Unknown(name.to_owned()))?;
         let device = all.swap_remove(at);
-        drop(self.end(device));
-        info!("{name}: was removed");
-        Ok(())
+        let socket = self.end(device);
+        let keep = socket.is_of_manager();
+        if keep {
+            self.kept().push(socket);
+        }
+        self.reports.serves(all.len());
+        info!(device = name; "{name}: was removed");
+        Ok(keep)
+    }
+
+    /// The sockets that are kept for devices that there are no longer.
+    #[must_use]
+    pub fn kept_sockets(&self) -> Vec<PathBuf> {
+        let kept = self.kept();
+        kept.iter().map(|socket| socket.path().to_owned()).collect()
+    }
+
+    fn take_kept(&self, path: &Path) -> Option<BoundSocket> {
+        let mut kept = self.kept();
+        let at = kept.iter().position(|socket| socket.path() == path)?;
+        Some(kept.swap_remove(at))
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Vec<BoundSocket>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The settings of all, and what VMMs speak at their sockets.
+    #[must_use]
+    pub fn listed(&self) -> Vec<(RnicSettings, FrontEnd)> {
+        let of = |device: &Device| (device.settings.clone(), device.asked.0.front_end);
+        self.lock().iter().map(of).collect()
     }
 
     /// The settings of all.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Numbers: how many objects a VM may have, and how large things may be.
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// Entries of the GID table.
 pub const GID_TABLE_LEN: usize = 32;
@@ -49,7 +49,7 @@ pub enum TooMuchMemory {
 
 /// How many objects a VM may have, how much of our memory they may take, and how much memory it may
 /// share with us.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
     /// Contexts.

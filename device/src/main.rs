@@ -18,14 +18,14 @@ use nix::unistd::Uid;
 use vhost_device_rdma::adapter::Adapter;
 use vhost_device_rdma::check::{self, Subjects};
 use vhost_device_rdma::config::{
-    access, Args, Command, Config, DeviceConfig, LinkState, ServeArgs,
+    access, Args, Command, Config, DeviceConfig, LimitsArgs, LinkState, ServeArgs,
 };
 use vhost_device_rdma::devices::Devices;
 use vhost_device_rdma::drain::Drain;
 use vhost_device_rdma::epoll_fd::{EpollFd, NO_EVENT};
 use vhost_device_rdma::error::{log_panics, sentence};
 use vhost_device_rdma::heap;
-use vhost_device_rdma::logging;
+use vhost_device_rdma::logging::{self, LogFormat};
 use vhost_device_rdma::manage;
 use vhost_device_rdma::memory::choose_copy;
 use vhost_device_rdma::metrics::{Metrics, MetricsServer};
@@ -44,7 +44,9 @@ const DRAIN_LOOK: Duration = Duration::from_millis(1);
 fn main() -> ExitCode {
     heap::set_up();
     let args = Args::parse();
-    logging::set_up(args.serve.log_format);
+    if args.command.is_some() {
+        logging::set_up(LogFormat::default());
+    }
     let result = match args.command {
         Some(Command::Status { path, pretty }) => print_status(&path, pretty),
         Some(Command::Link {
@@ -54,6 +56,20 @@ fn main() -> ExitCode {
         }) => status::set_link(&path, &device, state == LinkState::Up).map_err(Into::into),
         Some(Command::List { path, json }) => {
             manage::list(&path, json, &mut io::stdout()).map_err(Into::into)
+        }
+        Some(Command::Limits {
+            path,
+            device: Some(device),
+            change,
+            ..
+        }) if change != LimitsArgs::default() => status::set_limits(&path, &device, &change)
+            .map(drop)
+            .map_err(Into::into),
+        Some(Command::Limits {
+            path, device, json, ..
+        }) => manage::limits(&path, device.as_deref(), json, &mut io::stdout()).map_err(Into::into),
+        Some(Command::Counters { path, device, json }) => {
+            manage::counters(&path, device.as_deref(), json, &mut io::stdout()).map_err(Into::into)
         }
         Some(Command::Top {
             path,
@@ -153,6 +169,7 @@ fn capture(path: &Path, vm: Option<&str>, snap: usize) -> Result<(), Box<dyn Err
 
 fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let mut config = Config::new(args)?;
+    logging::set_up(config.log_format);
     let mut manager = Manager::from_environment()?;
     let operator = Uid::effective();
     // Before any socket exists, so that none is left behind, and before any thread does: only this
@@ -163,7 +180,6 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let end = End::of(&signals)?;
     let sockets = Sockets::bind(&config, &mut manager)?;
     manager.check_sockets()?;
-    let count = config.devices.len();
     let watch = config.uplinks.watch()?;
     let uplinks = std::mem::take(&mut config.uplinks).open()?;
     let sandbox = Sandbox::enter(&config.sandbox)?;
@@ -176,7 +192,8 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     choose_copy();
     let adapter = Adapter::new(&config.adapter)?;
     let defaults = config.defaults.clone();
-    let devices = Devices::new(adapter.clone(), sandbox.clone(), defaults);
+    let reports = manager.reports();
+    let devices = Devices::new(adapter.clone(), sandbox.clone(), defaults, reports);
     let mut running = Running::new(devices);
     let result = watch.map_or(Ok(()), |watch| {
         let devices = config.devices.iter().map(|(_, device)| device);
@@ -187,7 +204,7 @@ fn serve(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     let result = result.and_then(|()| running.start(sockets, config.devices, operator, &sandbox));
     let result = result.and_then(|()| Ok(sandbox.confine(Kind::Control)?));
     let result = result.and_then(|()| {
-        manager.ready(count);
+        manager.ready();
         if let Some(signal) = end.wait(&manager, None)? {
             info!("ending on {signal}");
         }
@@ -247,7 +264,7 @@ impl Sockets {
     /// Those that the service manager has bound already, and the others.
     fn bind(config: &Config, manager: &mut Manager) -> Result<Self, socket::Error> {
         let mut bind = |path: &Path| match manager.take_socket(path) {
-            Some(listener) => Ok(BoundSocket::of_others(path, listener)),
+            Some(listener) => Ok(BoundSocket::of_manager(path, listener)),
             None => BoundSocket::bind(path, &config.access),
         };
         let devices = config.devices.iter();

@@ -19,7 +19,7 @@ use crate::adapter::Adapter;
 use crate::engine::events::{notify, raise, EventSink};
 use crate::engine::queue_pair::Qp;
 use crate::engine::settle;
-use crate::engine::share::ShareSettings;
+use crate::engine::share::WorkerShare;
 use crate::engine::tables::{Gid, Tables};
 use crate::engine::vm::{Link, Schedule, Uplink, Vm, VmSettings};
 use crate::fabric::iwarp::port::{Port, PortSettings, Request};
@@ -59,7 +59,7 @@ pub struct RnicSettings {
     /// Which GIDs the VM may set.
     pub gid_policy: GidPolicy,
     /// What the VM may have of the workers.
-    pub share: ShareSettings,
+    pub share: Arc<WorkerShare>,
     /// The way out of this process, if it has one.
     pub uplink: Option<Uplink>,
     /// The faults that its frames have from the start.
@@ -80,7 +80,7 @@ impl Default for RnicSettings {
             qp_order: Arc::default(),
             log: Arc::default(),
             gid_policy: GidPolicy::default(),
-            share: ShareSettings::default(),
+            share: Arc::default(),
             uplink: None,
             faults: DeviceFaults::default(),
             iwarp: None,
@@ -147,7 +147,7 @@ impl Rnic {
             .qp_numbers(),
             qp_order: settings.qp_order.clone(),
             link: settings.link.clone(),
-            share: settings.share,
+            share: settings.share.clone(),
             uplink: settings.uplink,
             workers: workers.iter().map(schedule).collect(),
             warnings: Box::new(settings.log.of(&settings.name)),

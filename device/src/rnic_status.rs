@@ -8,6 +8,7 @@ use serde_json::{json, Map, Value};
 use virtio_rdma_spec::verbs::{qp_state, qp_type};
 
 use crate::engine::queue_pair::Qp;
+use crate::engine::vm::PacketEvent;
 use crate::memory::{Form, GuestMemory};
 use crate::rnic::Rnic;
 use crate::verbs::cq::Cq;
@@ -23,7 +24,6 @@ impl Rnic {
     /// Objects, counters and state, for people and programs.
     #[must_use]
     pub fn status(&self) -> Value {
-        let totals = self.vm().totals();
         // Each list by itself, and not all of a long one: who changes the tables waits meanwhile.
         let qps: Vec<_> = self
             .vm()
@@ -84,17 +84,7 @@ impl Rnic {
             "footprint_limit_bytes": tables.footprint.limit(),
             "gids": gids.collect::<Vec<_>>(),
             "counts": counts,
-            "counters": {
-                "tx_messages": totals.tx_messages,
-                "tx_bytes": totals.tx_bytes,
-                "rx_messages": totals.rx_messages,
-                "rx_bytes": totals.rx_bytes,
-                "rnr_naks": totals.rnr_naks,
-                "retries": totals.retries,
-                "errors": totals.errors,
-                "qkey_violations": totals.qkey_violations,
-                "contended_ns": totals.contended_ns,
-            },
+            "counters": self.counters(),
             "qps": qps,
             "cqs": cqs,
             "mrs": mrs,
@@ -126,13 +116,35 @@ impl Rnic {
 
     /// How many queue pairs there are of each type in each state.
     pub(crate) fn queue_pairs(&self) -> BTreeMap<(&'static str, &'static str), u64> {
-        let mut counts = BTreeMap::new();
-        for (_, qp) in self.vm().tables().qps.iter() {
+        type Counts = BTreeMap<(&'static str, &'static str), u64>;
+        self.vm().fold_queue_pairs(|counts: &mut Counts, qp| {
             let kind = qp_type::name(qp.qp_type).unwrap_or("?");
             let state = qp_state::name(qp.state()).unwrap_or("?");
             *counts.entry((kind, state)).or_default() += 1;
-        }
-        counts
+        })
+    }
+
+    /// What was counted of the VM.
+    pub(crate) fn counters(&self) -> Value {
+        let vm = self.vm();
+        let totals = vm.totals();
+        let named = |(name, count): (&str, u64)| (name.to_owned(), json!(count));
+        let errors: Map<_, _> = vm.errors().map(named).collect();
+        let packets = PacketEvent::ALL.map(|(event, name)| (name, vm.packet_events(event)));
+        let packets: Map<_, _> = packets.map(named).into_iter().collect();
+        json!({
+            "tx_messages": totals.tx_messages,
+            "tx_bytes": totals.tx_bytes,
+            "rx_messages": totals.rx_messages,
+            "rx_bytes": totals.rx_bytes,
+            "rnr_naks": totals.rnr_naks,
+            "retries": totals.retries,
+            "errors": totals.errors,
+            "errors_by_status": errors,
+            "qkey_violations": totals.qkey_violations,
+            "contended_ns": totals.contended_ns,
+            "packet_events": packets,
+        })
     }
 }
 

@@ -13,6 +13,8 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use listenfd::ListenFd;
@@ -35,13 +37,46 @@ pub enum Error {
 /// The service manager that has started this process, if one has.
 #[derive(Debug, Default)]
 pub struct Manager {
-    socket: Option<UnixDatagram>,
-    /// The last notification was lost.
-    lost: Cell<bool>,
+    reports: Arc<Reports>,
     sockets: Vec<(PathBuf, UnixListener)>,
     watchdog: Option<Duration>,
     /// When it was told last that the process lives.
     told_alive: Cell<Option<Instant>>,
+}
+
+/// What it is told.
+#[derive(Debug, Default)]
+pub struct Reports {
+    socket: Option<UnixDatagram>,
+    /// The last notification was lost.
+    lost: AtomicBool,
+    /// The process is about to end.
+    ending: AtomicBool,
+}
+
+impl Reports {
+    /// The process has so many devices.
+    pub fn serves(&self, devices: usize) {
+        if self.ending.load(Ordering::Relaxed) {
+            return;
+        }
+        let devices = match devices {
+            1 => "1 device".to_owned(),
+            more => format!("{more} devices"),
+        };
+        self.tell(&format!("STATUS=Serving {devices}"));
+    }
+
+    fn tell(&self, what: &str) {
+        let Some(socket) = &self.socket else {
+            return;
+        };
+        let result = socket.send(what.as_bytes());
+        let was_lost = self.lost.swap(result.is_err(), Ordering::Relaxed);
+        if let (Err(error), false) = (result, was_lost) {
+            warn!("cannot tell the service manager: {error}");
+        }
+    }
 }
 
 impl Manager {
@@ -52,9 +87,12 @@ impl Manager {
     pub fn from_environment() -> Result<Self, Error> {
         let name = env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty());
         let socket = name.as_deref().map(connect).transpose();
-        Ok(Self {
+        let reports = Reports {
             socket: socket.map_err(Error::Notify)?,
-            lost: Cell::new(false),
+            ..Reports::default()
+        };
+        Ok(Self {
+            reports: Arc::new(reports),
             sockets: passed()?,
             watchdog: watchdog(|name| env::var(name).ok()),
             told_alive: Cell::new(None),
@@ -78,13 +116,15 @@ impl Manager {
         }
     }
 
+    /// For others who tell it something.
+    #[must_use]
+    pub fn reports(&self) -> Arc<Reports> {
+        self.reports.clone()
+    }
+
     /// The process serves.
-    pub fn ready(&self, devices: usize) {
-        let devices = match devices {
-            1 => "1 device".to_owned(),
-            more => format!("{more} devices"),
-        };
-        self.tell(&format!("READY=1\nSTATUS=Serving {devices}"));
+    pub fn ready(&self) {
+        self.reports.tell("READY=1");
     }
 
     /// The process ends: at once, or when work requests have completed, in so much time at most.
@@ -93,7 +133,8 @@ impl Manager {
             Duration::ZERO => "Ending".to_owned(),
             most => format!("Completing what VMs have posted, for {most:?} at most"),
         };
-        self.tell(&format!("STOPPING=1\nSTATUS={status}"));
+        self.reports.ending.store(true, Ordering::Relaxed);
+        self.reports.tell(&format!("STOPPING=1\nSTATUS={status}"));
     }
 
     /// The process lives: it is told if it is time to. Returns how long until it is again; none, if it
@@ -106,19 +147,8 @@ impl Manager {
             return Some(left);
         }
         self.told_alive.set(Some(Instant::now()));
-        self.tell("WATCHDOG=1");
+        self.reports.tell("WATCHDOG=1");
         Some(interval)
-    }
-
-    fn tell(&self, what: &str) {
-        let Some(socket) = &self.socket else {
-            return;
-        };
-        let result = socket.send(what.as_bytes());
-        let was_lost = self.lost.replace(result.is_err());
-        if let (Err(error), false) = (result, was_lost) {
-            warn!("cannot tell the service manager: {error}");
-        }
     }
 }
 

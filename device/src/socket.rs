@@ -2,18 +2,21 @@
 //! The process's sockets, who may connect to them, and how the requests of operators come.
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{chown, FileTypeExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use log::debug;
 use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
 use rustix::fs::Mode;
+use rustix::net::sockopt::{set_socket_timeout, Timeout};
+use rustix::net::{shutdown, Shutdown};
 use rustix::process::umask;
 use serde::Deserialize;
 use vmm_sys_util::eventfd::EventFd;
@@ -64,8 +67,17 @@ pub enum Error {
 pub struct BoundSocket {
     path: PathBuf,
     listener: UnixListener,
-    /// Whoever has bound it removes it.
-    of_others: bool,
+    bound_by: BoundBy,
+}
+
+/// Who has bound a socket, and removes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum BoundBy {
+    Us,
+    /// A client, for a device.
+    Client,
+    /// The service manager, which goes on listening at it.
+    Manager,
 }
 
 impl BoundSocket {
@@ -80,24 +92,39 @@ impl BoundSocket {
         Ok(Self {
             path: path.to_owned(),
             listener,
-            of_others: false,
+            bound_by: BoundBy::Us,
         })
     }
 
-    /// A socket at `path` that somebody else has bound, who said who may connect to it, and removes
-    /// it.
+    /// A socket at `path` that a client has bound, who said who may connect to it, and removes it.
     #[must_use]
-    pub fn of_others(path: &Path, listener: UnixListener) -> Self {
+    pub fn of_client(path: &Path, listener: UnixListener) -> Self {
         Self {
             path: path.to_owned(),
             listener,
-            of_others: true,
+            bound_by: BoundBy::Client,
         }
+    }
+
+    /// A socket at `path` that the service manager has bound. It stays there, whatever is served.
+    #[must_use]
+    pub fn of_manager(path: &Path, listener: UnixListener) -> Self {
+        Self {
+            path: path.to_owned(),
+            listener,
+            bound_by: BoundBy::Manager,
+        }
+    }
+
+    /// Whether it is there as long as the service manager wants it.
+    #[must_use]
+    pub fn is_of_manager(&self) -> bool {
+        self.bound_by == BoundBy::Manager
     }
 
     /// Another process serves it from now on, which does not remove it.
     pub fn leave(mut self) {
-        self.of_others = true;
+        self.bound_by = BoundBy::Client;
     }
 
     /// What listens.
@@ -134,7 +161,7 @@ impl BoundSocket {
 
 impl Drop for BoundSocket {
     fn drop(&mut self) {
-        if self.of_others {
+        if self.bound_by != BoundBy::Us {
             return;
         }
         let path = self.path.display();
@@ -399,6 +426,83 @@ pub fn read_request(
     Ok(request)
 }
 
+/// Sends all of `bytes` to a client, in `time` at most.
+///
+/// # Errors
+/// If the client does not read it in that time, or the connection fails.
+pub fn send_all(
+    client: &mut (impl Write + AsFd),
+    mut bytes: &[u8],
+    time: Duration,
+) -> io::Result<()> {
+    let deadline = Instant::now() + time;
+    while !bytes.is_empty() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        // Zero would be no time-out.
+        let left = left.max(Duration::from_millis(1));
+        set_socket_timeout(&*client, Timeout::Send, Some(left))?;
+        match client.write(bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(sent) => bytes = bytes.get(sent..).unwrap_or_default(),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// The client that a thread answers, for others who end that.
+#[derive(Debug, Default)]
+pub struct Answering(Mutex<Answered>);
+
+#[derive(Debug, Default)]
+struct Answered {
+    /// Nobody is answered any longer.
+    over: bool,
+    client: Option<OwnedFd>,
+}
+
+impl Answering {
+    /// Has `answer` answer `client`, if that is not over.
+    ///
+    /// # Errors
+    /// That of `answer`.
+    pub fn answer(
+        &self,
+        client: OwnedFd,
+        answer: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
+        {
+            let mut answered = self.lock();
+            if answered.over {
+                return Ok(());
+            }
+            answered.client = Some(client);
+        }
+        let result = answer();
+        self.lock().client = None;
+        result
+    }
+
+    /// Disconnects the client, so that nothing waits for it, and has no other one answered.
+    pub fn end(&self) {
+        let mut answered = self.lock();
+        answered.over = true;
+        if let Some(client) = &answered.client {
+            // It may have gone.
+            let _ = shutdown(client, Shutdown::Both);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Answered> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 fn bind(path: &Path, access: &Access) -> Result<UnixListener, Error> {
     let listen = |source| Error::Listen {
         path: path.to_owned(),
@@ -443,7 +547,62 @@ fn bind(path: &Path, access: &Access) -> Result<UnixListener, Error> {
 mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
+    use std::thread;
     use vmm_sys_util::tempdir::TempDir;
+
+    /// More than a socket holds.
+    const LONG: usize = 4 << 20;
+
+    #[test]
+    fn a_whole_answer_has_a_time() {
+        let (mut client, mut reader) = UnixStream::pair().unwrap();
+        // It reads, but not nearly as fast as that.
+        let slow = thread::spawn(move || {
+            let mut bytes = [0; 16];
+            while reader.read(&mut bytes).unwrap() != 0 {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let begun = Instant::now();
+        let sent = send_all(&mut client, &vec![0; LONG], Duration::from_millis(100));
+        assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert!(begun.elapsed() < Duration::from_secs(5));
+        // What is on its way would take it long.
+        client.shutdown(std::net::Shutdown::Both).unwrap();
+        drop(client);
+        drop(slow);
+        let (mut client, mut reader) = UnixStream::pair().unwrap();
+        let reads = thread::spawn(move || {
+            let mut all = Vec::new();
+            reader.read_to_end(&mut all).unwrap();
+            all.len()
+        });
+        send_all(&mut client, &vec![0; LONG], Duration::from_secs(20)).unwrap();
+        drop(client);
+        assert_eq!(reads.join().unwrap(), LONG);
+    }
+
+    #[test]
+    fn a_client_that_is_answered_does_not_hold_up_the_end() {
+        let answering = Answering::default();
+        let (client, _reader) = UnixStream::pair().unwrap();
+        let send = || {
+            let long = Duration::from_secs(60);
+            send_all(&mut &client, &vec![0; LONG], long)
+        };
+        let begun = Instant::now();
+        thread::scope(|scope| {
+            let known = client.try_clone().unwrap().into();
+            let answered = scope.spawn(|| answering.answer(known, send));
+            thread::sleep(Duration::from_millis(20));
+            answering.end();
+            assert!(answered.join().unwrap().is_err());
+        });
+        assert!(begun.elapsed() < Duration::from_secs(20));
+        // Others are not begun with.
+        let other = client.into();
+        answering.answer(other, || panic!("answered")).unwrap();
+    }
 
     #[test]
     fn a_socket_has_the_permissions_that_it_is_to_have() {

@@ -24,18 +24,21 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::adapter::{Adapter, Failing};
-use crate::config::{Asked, FaultDirection, FaultsOrOff, Mac, Object};
-use crate::devices::{Devices, Outcome};
+use crate::config::{Asked, FaultDirection, FaultsOrOff, FrontEnd, LimitsArgs, Mac, Object};
+use crate::devices::{self, Devices, Outcome};
 use crate::error::sentence;
 use crate::fabric::wire::capture::{Capture, CaptureFile, Captured};
 use crate::fabric::wire::layer::settings::FaultSettings;
 use crate::fabric::wire::port::Direction;
-use crate::rnic::RnicSettings;
+use crate::limits::Limits;
+use crate::rnic::{Rnic, RnicSettings};
 use crate::sandbox::{Kind, Sandbox};
-use crate::socket::{self, pass_over, read_request, Arrival, BoundSocket, Door, Passing};
+use crate::socket::{
+    self, pass_over, read_request, send_all, Answering, Arrival, BoundSocket, Door, Passing,
+};
 use crate::verbs::gid_policy::mac_text;
 
-/// How long a client may take to read.
+/// How long a client may take to read the answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client may take for its request.
 const REQUEST_TIME: Duration = Duration::from_millis(500);
@@ -63,6 +66,9 @@ pub struct Listed {
     pub link_up: bool,
     /// A VM is attached.
     pub attached: bool,
+    /// What its VMM speaks. Older processes do not say.
+    #[serde(default)]
+    pub front_end: FrontEnd,
 }
 
 /// Why the status of a running process cannot be told.
@@ -171,16 +177,20 @@ pub fn set_device(
     outcome(path, &answer)
 }
 
-/// Has the process behind `path` serve a device no longer. Returns its socket.
+/// Has the process behind `path` serve a device no longer. Returns its socket, if that is to be
+/// removed.
 ///
 /// # Errors
 /// If nobody answers, or the process has no such device.
-pub fn remove_device(path: &Path, device: &str) -> Result<PathBuf, Error> {
+pub fn remove_device(path: &Path, device: &str) -> Result<Option<PathBuf>, Error> {
     check_device(device)?;
     let answer = ask(path, &format!("remove {device}\n"))?;
     outcome(path, &answer)?;
+    if answer["kept"] == true {
+        return Ok(None);
+    }
     let name = answer["name"].as_str();
-    Ok(name.unwrap_or_default().into())
+    Ok(Some(name.unwrap_or_default().into()))
 }
 
 fn outcome(path: &Path, answer: &Value) -> Result<String, Error> {
@@ -200,6 +210,64 @@ pub fn list_devices(path: &Path) -> Result<Vec<Listed>, Error> {
     let mut answer = ask(path, "list\n")?;
     let devices = serde_json::from_value(answer["devices"].take());
     devices.map_err(|_| Error::NoAnswer(path.to_owned()))
+}
+
+/// The sockets that the process behind `path` keeps for devices that may come back: the service
+/// manager has bound them.
+///
+/// # Errors
+/// If nobody answers, or with something else.
+pub fn kept_sockets(path: &Path) -> Result<Vec<PathBuf>, Error> {
+    let mut answer = ask(path, "list\n")?;
+    // Older processes keep none.
+    let kept: Option<_> = serde_json::from_value(answer["kept"].take())
+        .map_err(|_| Error::NoAnswer(path.to_owned()))?;
+    Ok(kept.unwrap_or_default())
+}
+
+/// What the process behind `path` says of its devices when it is asked for `what`: an object for
+/// each, with its `name` and `mac`.
+fn each_device(path: &Path, what: &str) -> Result<Vec<Value>, Error> {
+    let mut answer = ask(path, &format!("{what}\n"))?;
+    match answer["devices"].take() {
+        Value::Array(devices) => Ok(devices),
+        _ => Err(Error::NoAnswer(path.to_owned())),
+    }
+}
+
+/// The limits of the devices of the process behind `path`, each with a `name`, a `mac` and `limits`.
+///
+/// # Errors
+/// If nobody answers, or with something else.
+pub fn limits(path: &Path) -> Result<Vec<Value>, Error> {
+    each_device(path, "limits")
+}
+
+/// The counters of the VMs of the process behind `path`, each with a `name`, a `mac` and `counters`.
+///
+/// # Errors
+/// If nobody answers, or with something else.
+pub fn counters(path: &Path) -> Result<Vec<Value>, Error> {
+    each_device(path, "counters")
+}
+
+/// Changes limits of a device of the process behind `path`. Returns what became of it, in a word.
+///
+/// # Errors
+/// If nobody answers, the process has no such device, or they make no sense.
+pub fn set_limits(path: &Path, device: &str, limits: &LimitsArgs) -> Result<String, Error> {
+    check_device(device)?;
+    let change = json!({ "device": device, "limits": limits });
+    let answer = ask(path, &format!("limits {change}\n"))?;
+    outcome(path, &answer)
+}
+
+/// Limits that are to change.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LimitsChange {
+    device: String,
+    limits: LimitsArgs,
 }
 
 /// A device's name fits into a request.
@@ -316,6 +384,7 @@ fn ask_passing(path: &Path, request: &str, passed: Option<&UnixListener>) -> Res
 pub struct StatusServer {
     _socket: BoundSocket,
     exit: EventFd,
+    answering: Arc<Answering>,
     thread: JoinHandle<()>,
 }
 
@@ -335,7 +404,9 @@ impl StatusServer {
         let failed = |source| socket.error(source);
         let listener = socket.listener()?;
         let exit = EventFd::new(EFD_NONBLOCK).map_err(failed)?;
+        let answering = Arc::new(Answering::default());
         let mut server = Serving {
+            answering: answering.clone(),
             door: Door::new(&listener, &exit).map_err(failed)?,
             listener,
             devices,
@@ -348,6 +419,7 @@ impl StatusServer {
         Ok(Self {
             _socket: socket,
             exit,
+            answering,
             thread,
         })
     }
@@ -358,6 +430,7 @@ impl StatusServer {
             error!("cannot stop the status thread: {e}");
             return;
         }
+        self.answering.end();
         if self.thread.join().is_err() {
             error!("the status thread panicked");
         }
@@ -366,6 +439,7 @@ impl StatusServer {
 
 /// What the thread works with.
 struct Serving {
+    answering: Arc<Answering>,
     listener: UnixListener,
     door: Door,
     devices: Arc<Devices>,
@@ -443,8 +517,12 @@ impl Serving {
     }
 
     fn answer(&mut self) -> io::Result<()> {
-        let (mut stream, _) = self.listener.accept()?;
-        stream.set_write_timeout(Some(TIMEOUT))?;
+        let (stream, _) = self.listener.accept()?;
+        let (answering, client) = (self.answering.clone(), stream.try_clone()?);
+        answering.answer(client.into(), || self.answer_to(stream))
+    }
+
+    fn answer_to(&mut self, mut stream: UnixStream) -> io::Result<()> {
         let whole = |request: &[u8]| request.contains(&b'\n');
         let mut client = Passing::new(&stream);
         let request = read_request(&mut client, REQUEST_TIME, MAX_REQUEST, whole)?;
@@ -474,7 +552,7 @@ impl Serving {
             },
         };
         // In one piece: it is formatted in very many.
-        stream.write_all(format!("{answer}\n").as_bytes())?;
+        send_all(&mut stream, format!("{answer}\n").as_bytes(), TIMEOUT)?;
         stream.shutdown(Shutdown::Both)
     }
 }
@@ -514,6 +592,16 @@ impl Serving {
             let set = || self.set(asked, passed);
             return Some(self.check_operator(client).and_then(|()| set()));
         }
+        if let Some(change) = request.strip_prefix(b"limits ") {
+            let change = || self.set_limits(change);
+            return Some(self.check_operator(client).and_then(|()| change()));
+        }
+        if request == b"limits\n" {
+            return Some(Ok(limits_of(&self.devices)));
+        }
+        if request == b"counters\n" {
+            return Some(Ok(counters_of(&self.devices)));
+        }
         let _ = request.strip_prefix(b"remove ")?;
         let remove = || self.remove(request);
         Some(self.check_operator(client).and_then(|()| remove()))
@@ -523,12 +611,16 @@ impl Serving {
         let asked: Asked = serde_json::from_slice(asked).map_err(|error| error.to_string())?;
         let name = asked.device.socket.display().to_string();
         let outcome = self.devices.set(asked, passed);
-        let outcome = match outcome.map_err(|error| sentence(&error))? {
-            Outcome::Added => "added",
-            Outcome::Changed => "changed",
-            Outcome::Same => "same",
-        };
-        Ok(json!({ "name": name, "outcome": outcome }))
+        became(&name, outcome)
+    }
+
+    fn set_limits(&self, change: &[u8]) -> Result<Value, String> {
+        let change: LimitsChange =
+            serde_json::from_slice(change).map_err(|error| error.to_string())?;
+        let settings = self.devices.settings();
+        let device = find(&settings, &change.device)?;
+        let outcome = self.devices.set_limits(&device.name, &change.limits);
+        became(&device.name, outcome)
     }
 
     fn remove(&self, request: &[u8]) -> Result<Value, String> {
@@ -537,23 +629,66 @@ impl Serving {
         let settings = self.devices.settings();
         let device = find(&settings, name)?;
         let removed = self.devices.remove(&device.name);
-        removed.map_err(|error| sentence(&error))?;
-        Ok(json!({ "name": device.name, "outcome": "removed" }))
+        let kept = removed.map_err(|error| sentence(&error))?;
+        Ok(json!({ "name": device.name, "outcome": "removed", "kept": kept }))
     }
+}
+
+/// The answer to who asked for a device, or for a change of it.
+fn became(name: &str, outcome: Result<Outcome, devices::Error>) -> Result<Value, String> {
+    let outcome = match outcome.map_err(|error| sentence(&error))? {
+        Outcome::Added => "added",
+        Outcome::Changed => "changed",
+        Outcome::Same => "same",
+    };
+    Ok(json!({ "name": name, "outcome": outcome }))
+}
+
+/// The limits of all devices: those that are in force for the VM, if one is attached.
+fn limits_of(devices: &Devices) -> Value {
+    let rnics = devices.adapter().rnics();
+    let of = |device: RnicSettings| {
+        let vm = rnics.iter().find(|rnic| rnic.is_of(&device));
+        let footprint = vm.map(|rnic| rnic.vm().tables().footprint.limit());
+        let limits = Limits {
+            footprint: footprint.or(device.limits.footprint),
+            memory: Some(device.limits.memory()),
+            ..device.limits
+        };
+        let mut limits = json!(limits);
+        let share = device.share.settings();
+        limits["weight"] = share.weight.into();
+        limits["bytes_per_second"] = json!(share.bytes_per_second);
+        limits["messages_per_second"] = json!(share.messages_per_second);
+        json!({ "name": device.name, "mac": mac_text(&device.mac), "limits": limits })
+    };
+    let limits = devices.settings().into_iter().map(of);
+    json!({ "devices": limits.collect::<Vec<_>>() })
+}
+
+/// The counters of all VMs.
+fn counters_of(devices: &Devices) -> Value {
+    let of = |rnic: &Arc<Rnic>| {
+        let RnicSettings { name, mac, .. } = &rnic.settings;
+        json!({ "name": name, "mac": mac_text(mac), "counters": rnic.counters() })
+    };
+    let rnics = devices.adapter().rnics();
+    json!({ "devices": rnics.iter().map(of).collect::<Vec<_>>() })
 }
 
 /// All devices, with a VM or without.
 fn list(devices: &Devices) -> Value {
     let rnics = devices.adapter().rnics();
-    let of = |device: &RnicSettings| Listed {
-        name: device.name.clone(),
+    let of = |(device, front_end): (RnicSettings, FrontEnd)| Listed {
         mac: mac_text(&device.mac),
-        network: device.network.clone(),
         link_up: device.link.is_up(),
-        attached: rnics.iter().any(|rnic| rnic.is_of(device)),
+        attached: rnics.iter().any(|rnic| rnic.is_of(&device)),
+        name: device.name,
+        network: device.network,
+        front_end,
     };
-    let settings = devices.settings();
-    json!({ "devices": settings.iter().map(of).collect::<Vec<_>>() })
+    let listed: Vec<_> = devices.listed().into_iter().map(of).collect();
+    json!({ "devices": listed, "kept": devices.kept_sockets() })
 }
 
 /// The address whose frames are to be captured, or all, and how much of each.
@@ -596,7 +731,7 @@ fn answer(adapter: &Adapter, devices: &[RnicSettings], request: &[u8]) -> Value 
         Ok((device, up)) => {
             adapter.set_link(&device.link, up);
             let state = if up { "up" } else { "down" };
-            info!("{}: the link was taken {state}", device.name);
+            info!(device = device.name; "{}: the link was taken {state}", device.name);
             json!({ "name": device.name, "link_up": up })
         }
         Err(error) => json!({ "error": error }),
@@ -637,7 +772,7 @@ fn change_faults(
         let set = adapter.set_faults(device, *direction, wanted.as_deref().copied());
         set.map_err(|error| error.to_string())?;
     }
-    info!("{}: faults {direction}: {faults}", device.name);
+    info!(device = device.name; "{}: faults {direction}: {faults}", device.name);
     Ok(json!({ "name": device.name, "faults": faults }))
 }
 
@@ -664,7 +799,7 @@ fn fail_object(
     if !adapter.fail(device, what) {
         return Err(format!("{} has no {kind} {number} in use", device.name));
     }
-    info!("{}: {kind} {number} was put in error", device.name);
+    info!(device = device.name; "{}: {kind} {number} was put in error", device.name);
     Ok(json!({ "name": device.name, "failed": number }))
 }
 
@@ -679,7 +814,8 @@ fn command<'a>(
         .and_then(|rest| rest.rsplit_once(' '))
         .ok_or(
             "the requests are: list, link DEVICE up|down, faults DEVICE in|out|both FAULTS|off, \
-             fail DEVICE qp|cq NUMBER, capture snap=BYTES [DEVICE], set JSON, remove DEVICE",
+             fail DEVICE qp|cq NUMBER, limits [JSON], counters, capture snap=BYTES [DEVICE], set JSON, \
+             remove DEVICE",
         )?;
     let up = match state {
         "up" => true,

@@ -57,6 +57,7 @@ impl Named {
         if state.second != second {
             if state.suppressed != 0 {
                 log::warn!(
+                    device = self.name;
                     "{}: {} more messages suppressed",
                     self.name,
                     state.suppressed
@@ -69,7 +70,7 @@ impl Named {
         }
         state.count += 1;
         if state.count <= MOST {
-            log::log!(level, "{}: {what}", self.name);
+            log::log!(level, device = self.name; "{}: {what}", self.name);
         } else {
             state.count = MOST;
             state.suppressed += 1;

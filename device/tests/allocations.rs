@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The data path allocates nothing: what a worker does for messages of every kind, counted.
+//! The data path allocates nothing: what a worker does for messages of every kind, counted, between
+//! VMs of a process, and over the wire, with packets that are sent and received over loopback.
 //!
 //! Only the rounds of the worker are counted, after every ring went round once: until then, its
 //! lists grow to the size that they need.
@@ -7,20 +8,22 @@
 mod common;
 
 use allocation_counter::measure;
-use common::{Bed, Flow, Workload, WORKLOADS};
+use common::{BedKind, Beds, Flow, Workload, WORKLOADS};
 
 /// Messages until every ring went round, and again while allocations are counted.
 const MESSAGES: u32 = 2048;
 
 #[test]
 fn messages_of_every_kind_allocate_nothing() {
-    let mut bed = Bed::new();
+    let mut beds = Beds::new();
     for workload in WORKLOADS {
-        let flow = Flow::new(&bed, workload);
+        let bed = beds.of(&workload);
+        let flow = Flow::new(bed, workload);
         let steps = MESSAGES.div_ceil(flow.messages());
         for _ in 0..steps {
             flow.step(|| bed.round());
         }
+        let frames = bed.frames();
         let mut rounds = 0;
         let mut allocations = 0;
         for _ in 0..steps {
@@ -31,16 +34,28 @@ fn messages_of_every_kind_allocate_nothing() {
         }
         assert!(rounds >= steps, "{}: {rounds} rounds", workload.name);
         assert_eq!(allocations, 0, "{}", workload.name);
+        // Each message over the wire is a packet at least; no other is any.
+        let frames = bed.frames() - frames;
+        let least = match workload.bed {
+            BedKind::Local | BedKind::BesideIdleWire => 0,
+            BedKind::Wired => u64::from(steps * flow.messages()),
+        };
+        assert!(
+            frames >= least && (least != 0 || frames == 0),
+            "{}: {frames} frames",
+            workload.name
+        );
     }
 }
 
 /// Nor does it while it waits for the next message of a queue pair.
 #[test]
 fn waiting_for_messages_allocates_nothing() {
-    let mut bed = Bed::new();
+    let mut beds = Beds::new();
     let one_by_one = |workload: &&Workload| workload.name.ends_with("one by one");
     for workload in WORKLOADS.iter().filter(one_by_one) {
-        let flow = Flow::new(&bed, *workload);
+        let bed = beds.of(workload);
+        let flow = Flow::new(bed, *workload);
         for _ in 0..MESSAGES {
             flow.step(|| bed.round());
         }
@@ -56,10 +71,12 @@ fn waiting_for_messages_allocates_nothing() {
                 allocations += measure(|| waits += u32::from(bed.busy_round())).count_total;
             }
         });
-        // Datagrams and atomic operations do not wait.
+        // Neither datagrams and atomic operations wait, nor what goes over the wire.
+        let local = workload.name.strip_prefix("beside an idle wire: ");
+        let name = local.unwrap_or(workload.name);
         let plain = ["WRITE", "READ", "SEND"]
             .iter()
-            .any(|verb| workload.name.starts_with(verb));
+            .any(|verb| name.starts_with(verb));
         assert!(waits > 0 || !plain, "{}: no wait", workload.name);
         assert_eq!(allocations, 0, "{}", workload.name);
     }

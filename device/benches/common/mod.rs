@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Two VMs and the device in one process, with workers that run when they are told to: what the
 //! device does for a message, by itself.
-use std::net::UdpSocket;
+use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -24,8 +24,9 @@ use vhost_device_rdma_bare::{
     Address, Connection, Context, Cq, Mr, Pd, Qp, QpOptions, Srq, SrqOptions, Uses, Vm, VmOptions,
 };
 
-/// Bytes of a message.
+/// Bytes of a message, and of a long one.
 const SIZE: u32 = 64;
+const LONG: u32 = 64 << 10;
 /// Work requests of a list.
 const LIST: u32 = 32;
 /// Work requests of a list that is the whole budget of a queue pair that is alone.
@@ -68,47 +69,58 @@ impl Bed {
     #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn wired() -> Self {
         let directory = directory();
-        let free = || {
-            let socket = UdpSocket::bind("127.0.0.1:0").expect("a port");
-            socket.local_addr().expect("an address")
-        };
-        let ports = [free(), free()];
-        let (mut adapters, mut work) = (Vec::new(), Vec::new());
-        let mut servers = Vec::new();
-        let sockets =
-            [(1, ports[0], ports[1]), (2, ports[1], ports[0])].map(|(i, local, remote)| {
-                let path = directory.join(format!("vm{i}"));
-                let config = directory.join(format!("config{i}"));
-                let text = format!(
-                    "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:00:0{i}'\n\
+        let ports = [free_address(), free_address()];
+        let parts = [(1, ports[0], ports[1]), (2, ports[1], ports[0])].map(|(i, local, remote)| {
+            let path = directory.join(format!("vm{i}"));
+            let text = format!(
+                "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:00:0{i}'\n\
                  dgram = {{ local = '{local}', remote = '{remote}', mtu = 9000 }}\n",
-                    path.display()
-                );
-                std::fs::write(&config, text).expect("a file");
-                let args = ServeArgs {
-                    config: Some(config),
-                    workers: Some(1),
-                    ..ServeArgs::default()
-                };
-                let config = Config::new(args).expect("a configuration");
-                let settings = AdapterSettings {
-                    uplinks: config.uplinks.open().expect("a socket"),
-                    ..config.adapter
-                };
-                let (adapter, loops) = Adapter::without_threads(&settings).expect("an adapter");
-                for (asked, device) in config.devices {
-                    servers.push(serve(&asked.socket, &adapter, device));
-                }
-                adapters.push(adapter);
-                work.extend(loops);
-                path
-            });
+                path.display()
+            );
+            (path, configured(&directory, &text))
+        });
+        let (mut adapters, mut work, mut servers) = (Vec::new(), Vec::new(), Vec::new());
+        let sockets = parts.map(|(path, (adapter, loops, serving))| {
+            adapters.push(adapter);
+            work.extend(loops);
+            servers.extend(serving);
+            path
+        });
         Self {
             a: connect(&sockets[0], Some(address(1))),
             b: connect(&sockets[1], Some(address(2))),
             neighbour: PathBuf::new(),
             work,
             adapters,
+            servers,
+            directory,
+        }
+    }
+
+    /// As [`Self::new`], with a way out of the process that nothing goes over: the VMs meet in it.
+    #[allow(dead_code)] // this file is part of three programs, and not all of them use it
+    pub fn beside_idle_wire() -> Self {
+        let directory = directory();
+        let [own, other] = [free_address(), free_address()];
+        let sockets = [1, 2].map(|i| directory.join(format!("vm{i}")));
+        let devices = sockets.iter().zip(1..).map(|(path, i)| {
+            format!(
+                "[[device]]\nsocket = '{}'\nmac = '52:54:00:00:00:0{i}'\nvni = 7\n",
+                path.display()
+            )
+        });
+        let text = format!(
+            "[wire]\naddress = '{own}'\n[[wire.host]]\naddress = '{other}'\n\
+             gids = ['10.0.1.0/24']\n{}",
+            devices.collect::<String>()
+        );
+        let (adapter, work, servers) = configured(&directory, &text);
+        Self {
+            a: connect(&sockets[0], Some(address(1))),
+            b: connect(&sockets[1], Some(address(2))),
+            neighbour: PathBuf::new(),
+            work,
+            adapters: vec![adapter],
             servers,
             directory,
         }
@@ -161,8 +173,78 @@ impl Bed {
     /// the last queue pair.
     #[allow(dead_code)] // this file is part of three programs, and not all of them use it
     pub fn busy_round(&mut self) -> bool {
-        self.work.first_mut().is_some_and(Loop::busy_round)
+        let mut found = false;
+        for work in &mut self.work {
+            found |= work.busy_round();
+        }
+        found
     }
+
+    /// Frames that have come over the wire.
+    #[allow(dead_code)] // this file is part of three programs, and not all of them use it
+    pub fn frames(&self) -> u64 {
+        let count = |adapter: &Arc<Adapter>| {
+            let frames = &adapter.status()["workers"][0]["wire"]["received_frames"];
+            frames.as_u64().unwrap_or_default()
+        };
+        self.adapters.iter().map(count).sum()
+    }
+}
+
+/// A bed of each kind.
+#[allow(dead_code)] // this file is part of three programs, and not all of them use it
+pub struct Beds {
+    local: Bed,
+    beside_idle_wire: Bed,
+    wired: Bed,
+}
+
+#[allow(dead_code)] // this file is part of three programs, and not all of them use it
+impl Beds {
+    /// All of them.
+    pub fn new() -> Self {
+        Self {
+            local: Bed::new(),
+            beside_idle_wire: Bed::beside_idle_wire(),
+            wired: Bed::wired(),
+        }
+    }
+
+    /// The one that a workload needs.
+    pub fn of(&mut self, workload: &Workload) -> &mut Bed {
+        match workload.bed {
+            BedKind::Local => &mut self.local,
+            BedKind::BesideIdleWire => &mut self.beside_idle_wire,
+            BedKind::Wired => &mut self.wired,
+        }
+    }
+}
+
+/// A UDP address of this host that nobody uses.
+fn free_address() -> SocketAddr {
+    let socket = UdpSocket::bind("127.0.0.1:0").expect("a port");
+    socket.local_addr().expect("an address")
+}
+
+/// An adapter as a configuration file has it, with its loops, and what serves its devices.
+fn configured(directory: &Path, text: &str) -> (Arc<Adapter>, Vec<Loop>, Vec<Server>) {
+    let path = directory.join("config");
+    std::fs::write(&path, text).expect("a file");
+    let args = ServeArgs {
+        config: Some(path),
+        workers: Some(1),
+        ..ServeArgs::default()
+    };
+    let config = Config::new(args).expect("a configuration");
+    let settings = AdapterSettings {
+        uplinks: config.uplinks.open().expect("a socket"),
+        ..config.adapter
+    };
+    let (adapter, loops) = Adapter::without_threads(&settings).expect("an adapter");
+    let devices = config.devices.into_iter();
+    let servers = devices.map(|(asked, device)| serve(&asked.socket, &adapter, device));
+    let servers = servers.collect();
+    (adapter, loops, servers)
 }
 
 /// The GID of an IPv4 address.
@@ -234,37 +316,58 @@ pub struct Workload {
     /// Its name.
     pub name: &'static str,
     verb: Verb,
+    /// Bytes of a message.
+    size: u32,
     /// Work requests that are posted at a time, of which the last is signaled.
     list: u32,
     /// Queue pairs, that have one list each.
     qps: u32,
     /// Contexts of a neighbour, in which nothing happens.
     idle_contexts: u32,
-    /// Between two adapters, for [`Bed::wired`].
+    /// The bed that it needs.
     #[allow(dead_code)] // this file is part of three programs, and not all of them use it
-    pub wire: bool,
+    pub bed: BedKind,
+}
+
+/// What kind of bed a workload needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BedKind {
+    /// [`Bed::new`].
+    Local,
+    /// [`Bed::beside_idle_wire`].
+    BesideIdleWire,
+    /// [`Bed::wired`].
+    Wired,
 }
 
 const fn workload(name: &'static str, verb: Verb, list: u32, qps: u32) -> Workload {
     Workload {
         name,
         verb,
+        size: SIZE,
         list,
         qps,
         idle_contexts: 0,
-        wire: false,
+        bed: BedKind::Local,
     }
 }
 
 const fn wire(name: &'static str, verb: Verb, list: u32) -> Workload {
     Workload {
-        wire: true,
+        bed: BedKind::Wired,
         ..workload(name, verb, list, 1)
     }
 }
 
+const fn beside_idle_wire(name: &'static str, verb: Verb, list: u32, qps: u32) -> Workload {
+    Workload {
+        bed: BedKind::BesideIdleWire,
+        ..workload(name, verb, list, qps)
+    }
+}
+
 /// All of them.
-pub const WORKLOADS: [Workload; 22] = [
+pub const WORKLOADS: [Workload; 27] = [
     workload("a poll iteration that finds nothing", Verb::Nothing, 1, 1),
     workload("WRITE, one by one", Verb::Write, 1, 1),
     Workload {
@@ -295,8 +398,26 @@ pub const WORKLOADS: [Workload; 22] = [
     workload("datagram, one by one", Verb::Datagram, 1, 1),
     workload("datagram, lists of 32", Verb::Datagram, LIST, 1),
     workload("datagram, to two VMs in turn", Verb::DatagramInTurn, 2, 1),
+    beside_idle_wire("beside an idle wire: WRITE, one by one", Verb::Write, 1, 1),
+    beside_idle_wire(
+        "beside an idle wire: WRITE, lists of 32",
+        Verb::Write,
+        LIST,
+        1,
+    ),
+    beside_idle_wire(
+        "beside an idle wire: WRITE, 1,000 queue pairs",
+        Verb::Write,
+        1,
+        MANY,
+    ),
     wire("over the wire: WRITE, one by one", Verb::Write, 1),
     wire("over the wire: WRITE, lists of 32", Verb::Write, LIST),
+    Workload {
+        size: LONG,
+        ..wire("over the wire: WRITE of 64 KiB, one by one", Verb::Write, 1)
+    },
+    wire("over the wire: FETCH_ADD, one by one", Verb::FetchAdd, 1),
     wire("over the wire: SEND, lists of 32", Verb::Send, LIST),
     wire("over the wire: READ, lists of 32", Verb::Read, LIST),
     wire("over the wire: datagram, lists of 32", Verb::Datagram, LIST),
@@ -475,7 +596,7 @@ impl Flow {
             } else {
                 (&self.to, peer)
             };
-            let sges = [end.mr.sge(0, SIZE + GRH)];
+            let sges = [end.mr.sge(0, self.workload.size + GRH)];
             match &end.srq {
                 Some(srq) => srq.post_recv(u64::from(i), &sges),
                 None => qp.post_recv(u64::from(i), &sges),
@@ -511,7 +632,7 @@ impl Flow {
     fn sges(&self) -> [Sge; 1] {
         let size = match self.workload.verb {
             Verb::FetchAdd => 8,
-            _ => SIZE,
+            _ => self.workload.size,
         };
         [self.from.mr.sge(0, size)]
     }

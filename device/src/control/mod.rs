@@ -254,6 +254,7 @@ fn query_port(rnic: &Rnic, body: &QueryPort) -> Result<Vec<u8>, Error> {
         rnr_naks: totals.rnr_naks,
         retries: totals.retries,
         errors: totals.errors,
+        bad_pkey_cntr: totals.pkey_violations as u32,
         qkey_viol_cntr: totals.qkey_violations as u32,
         ..QueryPortResponse::default()
     };

@@ -27,7 +27,6 @@ use super::events::EventSink;
 use super::queue_pair::{Qp, QpParts};
 use super::responder::Responder;
 use super::send_queue::SendQueue;
-use super::share::ShareSettings;
 use super::tables::{Gid, Pd};
 use super::vm::{
     Congestion, Link, Local, Network, Schedule, Segment, Uplink, Vm, VmSettings, Warn,
@@ -268,7 +267,7 @@ impl Guest {
                 qp_numbers,
                 qp_order: Arc::default(),
                 link: Arc::new(Link::default()),
-                share: ShareSettings::default(),
+                share: Arc::default(),
                 uplink,
                 workers: vec![run_list.clone()],
                 warnings: Box::new(warnings.clone()),

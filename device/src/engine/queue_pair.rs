@@ -88,7 +88,7 @@ pub struct Qp {
     /// Multicast messages of its own VM do not reach it.
     pub block_multicast_loopback: bool,
     /// Its VM has caps.
-    pub(crate) capped: bool,
+    capped: AtomicBool,
     /// Its messages, or some of them, leave this process.
     leaves: AtomicBool,
     state: AtomicU8,
@@ -231,7 +231,7 @@ impl Qp {
         } = parts;
         let (send_queue, responder) = (parts.send_queue, parts.responder);
         Self {
-            capped: vm.caps().is_some(),
+            capped: AtomicBool::new(vm.caps().is_some()),
             // Where a datagram goes, each says itself. That a queue pair of iWARP stays, its connection
             // shows.
             leaves: AtomicBool::new(
@@ -378,6 +378,19 @@ impl Qp {
     /// Has its worker poll it soon.
     pub(crate) fn schedule(self: &Arc<Self>) {
         self.worker.schedule(self);
+    }
+
+    /// Whether its VM has caps.
+    #[inline]
+    pub(crate) fn is_capped(&self) -> bool {
+        self.capped.load(Ordering::Relaxed)
+    }
+
+    /// Its VM has other caps than before, or none: what waits for the old ones looks again.
+    pub(super) fn set_capped(self: &Arc<Self>, capped: bool) {
+        if self.capped.swap(capped, Ordering::Relaxed) {
+            self.schedule();
+        }
     }
 
     /// The send queue.

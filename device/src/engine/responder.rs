@@ -515,7 +515,7 @@ impl Responder {
     ) -> Answer {
         if self.qkey != datagram.qkey {
             qp.vm.count_qkey_violation(origin.worker);
-            return Answer::NoAnswer;
+            return Answer::Refused(WcError::new(wc_status::REM_INV_REQ_ERR, vendor_err::QKEY));
         }
         let at = MessageContext {
             tables,
@@ -525,8 +525,8 @@ impl Responder {
             pd: qp.pd,
             receive_pd: self.receive_pd(qp, None),
         };
-        if self.take_receive(&at, true, message, GRH as u64).is_err() {
-            return Answer::NoAnswer;
+        if let Err(answer) = self.take_receive(&at, true, message, GRH as u64) {
+            return answer;
         }
         let grh = datagram.grh(message.length);
         let header = &mut DataSource::Bytes(&grh);
@@ -546,8 +546,7 @@ impl Responder {
             }
             Err(Fault::Destination(key)) => {
                 let remote = wc_status::REM_OP_ERR;
-                self.bad_receive(&at, wc_status::LOC_PROT_ERR, key.0, remote);
-                return Answer::NoAnswer;
+                return self.bad_receive(&at, wc_status::LOC_PROT_ERR, key.0, remote);
             }
         }
         let Some(inbound) = self.inbound.take() else {
@@ -647,7 +646,8 @@ impl Responder {
         if !self.reach(message.length + header) {
             if datagram {
                 // It stays claimed for the next datagram.
-                return Err(Answer::NoAnswer);
+                let (status, reason) = (wc_status::REM_INV_REQ_ERR, vendor_err::RECV_TOO_SHORT);
+                return Err(Answer::Refused(WcError::new(status, reason)));
             }
             return Err(self.too_short(at));
         }
@@ -849,8 +849,8 @@ impl Responder {
 }
 
 impl Qp {
-    /// Takes a datagram, whole. Where it cannot be received there is no answer: it is dropped, and
-    /// nobody told.
+    /// Takes a datagram, whole. Where it cannot be received it is dropped, and its sender is not told: the
+    /// answer is for those who look.
     pub(crate) fn take_datagram(
         self: &Arc<Self>,
         tables: &Tables,

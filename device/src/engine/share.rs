@@ -2,7 +2,7 @@
 //! What a VM may have of the workers: its weight beside other VMs, and caps that hold even if
 //! nobody else wants anything.
 use std::num::NonZeroU64;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 
 use super::Budget;
 
@@ -36,30 +36,40 @@ impl Default for ShareSettings {
     }
 }
 
-/// A rate that is not exceeded but by a burst. All workers draw on it.
-#[derive(Debug)]
+/// A rate that is not exceeded but by a burst, or none. All workers draw on it.
+#[derive(Debug, Default)]
 struct Rate {
-    per_second: NonZeroU64,
+    /// 0: no limit.
+    per_second: AtomicU64,
     /// When what was spent is paid for, nanoseconds.
     paid: AtomicU64,
 }
 
 impl Rate {
-    fn new(per_second: NonZeroU64) -> Self {
-        Self {
-            per_second,
-            paid: AtomicU64::new(0),
+    fn get(&self) -> Option<NonZeroU64> {
+        NonZeroU64::new(self.per_second.load(Ordering::Relaxed))
+    }
+
+    fn set(&self, per_second: Option<NonZeroU64>) {
+        let new = per_second.map_or(0, NonZeroU64::get);
+        if self.per_second.swap(new, Ordering::Relaxed) != new {
+            // What was spent was to be paid for at the old rate, which may take years.
+            self.paid.store(0, Ordering::Relaxed);
         }
     }
 
     /// When more may be spent, if not at `now`.
     fn wait(&self, now: u64) -> Option<u64> {
+        self.get()?;
         let until = self.paid.load(Ordering::Relaxed).saturating_sub(BURST);
         (until > now).then_some(until)
     }
 
     fn spend(&self, now: u64, amount: u64) {
-        let time = u128::from(amount) * u128::from(SECOND) / u128::from(self.per_second.get());
+        let Some(per_second) = self.get() else {
+            return;
+        };
+        let time = u128::from(amount) * u128::from(SECOND) / u128::from(per_second.get());
         let time = u64::try_from(time).unwrap_or(u64::MAX);
         let later = |paid: u64| Some(paid.max(now).saturating_add(time));
         // It always changes it.
@@ -69,45 +79,87 @@ impl Rate {
     }
 }
 
-/// The caps of a VM that has any.
-#[derive(Debug)]
+/// The caps of a VM.
+#[derive(Debug, Default)]
 pub(crate) struct Caps {
-    bytes: Option<Rate>,
-    messages: Option<Rate>,
+    bytes: Rate,
+    messages: Rate,
 }
 
 impl Caps {
-    pub(super) fn new(settings: &ShareSettings) -> Option<Self> {
-        let (bytes, messages) = (settings.bytes_per_second, settings.messages_per_second);
-        (bytes.is_some() || messages.is_some()).then(|| Self {
-            bytes: bytes.map(Rate::new),
-            messages: messages.map(Rate::new),
-        })
-    }
-
-    fn rates(&self) -> impl Iterator<Item = &Rate> {
-        self.bytes.iter().chain(&self.messages)
-    }
-
     /// When the VM may send again, if not at `now`; nanoseconds.
     pub(crate) fn wait(&self, now: u64) -> Option<u64> {
-        self.rates().filter_map(|rate| rate.wait(now)).max()
+        self.bytes.wait(now).max(self.messages.wait(now))
     }
 
     /// The VM has sent so much.
     pub(crate) fn spend(&self, now: u64, done: Budget) {
-        if let Some(bytes) = &self.bytes {
-            bytes.spend(now, done.bytes);
+        self.bytes.spend(now, done.bytes);
+        self.messages.spend(now, done.messages.into());
+    }
+}
+
+/// What a VM has of the workers: the same for all VMs that a device has one after the other. The
+/// operator may change it.
+#[derive(Debug)]
+pub struct WorkerShare {
+    weight: AtomicU16,
+    caps: Caps,
+}
+
+impl WorkerShare {
+    /// This one.
+    #[must_use]
+    pub fn new(settings: &ShareSettings) -> Self {
+        let share = Self {
+            weight: AtomicU16::new(USUAL_WEIGHT),
+            caps: Caps::default(),
+        };
+        share.set(settings);
+        share
+    }
+
+    /// As it is now.
+    #[must_use]
+    pub fn settings(&self) -> ShareSettings {
+        ShareSettings {
+            weight: self.weight.load(Ordering::Relaxed),
+            bytes_per_second: self.caps.bytes.get(),
+            messages_per_second: self.caps.messages.get(),
         }
-        if let Some(messages) = &self.messages {
-            messages.spend(now, done.messages.into());
-        }
+    }
+
+    /// Changes it.
+    pub(crate) fn set(&self, settings: &ShareSettings) {
+        self.weight.store(settings.weight, Ordering::Relaxed);
+        self.caps.bytes.set(settings.bytes_per_second);
+        self.caps.messages.set(settings.messages_per_second);
+    }
+
+    /// The caps, if there are any.
+    #[inline]
+    pub(super) fn caps(&self) -> Option<&Caps> {
+        let caps = &self.caps;
+        let any = caps.bytes.get().is_some() || caps.messages.get().is_some();
+        any.then_some(caps)
+    }
+
+    /// What a poll that costs a worker so much counts.
+    #[inline]
+    pub(super) fn weighed(&self, cost: u64) -> u64 {
+        weighed(cost, self.weight.load(Ordering::Relaxed))
+    }
+}
+
+impl Default for WorkerShare {
+    fn default() -> Self {
+        Self::new(&ShareSettings::default())
     }
 }
 
 /// What a poll that costs a worker so much counts for a VM of this weight.
 #[inline]
-pub(super) fn weighed(cost: u64, weight: u16) -> u64 {
+fn weighed(cost: u64, weight: u16) -> u64 {
     if weight == USUAL_WEIGHT {
         return cost;
     }
@@ -120,7 +172,8 @@ mod tests {
 
     /// Sends messages of `bytes` for a second whenever it may; returns how many.
     fn send(settings: &ShareSettings, bytes: u64) -> u64 {
-        let caps = Caps::new(settings).unwrap();
+        let share = WorkerShare::new(settings);
+        let caps = share.caps().unwrap();
         let (mut now, mut sent) = (5 * SECOND, 0);
         let end = now + SECOND;
         while now < end {
@@ -142,7 +195,7 @@ mod tests {
     #[test]
     fn caps_hold() {
         let usual = ShareSettings::default();
-        assert!(Caps::new(&usual).is_none());
+        assert!(WorkerShare::new(&usual).caps().is_none());
         let messages = ShareSettings {
             messages_per_second: NonZeroU64::new(1000),
             ..usual
@@ -159,6 +212,34 @@ mod tests {
             ..usual
         };
         assert_eq!(send(&least, u64::MAX), 1);
+    }
+
+    #[test]
+    fn what_was_spent_is_not_paid_for_at_another_rate() {
+        let least = ShareSettings {
+            messages_per_second: NonZeroU64::new(1),
+            ..ShareSettings::default()
+        };
+        let share = WorkerShare::new(&least);
+        let done = Budget {
+            messages: 1000,
+            bytes: 0,
+        };
+        share.caps().unwrap().spend(0, done);
+        assert!(share.caps().unwrap().wait(SECOND).is_some());
+        let more = ShareSettings {
+            messages_per_second: NonZeroU64::new(1000),
+            ..least
+        };
+        share.set(&more);
+        assert_eq!(share.settings(), more);
+        assert_eq!(share.caps().unwrap().wait(SECOND), None);
+        // The same once more is no other rate.
+        share.caps().unwrap().spend(SECOND, done);
+        share.set(&more);
+        assert!(share.caps().unwrap().wait(SECOND).is_some());
+        share.set(&ShareSettings::default());
+        assert!(share.caps().is_none());
     }
 
     #[test]

@@ -18,7 +18,7 @@ use virtio_rdma_spec::verbs::{mtu, wc_status};
 
 use super::binding::serial;
 use super::queue_pair::Qp;
-use super::share::{weighed, Caps, ShareSettings};
+use super::share::{Caps, WorkerShare};
 use super::tables::Tables;
 use crate::footprint::Footprint;
 use crate::limits::Limits;
@@ -138,6 +138,9 @@ impl PacketEvent {
 /// Statuses that a work request can fail with, and success.
 const STATUSES: usize = wc_status::GENERAL_ERR as usize + 1;
 
+/// Places of a table that are gone through at a time.
+const PIECE: usize = 1024;
+
 /// What a worker counts of a VM. Only that worker writes.
 #[derive(Debug, Default)]
 struct Counters {
@@ -150,6 +153,7 @@ struct Counters {
     /// By status (`wc_status`).
     errors: [AtomicU64; STATUSES],
     qkey_violations: AtomicU64,
+    pkey_violations: AtomicU64,
     /// What the VM has had of the worker's time: what its polls cost, by its weight.
     used: AtomicU64,
     contended_ns: AtomicU64,
@@ -184,6 +188,8 @@ pub struct Totals {
     pub errors: u64,
     /// Datagrams with a wrong Q_Key.
     pub qkey_violations: u64,
+    /// Packets with a wrong P_Key.
+    pub pkey_violations: u64,
     /// How long workers polled its queue pairs while other VMs had work, too, nanoseconds.
     pub contended_ns: u64,
 }
@@ -255,7 +261,7 @@ pub struct VmSettings {
     /// The link.
     pub link: Arc<Link>,
     /// What it may have of the workers.
-    pub share: ShareSettings,
+    pub share: Arc<WorkerShare>,
     /// The way out of this process, if it has one.
     pub uplink: Option<Uplink>,
     /// The workers.
@@ -278,8 +284,7 @@ pub struct Vm {
     /// Feature bits that the driver accepted.
     features: AtomicU64,
     link: Arc<Link>,
-    weight: u16,
-    caps: Option<Caps>,
+    share: Arc<WorkerShare>,
     uplink: Option<Uplink>,
     /// The driver has the port up.
     up_for_driver: AtomicBool,
@@ -321,8 +326,7 @@ impl Vm {
                 tables: Shared::new(readers, tables),
                 features: AtomicU64::new(0),
                 link,
-                weight: share.weight,
-                caps: Caps::new(&share),
+                share,
                 uplink,
                 up_for_driver: AtomicBool::new(true),
                 workers,
@@ -419,6 +423,35 @@ impl Vm {
         self.tables.read()
     }
 
+    /// Goes through all queue pairs, a piece of the table at a time, so that who changes it does not
+    /// wait for long, and begins anew if they are elsewhere meanwhile.
+    pub(crate) fn fold_queue_pairs<T: Default>(&self, mut add: impl FnMut(&mut T, &Arc<Qp>)) -> T {
+        let mut sum = T::default();
+        let (mut place, mut places) = (0, 0);
+        loop {
+            let tables = self.tables();
+            let qps = &tables.qps;
+            if qps.places() != places {
+                // There is twice the room each time, so that ends.
+                (place, places, sum) = (0, qps.places(), T::default());
+            }
+            if place >= places {
+                return sum;
+            }
+            for qp in qps.at_places(place, PIECE) {
+                add(&mut sum, qp);
+            }
+            place += PIECE;
+        }
+    }
+
+    /// The operator has changed what it has of the workers.
+    pub(crate) fn share_changed(&self) {
+        // A queue pair that is made from now on sees it.
+        let capped = self.caps().is_some();
+        self.fold_queue_pairs(|(), qp| qp.set_capped(capped));
+    }
+
     /// The tables, to change them. Returns when no access to guest memory is under way.
     pub(crate) fn tables_mut(&self) -> sync::Write<'_, Tables> {
         self.tables.write()
@@ -471,13 +504,13 @@ impl Vm {
     /// The caps, if it has any.
     #[inline]
     pub(crate) fn caps(&self) -> Option<&Caps> {
-        self.caps.as_ref()
+        self.share.caps()
     }
 
     /// What a poll that costs a worker so much counts for this VM.
     #[inline]
     pub(crate) fn weighed(&self, cost: u64) -> u64 {
-        weighed(cost, self.weight)
+        self.share.weighed(cost)
     }
 
     /// Adds to what the VM has had of a worker's time.
@@ -554,6 +587,12 @@ impl Vm {
         }
     }
 
+    pub(crate) fn count_pkey_violation(&self, worker: u16) {
+        if let Some(counters) = self.counters(worker) {
+            add(&counters.pkey_violations, 1);
+        }
+    }
+
     /// Sums of all counters.
     #[must_use]
     pub fn totals(&self) -> Totals {
@@ -570,6 +609,7 @@ impl Vm {
                 retries: sum(t.retries, &c.retries),
                 errors: c.errors.iter().fold(t.errors, sum),
                 qkey_violations: sum(t.qkey_violations, &c.qkey_violations),
+                pkey_violations: sum(t.pkey_violations, &c.pkey_violations),
                 contended_ns: sum(t.contended_ns, &c.contended_ns),
             }
         })

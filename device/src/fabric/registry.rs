@@ -234,7 +234,6 @@ mod tests {
 
     use super::*;
     use crate::engine::fixture::Warnings;
-    use crate::engine::share::ShareSettings;
     use crate::engine::vm::VmSettings;
     use crate::limits::Limits;
     use crate::verbs::numbers::NUMBERS;
@@ -290,7 +289,7 @@ mod tests {
                 qp_numbers: NUMBERS,
                 qp_order: Arc::default(),
                 link: links[*device].clone(),
-                share: ShareSettings::default(),
+                share: Arc::default(),
                 uplink: None,
                 workers: Vec::new(),
                 warnings: Box::new(Warnings::default()),

@@ -81,7 +81,7 @@ impl SharedDevice {
         // A panic would be a bug. It must not leave a VM behind that nobody serves.
         let notified = || self.with(|device| device.notified(index));
         if catch_unwind(AssertUnwindSafe(notified)).is_err() {
-            error!("{}: disconnected by a panic", self.name);
+            error!(device:% = self.name; "{}: disconnected by a panic", self.name);
             self.connection.shut_down();
         }
     }

@@ -172,7 +172,7 @@ impl Server {
         let told = self.exit.write(1);
         if let Err(e) = &told {
             let path = self.socket.path().display();
-            error!("cannot stop listening on {path}: {e}");
+            error!(device:% = path; "cannot stop listening on {path}: {e}");
         }
         told.is_ok()
     }
@@ -186,7 +186,7 @@ impl Server {
         // A session that begins after this sees `stopping`.
         self.connection.shut_down();
         if self.thread.join().is_err() {
-            error!("the thread of {path} panicked");
+            error!(device:% = path; "the thread of {path} panicked");
         }
         self.socket
     }
@@ -201,7 +201,8 @@ struct Listening<P> {
 
 impl<P: Protocol> Listening<P> {
     fn run(mut self) {
-        info!("{}: listening", self.vm.path.display());
+        let path = self.vm.path.display();
+        info!(device:% = path; "{path}: listening");
         loop {
             match self.wait() {
                 Ok(true) => {
@@ -218,7 +219,7 @@ impl<P: Protocol> Listening<P> {
                 Ok(false) => return,
                 Err(e) => {
                     let path = self.vm.path.display();
-                    error!("{path}: cannot accept a connection: {e}");
+                    error!(device:% = path; "{path}: cannot accept a connection: {e}");
                     pause();
                 }
             }
@@ -234,7 +235,10 @@ impl<P: Protocol> Listening<P> {
             Ended::ByFrontEnd(reason) | Ended::BySystem(reason) => {
                 log.warn(format_args!("disconnected: {reason}"));
             }
-            Ended::ByPanic => error!("{}: disconnected by a panic", self.vm.path.display()),
+            Ended::ByPanic => {
+                let path = self.vm.path.display();
+                error!(device:% = path; "{path}: disconnected by a panic");
+            }
         }
     }
 

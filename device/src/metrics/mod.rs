@@ -180,7 +180,11 @@ impl Process {
                 "worker_back_offs",
                 "Short waits between looks for work, for which guests need not notify.",
             ),
-            (3, "worker_wake_ups", "Times that a guest woke the worker."),
+            (
+                3,
+                "worker_wake_ups",
+                "Times that a guest, or a message of QEMU, woke the worker.",
+            ),
             (
                 4,
                 "worker_doorbells",

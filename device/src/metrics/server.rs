@@ -2,12 +2,14 @@
 //! Where metrics are asked for: HTTP on a Unix socket, or on a TCP port of the loopback interface.
 //!
 //! One client after the other is answered, and each has a time for its request and for the answer:
-//! a slow one keeps other readers of metrics waiting, and nobody else.
+//! a slow one keeps other readers of metrics waiting, and nobody else. When the process ends, it is
+//! disconnected.
 use std::fmt;
 use std::io::{self, Write};
 use std::net::TcpListener;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixListener;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -16,11 +18,11 @@ use vmm_sys_util::eventfd::{EventFd, EFD_NONBLOCK};
 
 use super::Metrics;
 use crate::sandbox::{Kind, Sandbox};
-use crate::socket::{read_request, Bound, Client, Door};
+use crate::socket::{read_request, send_all, Answering, Bound, Client, Door};
 
 /// How long a client may take for its request.
 const REQUEST_TIME: Duration = Duration::from_secs(1);
-/// How long a client may take to read a part of the answer.
+/// How long a client may take to read the answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest request, bytes.
 const MAX_REQUEST: usize = 8192;
@@ -46,27 +48,27 @@ impl AsRawFd for Listener {
 }
 
 impl Listener {
-    fn answer_one(&self, metrics: &Metrics) -> io::Result<()> {
+    fn answer_one(&self, answering: &Answering, metrics: &Metrics) -> io::Result<()> {
         match self {
             Self::Unix(listener) => {
-                let (client, _) = listener.accept()?;
-                client.set_write_timeout(Some(TIMEOUT))?;
-                answer(client, metrics)
+                let (mut client, _) = listener.accept()?;
+                let known = client.try_clone()?.into();
+                answering.answer(known, || answer(&mut client, metrics))
             }
             Self::Tcp(listener) => {
-                let (client, _) = listener.accept()?;
-                client.set_write_timeout(Some(TIMEOUT))?;
-                answer(client, metrics)
+                let (mut client, _) = listener.accept()?;
+                let known = client.try_clone()?.into();
+                answering.answer(known, || answer(&mut client, metrics))
             }
         }
     }
 }
 
 /// Answers a client, which is then done with.
-fn answer(mut client: impl Client + Write, metrics: &Metrics) -> io::Result<()> {
+fn answer(client: &mut (impl Client + Write + AsFd), metrics: &Metrics) -> io::Result<()> {
     let whole = |request: &[u8]| request.windows(4).any(|end| end == b"\r\n\r\n");
-    let request = read_request(&mut client, REQUEST_TIME, MAX_REQUEST, whole)?;
-    client.write_all(&answer_to(&request, metrics))
+    let request = read_request(client, REQUEST_TIME, MAX_REQUEST, whole)?;
+    send_all(client, &answer_to(&request, metrics), TIMEOUT)
 }
 
 fn answer_to(request: &[u8], metrics: &Metrics) -> Vec<u8> {
@@ -106,6 +108,7 @@ fn response(status: &str, kind: &str, text: &str, body: bool) -> Vec<u8> {
 pub struct MetricsServer {
     bound: Bound,
     exit: EventFd,
+    answering: Arc<Answering>,
     thread: JoinHandle<()>,
 }
 
@@ -125,11 +128,14 @@ impl MetricsServer {
             Bound::Socket(_) => info!("metrics are told at {bound}"),
             Bound::Port(_) => info!("metrics are told at http://{bound}/metrics"),
         }
-        let run = move || door.serve(|| listener.answer_one(&metrics));
+        let answering = Arc::new(Answering::default());
+        let known = answering.clone();
+        let run = move || door.serve(|| listener.answer_one(&known, &metrics));
         let thread = sandbox.spawn(Kind::Control, "metrics".into(), run)?;
         Ok(Self {
             bound,
             exit,
+            answering,
             thread,
         })
     }
@@ -140,6 +146,7 @@ impl MetricsServer {
             error!("cannot stop telling metrics at {}: {e}", self.bound);
             return;
         }
+        self.answering.end();
         if self.thread.join().is_err() {
             error!("the thread of metrics panicked");
         }

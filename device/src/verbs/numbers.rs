@@ -316,6 +316,18 @@ impl<T: Numbered> Numbers<T> {
         taken.map(|object| (object.number(), object))
     }
 
+    /// How many places there are, taken or free: what [`Self::iter`] has to walk.
+    #[must_use]
+    pub fn places(&self) -> usize {
+        self.places.len()
+    }
+
+    /// The objects at so many places from `place` on. As long as there are as many places, an object
+    /// keeps its own.
+    pub fn at_places(&self, place: usize, count: usize) -> impl Iterator<Item = &T> {
+        self.places.iter().skip(place).take(count).flatten()
+    }
+
     /// All objects, to change them.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.places.iter_mut().flatten()
@@ -346,6 +358,19 @@ mod tests {
 
     fn insert(numbers: &mut Numbers<u32>) -> u32 {
         numbers.insert_with(Ok).unwrap()
+    }
+
+    #[test]
+    fn objects_are_found_piece_by_piece() {
+        let mut numbers = Numbers::new(NUMBERS, 1000);
+        let mut all: Vec<_> = (0..1000).map(|_| insert(&mut numbers)).collect();
+        let pieces = (0..numbers.places()).step_by(300);
+        let found = pieces.flat_map(|place| numbers.at_places(place, 300));
+        let mut found: Vec<_> = found.copied().collect();
+        assert_eq!(numbers.at_places(numbers.places(), 300).count(), 0);
+        all.sort_unstable();
+        found.sort_unstable();
+        assert_eq!(found, all);
     }
 
     // D-OBJ-001, D-OBJ-002, D-OBJ-005.

@@ -126,7 +126,12 @@ impl Backend {
                 size,
             } => {
                 let with = self.mappings.with(flags, offset, (address, size), files);
-                self.remap(with).map(|()| Vec::new())
+                self.remap(with).map(|()| {
+                    if let Some(error) = self.mappings.not_shared().filter(|_| address == 0) {
+                        self.device.warn(&error);
+                    }
+                    Vec::new()
+                })
             }
             Request::DmaUnmap {
                 flags,

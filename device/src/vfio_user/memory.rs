@@ -24,6 +24,11 @@ pub(super) enum Error {
     Map(#[from] crate::memory::Error),
     #[error("the ranges are no memory")]
     Memory(#[source] GuestRegionCollectionError),
+    #[error(
+        "{size:#x} bytes of the VM's memory came without a file: it is not shared (share=on), and \
+         the device cannot use it"
+    )]
+    NotShared { size: u64 },
 }
 
 /// A range that is mapped for DMA.
@@ -31,6 +36,8 @@ pub(super) enum Error {
 struct Range {
     address: u64,
     size: u64,
+    /// The device may write there.
+    writable: bool,
     /// None, if it is no memory that the device can use.
     region: Option<Arc<GuestRegionMmap>>,
 }
@@ -81,9 +88,18 @@ impl Mappings {
         all.0.push(Range {
             address,
             size,
+            writable,
             region: region.transpose()?.map(Arc::new),
         });
         Ok(all)
+    }
+
+    /// What is wrong if the VM's memory is mapped without a file. That of a PC begins at address 0,
+    /// where no device has its own; elsewhere, it may be that of a screen, which has none.
+    pub(super) fn not_shared(&self) -> Option<Error> {
+        let ram = self.0.iter().find(|range| range.address == 0)?;
+        let size = ram.size;
+        (ram.writable && ram.region.is_none()).then_some(Error::NotShared { size })
     }
 
     /// These, without those in a range.
@@ -165,6 +181,21 @@ mod tests {
         assert_eq!(regions(&gone), [(0, 0x1000)]);
         let all = gone.without(UNMAP_ALL, 0, 0).unwrap();
         assert_eq!(regions(&all), []);
+    }
+
+    #[test]
+    fn memory_without_a_file_is_not_shared() {
+        let none = Mappings::default();
+        let with = |address, flags, files| none.with(flags, 0, (address, 0x1000), files);
+        for (address, flags, files, is) in [
+            (0, BOTH, vec![], true),
+            (0, BOTH, file(0x1000), false),
+            (0, DMA_READ, vec![], false),
+            (0xfd00_0000, BOTH, vec![], false),
+        ] {
+            let said = with(address, flags, files).unwrap().not_shared();
+            assert_eq!(said.is_some(), is, "{address:#x} {flags}");
+        }
     }
 
     #[test]

@@ -313,6 +313,7 @@ impl Loop {
     /// pairs at once.
     fn iterate(&mut self, most: usize, polling: Polling) -> Iteration {
         self.refresh();
+        self.positions.end_with(&self.worker.capture);
         self.take_inbox();
         let came = self.look_at_wire() | self.look_at_connections();
         let mut iteration = self.scan(most, polling);
@@ -333,6 +334,9 @@ impl Loop {
         let Some(wire) = &mut self.wire else {
             return false;
         };
+        if !wire.is_due(self.time, &self.queue) {
+            return false;
+        }
         let section = self.reader.enter();
         let (queue, worker) = (&mut self.queue, self.worker.index);
         wire.look(self.time, &section, &self.registry, queue, worker)

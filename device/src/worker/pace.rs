@@ -42,6 +42,11 @@ impl Pace {
             now.saturating_add(SELDOM)
         };
     }
+
+    /// After it was looked: there is something to do at this time, whatever comes.
+    pub(super) fn look_by(&mut self, timer: u64) {
+        self.look_at = self.look_at.min(timer);
+    }
 }
 
 #[cfg(test)]
@@ -63,5 +68,16 @@ mod tests {
         assert!(!pace.is_due(SELDOM + BUSY));
         pace.soon();
         assert!(pace.is_due(SELDOM + BUSY));
+    }
+
+    #[test]
+    fn timers_are_not_late() {
+        let mut pace = Pace::default();
+        pace.looked(0);
+        pace.look_by(5);
+        assert!(!pace.is_due(4) && pace.is_due(5));
+        pace.looked(5);
+        pace.look_by(SELDOM + 6);
+        assert!(!pace.is_due(SELDOM + 4) && pace.is_due(SELDOM + 5));
     }
 }

@@ -199,7 +199,7 @@ impl<'a> Scheduler<'a> {
         cache: &mut LookupCache<'a>,
     ) {
         let Served { tables, qp } = last;
-        if !self.queue.is_empty() || qp.capped {
+        if !self.queue.is_empty() || qp.is_capped() {
             let mut no = self.no_busy_poll();
             self.poll(tables, qp, BUDGET, &mut no, cache);
             return;
@@ -224,7 +224,7 @@ impl<'a> Scheduler<'a> {
     where
         'a: 'b,
     {
-        if qp.capped && self.must_wait(qp) {
+        if qp.is_capped() && self.must_wait(qp) {
             return false;
         }
         count(&self.worker.stats.polls);
@@ -243,7 +243,7 @@ impl<'a> Scheduler<'a> {
         };
         self.cost += cost(done);
         self.useful |= done.messages != 0 || done.bytes != 0;
-        if qp.capped || self.queue.has_others(owner(qp)) {
+        if qp.is_capped() || self.queue.has_others(owner(qp)) {
             self.charge(qp, done);
         }
         match polled {

@@ -202,12 +202,25 @@ impl WireEnd {
     }
 
     /// What was sent leaves now.
+    #[inline(always)]
     pub(super) fn flush(&mut self) {
         self.wire.flush_frames();
     }
 
-    /// Lets leave what was sent, and takes frames that have come, if it is time to look for them.
-    /// Returns whether there were any.
+    /// Lets leave what was sent. Returns whether it is time to look for frames. While nothing goes over the
+    /// wire, this is all that a poll iteration does for it.
+    #[inline(always)]
+    pub(super) fn is_due(&mut self, now: u64, queue: &QpQueue) -> bool {
+        // More may come from the run queue that can leave with what waits.
+        if queue.is_empty() || now >= self.flush_at {
+            self.flush();
+            self.flush_at = now.saturating_add(MOST_WAIT);
+        }
+        self.wire.sent().messages != self.sent.messages || self.pace.is_due(now)
+    }
+
+    /// Takes frames that have come. Returns whether there were any.
+    #[inline(never)]
     pub(super) fn look(
         &mut self,
         now: u64,
@@ -216,17 +229,10 @@ impl WireEnd {
         queue: &mut QpQueue,
         worker: u16,
     ) -> bool {
-        // More may come from the run queue that can leave with what waits.
-        if queue.is_empty() || now >= self.flush_at {
-            self.flush();
-            self.flush_at = now.saturating_add(MOST_WAIT);
-        }
         let sent = self.wire.sent();
         if sent.messages != self.sent.messages {
             self.sent = sent;
             self.pace.busy(now);
-        } else if !self.pace.is_due(now) && self.wire.timer().is_none_or(|at| now < at) {
-            return false;
         }
         let generation = registry.generation();
         if generation != self.generation {
@@ -246,6 +252,9 @@ impl WireEnd {
             self.pace.busy(now);
         }
         self.pace.looked(now);
+        if let Some(timer) = self.wire.timer() {
+            self.pace.look_by(timer);
+        }
         came
     }
 }

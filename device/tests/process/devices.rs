@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Devices that are added, changed and removed while the process runs.
 use std::fs;
-use std::os::unix::net::UnixListener;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::{json, Value};
-use vhost_device_rdma::config::access;
+use vhost_device_rdma::config::{access, FrontEnd};
 use vhost_device_rdma::manage;
 use vhost_device_rdma::status::{list_devices, set_device, Listed};
+use vhost_device_rdma_bare::spec::verbs::wc_status;
 use vhost_device_rdma_bare::Vm;
 use vmm_sys_util::tempdir::TempDir;
 
-use crate::common::{assert_works, is_root, vm, Pair, TIMEOUT};
+use crate::common::{assert_status, assert_success, assert_works, is_root, vm, Pair, TIMEOUT};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_vhost-device-rdma");
 
@@ -53,7 +55,7 @@ impl Process {
         let deadline = Instant::now() + TIMEOUT;
         while list_devices(&process.status()).is_err() {
             assert!(Instant::now() < deadline, "{}", process.log());
-            std::thread::sleep(std::time::Duration::from_millis(2));
+            std::thread::sleep(Duration::from_millis(2));
         }
         process
     }
@@ -187,13 +189,18 @@ fn a_file_that_is_read_again_is_what_is_served() {
     let [a, b, c] = ["a", "b", "c"].map(|name| process.vm(name));
     let lasting = Pair::new(&a, &a);
     assert_works(&Pair::new(&b, &c));
+    let weighs = before.clone() + "weight = 3\n";
+    assert_eq!(process.reload(&weighs), "changed DIR/c\n");
+    assert_eq!(process.reload(&before), "changed DIR/c\n");
+    // Its VM did not lose it.
+    assert_works(&Pair::new(&b, &c));
     assert_eq!(process.reload(&before), "");
     assert_works(&lasting);
     assert_works(&Pair::new(&b, &c));
     let after = [
         of("a", 1),
         of("c", 3),
-        "weight = 3\n".to_owned(),
+        "network = 'default'\n".to_owned(),
         of("d", 4),
     ]
     .concat();
@@ -232,6 +239,136 @@ fn a_file_that_makes_no_sense_changes_nothing() {
     let names = process.devices();
     assert_eq!(names.len(), 1);
     assert!(process.path("a").exists());
+}
+
+#[test]
+fn a_client_that_reads_nothing_does_not_hold_up_the_end() {
+    let mut process = Process::new(&of("a", 1));
+    let mut client = UnixStream::connect(process.status()).unwrap();
+    // The answer names it, each character in six, which is more than the socket holds.
+    let request = format!("link {} up\n", "\u{1}".repeat(60_000));
+    client.write_all(request.as_bytes()).unwrap();
+    // It is being answered.
+    client.read_exact(&mut [0]).unwrap();
+    let begun = Instant::now();
+    let id = process.child.id().to_string();
+    assert!(Command::new("kill").arg(id).status().unwrap().success());
+    assert!(process.child.wait().unwrap().success());
+    let taken = begun.elapsed();
+    assert!(taken < Duration::from_secs(4), "{taken:?}");
+}
+
+#[test]
+fn limits_change_while_a_vm_sends() {
+    let process = Process::new(&of("a", 1));
+    let a = process.vm("a");
+    let pair = Pair::new(&a, &a);
+    let write = || {
+        let to = &pair.b.mr;
+        pair.a
+            .qp
+            .write(1, &[pair.a.mr.sge(0, 1000)], to.iova, to.rkey)
+            .unwrap();
+    };
+    write();
+    assert_success(&pair.a.sent());
+    let mac = "52:54:00:00:00:01";
+    let limits = |arguments: &[&str]| process.run("limits", &[&[mac], arguments].concat());
+    // What the first one spends would take a quarter of an hour to pay for.
+    assert_eq!(limits(&["--bytes-per-second", "1"]), "");
+    write();
+    assert_success(&pair.a.sent());
+    write();
+    pair.a.assert_quiet();
+    assert_eq!(
+        limits(&["--bytes-per-second", "1000000", "--weight", "300"]),
+        ""
+    );
+    assert_success(&pair.a.sent());
+    assert_eq!(limits(&["--bytes-per-second", "1"]), "");
+    write();
+    write();
+    assert_success(&pair.a.sent());
+    pair.a.assert_quiet();
+    assert_eq!(limits(&["--bytes-per-second", "0"]), "");
+    assert_success(&pair.a.sent());
+    assert_works(&pair);
+    // What was not named stays.
+    let told: Value = serde_json::from_str(&limits(&["--json"])).unwrap();
+    let told = &told["devices"][0]["limits"];
+    assert_eq!(told["weight"], 300);
+    assert_eq!(told["bytes_per_second"], Value::Null);
+    assert!(told["qps"].as_u64() > Some(0) && told["footprint"].as_u64() > Some(0));
+    let table = process.run("limits", &[]);
+    let has = |words: [&str; 2]| {
+        table
+            .lines()
+            .any(|line| line.split_whitespace().skip(1).eq(words))
+    };
+    assert!(
+        has(["weight", "300"]) && has(["bytes_per_second", "-"]),
+        "{table}"
+    );
+    for (arguments, said) in [
+        (&[mac, "--weight", "0"][..], "the weight 0 of"),
+        (&["nobody", "--weight", "1"], "there is no device 'nobody'"),
+        (&["nobody"], "there is no device 'nobody'"),
+    ] {
+        let error = process.fail("limits", arguments);
+        assert!(error.contains(said), "{error}");
+    }
+    // The file is what holds when it is read again.
+    assert_eq!(process.reload(&of("a", 1)), "changed DIR/a\n");
+    assert_eq!(process.reload(&of("a", 1)), "");
+    assert_works(&pair);
+}
+
+#[test]
+fn counters_are_printed() {
+    let process = Process::new(&[of("a", 1), of("b", 2)].concat());
+    let [a, b] = ["a", "b"].map(|name| process.vm(name));
+    let pair = Pair::new(&a, &b);
+    let (to, from) = (&pair.b.mr, [pair.a.mr.sge(0, 1000)]);
+    pair.a.qp.write(1, &from, to.iova, to.rkey).unwrap();
+    assert_success(&pair.a.sent());
+    pair.a
+        .qp
+        .write(1, &from, to.iova, to.rkey ^ 0xff00)
+        .unwrap();
+    assert_status(&pair.a.sent(), wc_status::REM_ACCESS_ERR);
+    let told: Value = serde_json::from_str(&process.run("counters", &["--json"])).unwrap();
+    let devices = told["devices"].as_array().unwrap();
+    let [a, b] = ["a", "b"].map(|name| process.path(name).display().to_string());
+    let of = |name: &String| &devices.iter().find(|of| of["name"] == *name).unwrap()["counters"];
+    assert_eq!(of(&a)["tx_bytes"], 1000);
+    assert_eq!(of(&a)["errors_by_status"]["REM_ACCESS_ERR"], 1);
+    assert_eq!(of(&b)["rx_messages"], 1);
+    let table = process.run("counters", &["52:54:00:00:00:01"]);
+    let rows: Vec<Vec<_>> = table
+        .lines()
+        .map(|row| row.split_whitespace().collect())
+        .collect();
+    assert_eq!(rows[0], ["DEVICE", "COUNTERS", "VALUE"]);
+    assert!(rows.contains(&vec![&*a, "tx_messages", "1"]), "{table}");
+    assert!(
+        rows.contains(&vec![&*a, "errors_by_status", "REM_ACCESS_ERR", "1"]),
+        "{table}"
+    );
+    assert!(!table.contains(&b), "{table}");
+    let error = process.fail("counters", &["nobody"]);
+    assert!(error.contains("there is no device 'nobody'"), "{error}");
+}
+
+#[test]
+fn a_device_that_is_added_may_be_one_of_vfio_user() {
+    let process = Process::new("");
+    let device = process.device("a", ",mac=52:54:00:00:00:01,weight=7,front-end=vfio-user");
+    process.run("add", &[&device]);
+    assert_eq!(process.devices()[0].front_end, FrontEnd::VfioUser);
+    let told: Value = serde_json::from_str(&process.run("limits", &["--json"])).unwrap();
+    assert_eq!(told["devices"][0]["limits"]["weight"], 7);
+    // It speaks that.
+    vfio_user::Client::new(&process.path("a")).unwrap();
 }
 
 #[test]
@@ -338,5 +475,8 @@ fn only_operators_say_what_devices_there_are() {
         error.contains("only root and the user that started"),
         "{error}"
     );
+    let change = run("limits", &[&process.path("a"), "--weight=2".as_ref()]);
+    assert!(!change.status.success());
+    assert!(run("limits", &[]).status.success());
     assert_eq!(process.devices().len(), 1);
 }

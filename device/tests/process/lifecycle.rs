@@ -518,6 +518,12 @@ fn the_log_may_be_json() {
             .as_str()
             .unwrap()
             .starts_with("vhost_device_rdma"));
-        assert!(!line["message"].as_str().unwrap().is_empty());
+        let message = line["message"].as_str().unwrap();
+        assert!(!message.is_empty());
+        // What is about a device says about which one.
+        let socket = process.socket(0).to_str().unwrap();
+        if message.contains(socket) {
+            assert_eq!(line["device"], socket, "{line}");
+        }
     }
 }

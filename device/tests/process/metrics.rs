@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use vhost_device_rdma_bare::spec::verbs::wc_status;
 use vhost_device_rdma_bare::DeviceProcess;
 
-use crate::common::{assert_status, assert_success, process_with, vm, Two, TIMEOUT};
+use crate::common::{
+    assert_status, assert_success, process_with, vm, Side, SideOptions, Two, TIMEOUT,
+};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_vhost-device-rdma");
 const DASHBOARD: &str = include_str!("../../../docs/grafana/vhost-device-rdma.json");
@@ -134,6 +136,22 @@ fn what_vms_do_is_told() {
         (0.0, 0.0)
     );
     assert_eq!(now.of("link_up", &a, ""), 1.0);
+}
+
+/// They are counted in pieces.
+#[test]
+fn many_queue_pairs_are_counted() {
+    let (two, socket) = two();
+    let options = SideOptions {
+        memory: 4096,
+        cqe: 1,
+        ..SideOptions::default()
+    };
+    let sides: Vec<_> = (0..1100).map(|_| Side::new(&two.a, &options)).collect();
+    let told = Told::by(UnixStream::connect(&socket).unwrap());
+    let reset = ",type=\"RC\",state=\"RESET\"";
+    let a = two.process.socket(0);
+    assert_eq!(told.of("queue_pairs", a, reset), sides.len() as f64);
 }
 
 /// A device is told of before there is a VM and after it has gone, and its counters are the VM's.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Under a service manager: what it is told, and sockets that it has bound.
+use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -61,9 +62,8 @@ fn assert_told(manager: &UnixDatagram, name: &str) {
     command.env("NOTIFY_SOCKET", name);
     command.env("WATCHDOG_USEC", "20000");
     let mut service = Service::start(&mut command, &directory.join("log"));
-    let ready = hear(manager);
-    let lines: Vec<_> = ready.lines().collect();
-    assert_eq!(lines, ["READY=1", "STATUS=Serving 2 devices"]);
+    assert_eq!(hear(manager), "STATUS=Serving 2 devices");
+    assert_eq!(hear(manager), "READY=1");
     // It serves.
     let vm = vm(&directory.join("b"));
     assert_works(&Pair::new(&vm, &vm));
@@ -107,7 +107,8 @@ fn a_service_manager_that_does_not_listen_holds_nothing_up() {
     command.env("NOTIFY_SOCKET", &path);
     command.env("WATCHDOG_USEC", "2000");
     let mut service = Service::start(&mut command, &log);
-    assert!(hear(&manager).starts_with("READY=1\n"));
+    assert_eq!(hear(&manager), "STATUS=Serving 1 device");
+    assert_eq!(hear(&manager), "READY=1");
     // More than the socket holds.
     let full = || fs::read_to_string(&log).unwrap();
     let deadline = std::time::Instant::now() + TIMEOUT;
@@ -160,6 +161,78 @@ fn sockets_of_the_service_manager_are_served_and_stay() {
     let mut service = Service::start(&mut command, &directory.join("log"));
     let first = vm(&passed);
     assert_works(&Pair::new(&first, &first));
+    service.end();
+}
+
+/// What `vhost-device-rdma` does with these arguments, without a word.
+#[track_caller]
+fn run(arguments: &[&OsStr]) -> String {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = Command::new(BINARY).args(arguments).output().unwrap();
+    let error = String::from_utf8(stderr).unwrap();
+    assert!(status.success(), "{error}");
+    String::from_utf8(stdout).unwrap()
+}
+
+#[test]
+fn a_socket_of_the_service_manager_is_that_of_a_device_that_comes_back() {
+    let directory = TempDir::new().unwrap();
+    let directory = directory.as_path();
+    fs::set_permissions(directory, Permissions::from_mode(0o777)).unwrap();
+    let [passed, config, status] = ["passed", "config", "status"].map(|name| directory.join(name));
+    let listener = UnixListener::bind(&passed).unwrap();
+    let file = format!("[[device]]\nsocket = '{}'\n", passed.display());
+    fs::write(&config, &file).unwrap();
+    let mut command = with_passed(listener.into());
+    let arguments = [OsStr::new("--config"), config.as_ref()];
+    command.args(arguments);
+    command.arg("--status-socket").arg(&status);
+    let mut service = Service::start(&mut command, &directory.join("log"));
+    // It serves.
+    drop(vm(&passed));
+    let reload = [&[OsStr::new("reload"), status.as_ref()], &arguments[..]].concat();
+    let of_passed = |what: &str| format!("{what} {}\n", passed.display());
+    for _ in 0..2 {
+        fs::write(&config, "").unwrap();
+        assert_eq!(run(&reload), of_passed("removed"));
+        assert!(passed.exists());
+        fs::write(&config, &file).unwrap();
+        assert_eq!(run(&reload), of_passed("added"));
+        let vm = vm(&passed);
+        assert_works(&Pair::new(&vm, &vm));
+    }
+    let [remove, add] =
+        ["remove", "add"].map(|what| [what.as_ref(), status.as_ref(), passed.as_ref()]);
+    run(&remove);
+    assert!(passed.exists());
+    run(&add);
+    let first = vm(&passed);
+    assert_works(&Pair::new(&first, &first));
+    drop(first);
+    service.end();
+    assert!(passed.exists());
+}
+
+#[test]
+fn a_service_manager_is_told_how_many_devices_there_are_now() {
+    let directory = TempDir::new().unwrap();
+    let directory = directory.as_path();
+    let [notify, status, socket] = ["notify", "status", "vm"].map(|name| directory.join(name));
+    let manager = UnixDatagram::bind(&notify).unwrap();
+    manager.set_read_timeout(Some(TIMEOUT)).unwrap();
+    let mut command = Command::new(BINARY);
+    command.arg("--status-socket").arg(&status);
+    command.env("NOTIFY_SOCKET", &notify);
+    let mut service = Service::start(&mut command, &directory.join("log"));
+    assert_eq!(hear(&manager), "STATUS=Serving 0 devices");
+    assert_eq!(hear(&manager), "READY=1");
+    run(&["add".as_ref(), status.as_ref(), socket.as_ref()]);
+    assert_eq!(hear(&manager), "STATUS=Serving 1 device");
+    run(&["remove".as_ref(), status.as_ref(), socket.as_ref()]);
+    assert_eq!(hear(&manager), "STATUS=Serving 0 devices");
     service.end();
 }
 

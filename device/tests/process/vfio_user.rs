@@ -552,6 +552,21 @@ fn what_cannot_be_done_is_refused() {
 }
 
 #[test]
+fn memory_that_is_not_shared_is_told_of() {
+    let mut served = Served::new();
+    let mut raw = Raw::greeted(&served.path);
+    // That of a screen, which has no file, is nothing to tell of.
+    for (address, lines) in [(0xfd00_0000, 0), (0, 1)] {
+        let mapped = raw.ask(2, &dma_map(3, 0, address, SIZE), &[]);
+        assert_eq!(mapped, Some((0, vec![])));
+        let log = served.process.log();
+        let said = format!("{SIZE:#x} bytes of the VM's memory came without a file");
+        assert_eq!(log.matches(&said).count(), lines, "{log}");
+    }
+    served.assert_unharmed();
+}
+
+#[test]
 fn an_answer_that_nobody_wants_does_not_come() {
     let served = Served::new();
     let mut raw = Raw::greeted(&served.path);

@@ -181,7 +181,7 @@ impl<'a> Peer<'a> {
     }
 
     /// Hands a datagram to its queue pair. Only a peer that is busy for a moment is worth another
-    /// try.
+    /// try; other answers say why it is dropped.
     pub(crate) fn deliver_datagram(
         &self,
         sender: &Arc<Qp>,
@@ -192,17 +192,17 @@ impl<'a> Peer<'a> {
         let (vm, tables) = match self {
             Self::Here(vm, tables) => (vm, tables),
             Self::Busy => return Answer::Busy,
-            Self::Stopped | Self::Nobody => return Answer::Done,
+            Self::Stopped => return Answer::Stopped,
+            Self::Nobody => return Answer::NoAnswer,
         };
         let Some(qp) = tables.datagram_qp(datagram.qpn) else {
-            return Answer::Done;
+            return Answer::NoAnswer;
         };
-        match qp.take_datagram(tables, Origin::of(sender), message, datagram, source) {
-            Answer::Done => vm.count_received(sender.worker_index, 1, message.length),
-            Answer::Local(error) => return Answer::Local(error),
-            _ => {}
+        let answer = qp.take_datagram(tables, Origin::of(sender), message, datagram, source);
+        if answer == Answer::Done {
+            vm.count_received(sender.worker_index, 1, message.length);
         }
-        Answer::Done
+        answer
     }
 
     /// Hands a slice of a reliable datagram to its queue pair.

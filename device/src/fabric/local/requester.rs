@@ -307,9 +307,7 @@ fn datagrams(
         // What leaves is seen where it does; of those of a group, the last one stands for all.
         let leaves = elsewhere.is_some() && (datagram.multicast() || sq.path.vm().is_none());
         if let Some(observer) = observer.as_mut().filter(|_| !leaves) {
-            if answer == Answer::Done {
-                observer.answered(sq, tables, qp, &active, answer, now);
-            }
+            observer.answered(sq, tables, qp, &active, answer, now);
         }
         let answer = match elsewhere {
             None => answer,

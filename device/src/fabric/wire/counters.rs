@@ -17,6 +17,8 @@ pub(crate) struct Counters {
     no_host: AtomicU64,
     /// Frames that the system did not take.
     refused: AtomicU64,
+    /// Frames that were to be sent while the port of their VM was down.
+    down: AtomicU64,
     /// Packets that came before and were answered again.
     again: AtomicU64,
     /// Requests that were answered by a NAK.
@@ -45,9 +47,13 @@ fn add(counter: &AtomicU64, more: usize) {
 impl Counters {
     /// A frame of so many bytes was sent, with this result.
     pub(super) fn sent(&self, bytes: usize, fate: Fate) {
+        if let Fate::Over(_) = fate {
+            return;
+        }
         add(&self.sent_frames, 1);
         add(&self.sent_bytes, bytes);
         match fate {
+            Fate::Down => add(&self.down, 1),
             Fate::NoHost => add(&self.no_host, 1),
             Fate::Refused => add(&self.refused, 1),
             _ => {}
@@ -108,6 +114,7 @@ impl Counters {
             ("received_bytes", &self.received_bytes),
             ("no_host", &self.no_host),
             ("refused_by_system", &self.refused),
+            ("own_port_down", &self.down),
             ("answered_again", &self.again),
             ("naks", &self.naks),
             ("kept", &self.kept),

@@ -9,6 +9,7 @@ use super::layer::plan::Plan;
 use super::packet::{Packet, Payload};
 use super::port::{Direction, Fate, Port};
 use crate::engine::vm::{Congestion, PacketEvent, Uplink, Vm};
+use crate::verbs::WcError;
 
 /// The way out: a port, and the frame that is written.
 #[derive(Debug)]
@@ -16,7 +17,7 @@ pub(super) struct Egress<P> {
     pub port: P,
     pub view: Arc<View>,
     /// The worker that it is of.
-    worker: u16,
+    pub worker: u16,
     /// A frame that does not leave, or that is captured.
     scratch: Vec<u8>,
 }
@@ -28,6 +29,26 @@ pub(crate) struct View {
     pub capture: Arc<Capture>,
     /// Faults that are wanted.
     pub faults: Arc<Plan>,
+}
+
+/// Whether a packet was sent before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Attempt {
+    First,
+    Again,
+    /// It is not sent again: its message ends with this error. It is captured.
+    Over(WcError),
+}
+
+impl Attempt {
+    /// `again`: it was sent before.
+    pub(super) fn new(again: bool) -> Self {
+        if again {
+            Self::Again
+        } else {
+            Self::First
+        }
+    }
 }
 
 impl View {
@@ -63,11 +84,11 @@ impl<P: Port> Egress<P> {
             len: 0,
             read: &mut |_| true,
         };
-        self.send(now, vm, route, packet, nothing, false);
+        self.send(now, vm, route, packet, nothing, Attempt::First);
     }
 
     /// Sends a packet of a VM at time `now`, if there is a way out. Otherwise it is lost, as packets
-    /// may be. `again`: it was sent before. Returns false if its payload cannot be read.
+    /// may be. Returns false if its payload cannot be read.
     pub(super) fn send(
         &mut self,
         now: u64,
@@ -75,10 +96,9 @@ impl<P: Port> Egress<P> {
         route: Option<&Route>,
         packet: &Packet<'_>,
         mut payload: Payload<'_>,
-        again: bool,
+        attempt: Attempt,
     ) -> bool {
-        let uplink = vm.uplink().filter(|_| vm.port_is_up());
-        let Some((route, uplink)) = route.zip(uplink) else {
+        let Some((route, uplink)) = route.zip(vm.uplink()) else {
             self.scratch.resize(payload.len, 0);
             return (payload.read)(&mut self.scratch);
         };
@@ -91,8 +111,13 @@ impl<P: Port> Egress<P> {
         let capable = congestion == Congestion::Window && packet.may_be_marked();
         let len = route.frame_len(packet, payload.len);
         let destination = route.addresses.destination;
-        let begun = self.port.begin(now, segment, destination, len);
         let captures = self.view.capture.is_on();
+        let begun = match attempt {
+            Attempt::Over(_) if !captures => return true,
+            Attempt::Over(error) => Err(Fate::Over(error)),
+            _ if !vm.port_is_up() => Err(Fate::Down),
+            _ => self.port.begin(now, segment, destination, len),
+        };
         let fate = match begun {
             Ok(space) => {
                 if !frame::write(space, route, capable, identification, packet, &mut payload) {
@@ -114,15 +139,15 @@ impl<P: Port> Egress<P> {
             }
         };
         self.view.counters.sent(len, fate);
-        if again {
+        if attempt == Attempt::Again {
             self.view.counters.again();
             vm.count_packet(self.worker, PacketEvent::SentAgain);
         }
         if captures {
-            let comment = match (again, fate) {
-                (false, Fate::Sent) => None,
-                (false, fate) => Some(fate.to_string()),
-                (true, fate) => Some(format!("again: {fate}")),
+            let comment = match (attempt, fate) {
+                (Attempt::First, Fate::Sent) => None,
+                (Attempt::Again, fate) => Some(format!("again: {fate}")),
+                (_, fate) => Some(fate.to_string()),
             };
             let (capture, frame) = (&self.view.capture, &self.scratch);
             capture.add(now, Some(segment), Direction::Out, frame, comment);

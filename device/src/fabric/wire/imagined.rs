@@ -22,6 +22,13 @@ use crate::engine::send_queue::{Active, SendQueue};
 use crate::engine::tables::Tables;
 use crate::fabric::Observe;
 
+/// Queue pairs whose positions are kept, at most: a guest may make and destroy any number of them. Where
+/// there are more, all begin anew.
+const MOST_POSITIONS: usize = 1 << 16;
+
+/// `rnr_retry` without a limit.
+const NO_LIMIT: u8 = 7;
+
 /// Longest datagram of this process, bytes.
 const LONGEST_DATAGRAM: u64 = 4096;
 
@@ -39,8 +46,30 @@ struct Position {
 pub(crate) struct Positions {
     /// By the serial number of the queue pair.
     of: FxHashMap<u64, Position>,
-    /// Of this capture.
+    /// Of this capture; zero if there is none.
     number: u64,
+}
+
+impl Positions {
+    /// Forgets all of them, and frees their memory, if their capture has ended.
+    #[inline]
+    pub(crate) fn end_with(&mut self, capture: &Capture) {
+        if self.number != 0 && capture.number() != Some(self.number) {
+            *self = Self::default();
+        }
+    }
+
+    /// Where a queue pair is; it is at `begun` if nothing is known of it.
+    fn of(&mut self, serial: u64, begun: Position) -> &mut Position {
+        if self.of.len() >= MOST_POSITIONS && !self.of.contains_key(&serial) {
+            self.of.clear();
+        }
+        let position = self.of.entry(serial).or_insert(begun);
+        if position.life != begun.life {
+            *position = begun;
+        }
+        position
+    }
 }
 
 /// Captures messages that stay in this process.
@@ -56,12 +85,8 @@ impl<'w> Imagined<'w> {
     /// One that goes on from `positions`, if somebody captures.
     pub(crate) fn new(capture: &'w Capture, positions: &'w mut Positions) -> Option<Self> {
         let number = capture.number()?;
-        if positions.number != number {
-            *positions = Positions {
-                number,
-                ..Positions::default()
-            };
-        }
+        positions.end_with(capture);
+        positions.number = number;
         Some(Self {
             capture,
             positions,
@@ -96,10 +121,14 @@ impl<'w> Imagined<'w> {
         tables: &Tables,
         qp: &Arc<Qp>,
         active: &Active,
+        answer: Answer,
         now: u64,
     ) {
+        let Some(comment) = comment(answer, sq, qp) else {
+            return;
+        };
         let mut out = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
-            self.add(now, addresses, packet, payload, STAYS)
+            self.add(now, addresses, packet, payload, &comment)
         };
         // What cannot be read is not captured.
         let _ = datagram(sq, tables, qp, active, LONGEST_DATAGRAM, &mut out);
@@ -110,19 +139,36 @@ impl<'w> Imagined<'w> {
 const STAYS: &str = "local: not sent";
 
 /// What is said of the packets of a message that had this answer; nothing if there were none.
-fn comment(answer: Answer) -> Option<String> {
-    Some(match answer {
-        Answer::Done => STAYS.to_owned(),
-        Answer::NotReady(_) => format!("{STAYS}; no receive"),
-        Answer::NoAnswer => format!("{STAYS}; nobody answers"),
-        Answer::Stopped => format!("{STAYS}; the VM is stopped"),
+fn comment(answer: Answer, sq: &SendQueue, qp: &Qp) -> Option<String> {
+    let said = match answer {
+        Answer::Done => return Some(STAYS.to_owned()),
+        Answer::NotReady(_) => "no receive".to_owned(),
+        Answer::NoAnswer => "nobody answers".to_owned(),
+        Answer::Stopped => "the VM is stopped".to_owned(),
         Answer::Refused(error) => {
             let status = wc_status::name(error.status).unwrap_or("?");
             let reason = vendor_err::name(error.vendor).unwrap_or("?");
-            format!("{STAYS}; refused with {status} ({reason})")
+            if qp.facts.acknowledged {
+                format!("refused with {status} ({reason})")
+            } else {
+                format!("dropped ({reason})")
+            }
         }
         Answer::Progress | Answer::Busy | Answer::Local(_) => return None,
-    })
+    };
+    // The requester decides the same, after this.
+    let tries = sq.tries;
+    let last = match answer {
+        _ if !qp.facts.acknowledged => "",
+        Answer::NoAnswer if sq.timeout != 0 && tries.no_answer > sq.retry_cnt => {
+            "; ends with RETRY_EXC_ERR"
+        }
+        Answer::NotReady(_) if sq.rnr_retry != NO_LIMIT && tries.not_ready >= sq.rnr_retry => {
+            "; ends with RNR_RETRY_EXC_ERR"
+        }
+        _ => "",
+    };
+    Some(format!("{STAYS}; {said}{last}"))
 }
 
 impl Observe for Imagined<'_> {
@@ -136,14 +182,14 @@ impl Observe for Imagined<'_> {
         now: u64,
     ) {
         if qp.facts.datagram {
-            return self.datagram(sq, tables, qp, active, now);
+            return self.datagram(sq, tables, qp, active, answer, now);
         }
         let what = active.message;
         let path = &sq.path_attributes;
         let there = (
             Service::of(qp.qp_type),
             super::addresses(tables, path, sq.dest_gid),
-            comment(answer),
+            comment(answer, sq, qp),
         );
         let (Some(service), Some(addresses), Some(comment)) = there else {
             return;
@@ -155,10 +201,7 @@ impl Observe for Imagined<'_> {
             next: Psn::new(path.sq_psn),
             messages: 0,
         };
-        let position = self.positions.of.entry(qp.serial()).or_insert(begun);
-        if position.life != begun.life {
-            *position = begun;
-        }
+        let position = self.positions.of(qp.serial(), begun);
         if answer == Answer::Done {
             position.messages = position.messages.wrapping_add(1);
         }
@@ -275,5 +318,34 @@ impl Observe for Imagined<'_> {
             }
             _ => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn so_many_queue_pairs_are_known_and_none_when_the_capture_has_ended() {
+        let capture = Capture::default();
+        capture.set(true);
+        let mut positions = Positions::default();
+        assert!(Imagined::new(&capture, &mut positions).is_some());
+        let begun = Position {
+            life: 1,
+            next: Psn::new(7),
+            messages: 0,
+        };
+        for serial in 0..MOST_POSITIONS as u64 {
+            positions.of(serial, begun).messages = 1;
+        }
+        assert_eq!(positions.of(0, begun).messages, 1);
+        assert_eq!(positions.of(u64::MAX, begun).messages, 0);
+        assert_eq!(positions.of.len(), 1);
+        positions.end_with(&capture);
+        assert_eq!(positions.of.len(), 1);
+        capture.set(false);
+        positions.end_with(&capture);
+        assert_eq!(positions.of.capacity(), 0);
     }
 }

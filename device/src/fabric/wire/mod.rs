@@ -42,9 +42,11 @@ use rustc_hash::FxHashMap;
 use virtio_rdma_spec::verbs::{mtu, qp_state, qp_type};
 
 use self::departed::{Departed, DepartedList};
-use self::egress::{Egress, View};
+use self::egress::{Attempt, Egress, View};
 use self::frame::{Addresses, Frame, Route, Vlan};
-use self::packet::{Body, Nak, Packet, Payload, Psn, RequestPacket, Service, Syndrome};
+use self::packet::{
+    has_wrong_pkey, Body, Nak, Packet, Payload, Psn, RequestPacket, Service, Syndrome,
+};
 use self::port::{Burst, Direction, Fate, Port};
 use self::receiver::Receiver;
 use self::recipients::{Arriving, Destination, Recipients};
@@ -369,8 +371,8 @@ pub(crate) struct Wire<P> {
     departed: DepartedList,
     /// Of reliable datagrams.
     flows: Flows,
-    /// The frames that are read.
-    received: Burst,
+    /// The frames that are read; none while they are taken. (An empty one takes memory, too.)
+    received: Option<Burst>,
     /// The queue pair whose request came last, if it is to be acknowledged.
     unacknowledged: Option<Arc<Qp>>,
     /// Frames that wait for their VMs, the oldest first.
@@ -392,7 +394,7 @@ impl<P: Port> Wire<P> {
             tidy_at: 64,
             departed: DepartedList::default(),
             flows: Flows::default(),
-            received: Burst::default(),
+            received: Some(Burst::default()),
             unacknowledged: None,
             waiting: VecDeque::new(),
             rooms: Rooms::default(),
@@ -529,7 +531,7 @@ impl<P: Port> Wire<P> {
     pub(crate) fn receive(&mut self, now: u64, most: usize, vms: &mut impl Recipients) -> usize {
         self.flows.run_timers(&mut self.out, now, vms);
         let mut taken = self.take_waiting(now, vms);
-        let mut burst = std::mem::take(&mut self.received);
+        let mut burst = self.received.take().unwrap_or_default();
         while taken < most {
             if burst.is_kept() {
                 burst.renew(self.rooms.for_burst());
@@ -538,11 +540,16 @@ impl<P: Port> Wire<P> {
                 break;
             }
             self.rooms.current = burst.room();
-            for (segment, bytes, lost) in burst.frames() {
+            for (segment, bytes, gone) in burst.frames() {
+                // Those that come later count, too: there may be any number of them.
                 taken += 1;
-                if let Some(fate) = lost {
-                    self.lost(now, segment, bytes, fate);
-                    continue;
+                match gone {
+                    None => {}
+                    Some(Fate::Delayed(_)) => continue,
+                    Some(fate) => {
+                        self.lost(now, segment, bytes, fate);
+                        continue;
+                    }
                 }
                 let frame = match frame::read(bytes) {
                     Ok(frame) => frame,
@@ -562,7 +569,7 @@ impl<P: Port> Wire<P> {
             self.rooms.current = None;
             burst.taken();
         }
-        self.received = burst;
+        self.received = Some(burst);
         self.acknowledge(now);
         self.flows.answer(&mut self.out, now);
         taken
@@ -598,6 +605,7 @@ impl<P: Port> Wire<P> {
     }
 
     /// What was sent leaves now.
+    #[inline(always)]
     pub(crate) fn flush_frames(&mut self) {
         let refused = self.out.port.flush();
         if refused != 0 {
@@ -671,7 +679,15 @@ impl<P: Port> Wire<P> {
         let there = vms.visit(to, arriving, &mut |tables| match packet
             .get_or_insert_with(|| frame.packet())
         {
-            Err(reason) => verdict = Verdict::Dropped(*reason),
+            Err(reason) => {
+                verdict = Verdict::Dropped(*reason);
+                let pkey = *reason == Reason::Malformed && has_wrong_pkey(frame.bytes);
+                if pkey && is_own(self, tables, frame) {
+                    if let Some(vm) = tables.vm.upgrade() {
+                        vm.count_pkey_violation(self.out.worker);
+                    }
+                }
+            }
             Ok(packet) => {
                 if let Some(delivered) = self.deliver(tables, now, to.segment, frame, packet) {
                     verdict = delivered;
@@ -684,12 +700,16 @@ impl<P: Port> Wire<P> {
         there
     }
 
-    /// A frame that came is lost by faults.
+    /// A frame that came is lost by faults, or is not from where its source is.
     fn lost(&mut self, now: u64, segment: Segment, bytes: &[u8], fate: Fate) {
+        let reason = match fate {
+            Fate::Foreign(_) => Reason::Stranger,
+            _ => Reason::Faults,
+        };
         let View {
             counters, capture, ..
         } = &*self.out.view;
-        counters.received(bytes.len(), Verdict::Dropped(Reason::Faults));
+        counters.received(bytes.len(), Verdict::Dropped(reason));
         if capture.is_on() {
             let comment = Some(fate.to_string());
             capture.add(now, Some(segment), Direction::In, bytes, comment);
@@ -851,7 +871,8 @@ impl<P: Port> Wire<P> {
             },
         };
         let route = route.as_ref();
-        self.out.send(now, &qp.vm, route, &packet, payload, false);
+        self.out
+            .send(now, &qp.vm, route, &packet, payload, Attempt::First);
         Some(Verdict::Asks)
     }
 
@@ -895,7 +916,7 @@ impl<P: Port> Wire<P> {
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
             let route = Route::new(*addresses);
-            out.send(now, &qp.vm, Some(&route), packet, payload, false)
+            out.send(now, &qp.vm, Some(&route), packet, payload, Attempt::First)
         };
         datagrams(sq, tables, qp, mtu, budget, &mut send)
     }
@@ -921,7 +942,14 @@ impl<P: Port> Wire<P> {
         let peer = *peer;
         let mut send = |psn, body: Body<'_>, payload: Payload<'_>| {
             let packet = peer.answer(psn, body);
-            out.send(now, &qp.vm, route.as_ref(), &packet, payload, false)
+            out.send(
+                now,
+                &qp.vm,
+                route.as_ref(),
+                &packet,
+                payload,
+                Attempt::First,
+            )
         };
         receiver.answer(tables, qp, peer.mtu, BUDGET.bytes, &mut send)
     }
@@ -958,7 +986,7 @@ impl<P: Port> Elsewhere for Wire<P> {
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
             let route = Route::new(*addresses);
-            out.send(now, &qp.vm, Some(&route), packet, payload, false)
+            out.send(now, &qp.vm, Some(&route), packet, payload, Attempt::First)
         };
         datagram(sq, tables, qp, active, mtu, &mut send)
     }
@@ -1025,8 +1053,8 @@ impl<'a, P: Port> Carrier<'a> for Wire<P> {
                 Requester::Unacknowledged(Stream::new(first))
             }
         });
-        let mut send = |packet: &Packet<'_>, payload: Payload<'_>, again: bool| {
-            out.send(now, &qp.vm, route.as_ref(), packet, payload, again)
+        let mut send = |packet: &Packet<'_>, payload: Payload<'_>, attempt: Attempt| {
+            out.send(now, &qp.vm, route.as_ref(), packet, payload, attempt)
         };
         let polled = match requester {
             Requester::Acknowledged(sender) => {

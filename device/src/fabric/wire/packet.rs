@@ -790,6 +790,17 @@ fn read_ours(opcode: u8, mut bytes: &[u8], padding: usize) -> Option<Body<'_>> {
     }
 }
 
+/// Whether a P_Key is that of our partition. The highest bit says whether its holder is a full member.
+fn is_ours(pkey: [u8; 2]) -> bool {
+    u16::from_be_bytes(pkey) & 0x7fff == PKEY & 0x7fff
+}
+
+/// Whether what a packet is read from has the P_Key of another partition.
+pub(super) fn has_wrong_pkey(bytes: &[u8]) -> bool {
+    let pkey = bytes.get(2..).and_then(<[u8]>::first_chunk);
+    pkey.is_some_and(|pkey| !is_ours(*pkey))
+}
+
 impl<'a> Packet<'a> {
     /// A congestion notification to a queue pair.
     pub(super) fn notification(dest_qp: u32) -> Self {
@@ -922,12 +933,10 @@ impl<'a> Packet<'a> {
     /// none, or none that we know.
     pub(super) fn read(mut bytes: &'a [u8]) -> Option<Self> {
         let [opcode, flags, p0, p1, q0, q1, q2, q3, s0, s1, s2, s3] = take::<BTH>(&mut bytes)?;
-        let pkey = u16::from_be_bytes([p0, p1]);
         let dest_qp = u32::from_be_bytes([q0, q1, q2, q3]) & MASK_24;
         let sequence = u32::from_be_bytes([s0, s1, s2, s3]);
         let version = flags & 0x0f;
-        // The highest bit of a P_Key says whether its holder is a full member.
-        if version != 0 || pkey & 0x7fff != PKEY & 0x7fff {
+        if version != 0 || !is_ours([p0, p1]) {
             return None;
         }
         let padding = usize::from(flags >> 4 & 3);

@@ -18,6 +18,7 @@ use virtio_rdma_spec::facts::Kind;
 use virtio_rdma_spec::ring::Sge;
 use virtio_rdma_spec::verbs::{access, flush_level, flush_type, qp_state, vendor_err, wc_status};
 
+use super::egress::Attempt;
 use super::packet::{
     Body, Gaps, Nak, Operands, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
     Syndrome, HALF, MOST_GAPS,
@@ -92,9 +93,8 @@ impl Peer {
     }
 }
 
-/// Where packets go, with whether they were sent before. It returns false if the payload could not be
-/// read.
-pub(super) type Out<'a> = &'a mut dyn FnMut(&Packet<'_>, Payload<'_>, bool) -> bool;
+/// Where packets go. It returns false if the payload could not be read.
+pub(super) type Out<'a> = &'a mut dyn FnMut(&Packet<'_>, Payload<'_>, Attempt) -> bool;
 
 /// A message under way.
 #[derive(Debug)]
@@ -516,7 +516,7 @@ impl Sender {
             Wait::Receive(until) if now < until => return self.park(sq, until),
             Wait::Receive(_) => self.wait = Wait::Nothing,
             Wait::Answer(until) if now >= until => {
-                if let Err(polled) = self.time_out(sq, tables, qp) {
+                if let Err(polled) = self.time_out(sq, tables, qp, peer, now, out) {
                     return polled;
                 }
             }
@@ -622,6 +622,9 @@ impl Sender {
         sq: &mut SendQueue,
         tables: &Tables,
         qp: &Arc<Qp>,
+        peer: Peer,
+        now: u64,
+        out: Out<'_>,
     ) -> Result<(), Polled> {
         qp.vm.count_retry(qp.worker_index);
         probes::wire_retry(qp.vm.name(), qp.number, self.unacknowledged.value());
@@ -632,6 +635,17 @@ impl Sender {
         if sq.timeout != 0 {
             if sq.tries.no_answer >= sq.retry_cnt {
                 let error = WcError::new(wc_status::RETRY_EXC_ERR, vendor_err::NO_ANSWER);
+                // Who captures sees which packet has no answer.
+                self.go_back();
+                self.send_alone(self.unacknowledged, 0, false);
+                let mut one = Budget {
+                    messages: 1,
+                    bytes: 1,
+                };
+                let mut over = |packet: &Packet<'_>, payload: Payload<'_>, _: Attempt| {
+                    out(packet, payload, Attempt::Over(error))
+                };
+                self.send(sq, tables, qp, peer, now, &mut one, &mut over);
                 self.fail_oldest(sq, tables, qp, error);
                 return Err(Polled::Again);
             }
@@ -909,7 +923,7 @@ impl Sender {
                         len: 0,
                         read: &mut |_| true,
                     };
-                    out(&query, nothing, false);
+                    out(&query, nothing, Attempt::First);
                 }
             }
             if self.next == self.end || self.unreadable.is_some() {
@@ -1026,7 +1040,7 @@ impl Sender {
             };
             let under_way = self.sent.since(self.unacknowledged);
             let again = self.next.since(self.unacknowledged) < under_way;
-            if !out(&packet, payload, again) {
+            if !out(&packet, payload, Attempt::new(again)) {
                 let reason = fault.map_or(0, |key| key.0);
                 self.unreadable = Some(WcError::new(wc_status::LOC_PROT_ERR, reason));
                 return false;

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Two VMs with a network between them, in virtual time: what requester, responder and fabric make
 //! of a network that loses, repeats, delays and damages frames.
+use std::net::UdpSocket;
+use std::panic::{self, AssertUnwindSafe};
 use std::process;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -18,12 +21,15 @@ use virtio_rdma_spec::verbs::{
 use super::capture::{CaptureFile, Captured};
 use super::egress::View;
 use super::frame::{self, Addresses, Vlan};
+use super::icrc::icrc;
 use super::layer::faults::Faults;
 use super::layer::settings::{Chance, FaultSettings};
 use super::packet::{
     Body, GapList, Nak, Packet, Place, Psn, Request, RequestPacket, Reth, Service, Syndrome,
 };
 use super::port::sim::{Network, SimPort};
+use super::port::uplinks::{UplinkPort, Uplinks};
+use super::port::vxlan::{Directory, Tunnel};
 use super::port::{Direction, Port};
 use super::recipients::{Arriving, Destination as To, Recipients};
 use super::{path_mtu_within, Wire, MOST_WAIT, MOST_WAITING_FOR_ONE};
@@ -124,15 +130,28 @@ impl Net {
     }
 
     /// What both ends have sent and received.
-    fn capture(&self) -> Vec<u8> {
+    pub(super) fn capture(&self) -> Vec<u8> {
         let taken = |end: usize| self.wires[end].out.view.capture.take().0;
         file([("first ", taken(0)), ("second ", taken(1))])
     }
 
-    /// Where a simulation fails, what was sent and received goes to a file, whose name is added.
-    pub(super) fn explained(&self, result: Result<(), TestCaseError>) -> Result<(), TestCaseError> {
+    /// Runs a simulation. Where it fails or panics, what was sent and received goes to a file, whose name
+    /// is added.
+    pub(super) fn explained(
+        &mut self,
+        run: impl FnOnce(&mut Self) -> Result<(), TestCaseError>,
+    ) -> Result<(), TestCaseError> {
+        let result = panic::catch_unwind(AssertUnwindSafe(|| run(self)));
+        let result = result.unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or(panic.downcast_ref::<&str>().copied());
+            Err(TestCaseError::fail(text.unwrap_or("panic").to_owned()))
+        });
         result.map_err(|error| {
-            let path = std::env::temp_dir().join(format!("simulation-{}.pcapng", process::id()));
+            let thread = thread::current();
+            let (test, process) = (thread.name().unwrap_or_default(), process::id());
+            let test = test.rsplit("::").next().unwrap_or_default();
+            let path = std::env::temp_dir().join(format!("{test}-{process}.pcapng"));
             match std::fs::write(&path, self.capture()) {
                 Ok(()) => TestCaseError::fail(format!("{error}\ncapture: {}", path.display())),
                 Err(_) => error,
@@ -287,8 +306,7 @@ proptest! {
         let (readers, mut reader) = Readers::new(1);
         let mut pair = Pair::of(qp_type::RC, (&readers, ON_HOSTS), |attr| attr.path_mtu = program.path_mtu);
         let mut net = between(&pair, &mut reader, faults);
-        let result = verify(&program, &mut pair, &mut net);
-        net.explained(result)?;
+        net.explained(|net| verify(&program, &mut pair, net))?;
     }
 
     /// The same by XRC.
@@ -302,8 +320,7 @@ proptest! {
         let of = qp_type::XRC_INI;
         let mut pair = Pair::of(of, (&readers, ON_HOSTS), |attr| attr.path_mtu = program.path_mtu);
         let mut net = between(&pair, &mut reader, faults);
-        let result = verify(&program, &mut pair, &mut net);
-        net.explained(result)?;
+        net.explained(|net| verify(&program, &mut pair, net))?;
     }
 
     /// RDMA READs, atomic operations, ATOMIC WRITE and FLUSH among SENDs and WRITEs over a network
@@ -318,8 +335,7 @@ proptest! {
         let of = if xrc { qp_type::XRC_INI } else { qp_type::RC };
         let mut pair = Pair::for_requests(of, (&readers, ON_HOSTS), path_mtu, max_rd_atomic);
         let mut net = between(&pair, &mut reader, faults);
-        let result = carry_out(&requests, &mut pair, &mut net);
-        net.explained(result)?;
+        net.explained(|net| carry_out(&requests, &mut pair, net))?;
     }
 
     // D-WIRE-005.
@@ -334,14 +350,17 @@ proptest! {
         let (readers, mut reader) = Readers::new(1);
         let mut pair = Pair::of(qp_type::UC, (&readers, ON_HOSTS), |attr| attr.path_mtu = path_mtu);
         let mut net = between(&pair, &mut reader, faults);
-        let places = post_numbered(&mut pair, &lens, |_| {});
-        net.run(&mut pair, SECOND);
-        let arrived = check_numbered(&mut pair, &lens, &places, 0)?;
-        let ascending = arrived.windows(2).all(|two| two[0] < two[1]);
-        prop_assert!(ascending, "{:?}", arrived);
-        if faults.iter().all(|faults| *faults == FaultSettings { seed: faults.seed, ..no_faults() }) {
-            prop_assert_eq!(arrived.len(), lens.len());
-        }
+        net.explained(|net| {
+            let places = post_numbered(&mut pair, &lens, |_| {});
+            net.run(&mut pair, SECOND);
+            let arrived = check_numbered(&mut pair, &lens, &places, 0)?;
+            let ascending = arrived.windows(2).all(|two| two[0] < two[1]);
+            prop_assert!(ascending, "{:?}", arrived);
+            if faults.iter().all(|faults| *faults == FaultSettings { seed: faults.seed, ..no_faults() }) {
+                prop_assert_eq!(arrived.len(), lens.len());
+            }
+            Ok(())
+        })?;
     }
 
     /// Datagrams over a network with any faults: what arrives is what was sent.
@@ -354,12 +373,15 @@ proptest! {
         let mut pair = Pair::of(qp_type::UD, (&readers, ON_HOSTS), |_| {});
         let mut net = between(&pair, &mut reader, faults);
         let to = destination(&pair);
-        let places = post_numbered(&mut pair, &lens, |send| send.to = to);
-        net.run(&mut pair, SECOND);
-        let arrived = check_numbered(&mut pair, &lens, &places, GRH as u32)?;
-        let lost: u64 = [0, 1].map(|end| net.suffered(end, "lost")).iter().sum();
-        let damaged: u64 = [0, 1].map(|end| net.suffered(end, "damaged")).iter().sum();
-        prop_assert!(arrived.len() as u64 + lost + damaged >= lens.len() as u64);
+        net.explained(|net| {
+            let places = post_numbered(&mut pair, &lens, |send| send.to = to);
+            net.run(&mut pair, SECOND);
+            let arrived = check_numbered(&mut pair, &lens, &places, GRH as u32)?;
+            let lost: u64 = [0, 1].map(|end| net.suffered(end, "lost")).iter().sum();
+            let damaged: u64 = [0, 1].map(|end| net.suffered(end, "damaged")).iter().sum();
+            prop_assert!(arrived.len() as u64 + lost + damaged >= lens.len() as u64);
+            Ok(())
+        })?;
     }
 
     /// Whatever a stranger or the peer itself sends, with ICRC and addresses right: nothing breaks,
@@ -961,6 +983,78 @@ fn why_what_stays_did_not_arrive_is_captured() {
     ));
 }
 
+/// What the packets of a message that stays and ends in error say in the end.
+#[test]
+fn how_what_stays_ended_is_captured() {
+    for (there, ends) in [
+        (
+            true,
+            "local: not sent; no receive; ends with RNR_RETRY_EXC_ERR",
+        ),
+        (
+            false,
+            "local: not sent; nobody answers; ends with RETRY_EXC_ERR",
+        ),
+    ] {
+        let (readers, mut each) = Readers::new(1);
+        let mut pair = Pair::of(qp_type::RC, (&readers, None), |attr| attr.rnr_retry = 2);
+        let mut process = Process::new(each.pop().unwrap(), &pair);
+        process.capture.set(true);
+        if !there {
+            pair.ends[1].qp.qp.fail();
+        }
+        let send = pair.a_send(0, 1, 10);
+        pair.post_send(0, &send);
+        process.run(&mut pair, 100 * SECOND);
+        assert_ne!(pair.completions(0), []);
+        let (captured, _) = process.capture.take();
+        let says = |one: &Captured| one.frame().1 == Some(ends);
+        let last = captured.iter().filter(|one| says(one)).count();
+        assert_eq!(last, 1, "{ends}");
+    }
+}
+
+#[test]
+fn why_a_datagram_that_stays_did_not_arrive_is_captured() {
+    let (readers, mut each) = Readers::new(1);
+    let mut pair = Pair::of(qp_type::UD, (&readers, None), |_| {});
+    let mut process = Process::new(each.pop().unwrap(), &pair);
+    process.capture.set(true);
+    let to = destination(&pair);
+    let mut send = |process: &mut Process, change: fn(&mut Destination)| {
+        let mut send = pair.a_send(0, 1, 100);
+        send.to = to;
+        change(&mut send.to);
+        pair.post_send(0, &send);
+        let until = process.clock().now + SECOND;
+        process.run(&mut pair, until);
+        let told = pair.completions(0);
+        assert_eq!(
+            told.iter().map(|cqe| cqe.status).collect::<Vec<_>>(),
+            [wc_status::SUCCESS]
+        );
+        let (captured, _) = process.capture.take();
+        assert_eq!(captured.len(), 1);
+        captured[0].frame().1.unwrap().to_owned()
+    };
+    let said = [
+        send(&mut process, |_| {}),
+        send(&mut process, |to| to.qkey ^= 1),
+        send(&mut process, |to| to.qpn ^= 1),
+    ];
+    let expected = ["no receive", "dropped (QKEY)", "nobody answers"];
+    assert_eq!(said, expected.map(|why| format!("local: not sent; {why}")));
+    let at = pair.ends[1].allocate(40 + 100);
+    pair.post_receive(1, RECEIVES, at, 50);
+    let mut send = pair.a_send(0, 1, 100);
+    send.to = to;
+    pair.post_send(0, &send);
+    process.run(&mut pair, 10 * SECOND);
+    let (captured, _) = process.capture.take();
+    let said = captured[0].frame().1;
+    assert_eq!(said, Some("local: not sent; dropped (RECV_TOO_SHORT)"));
+}
+
 #[test]
 fn a_capture_says_which_answer_ended_a_message() {
     let (readers, mut reader) = Readers::new(1);
@@ -978,6 +1072,36 @@ fn a_capture_says_which_answer_ended_a_message() {
     let file = net.capture();
     let comment = b"ends a message with REM_ACCESS_ERR (PEER)";
     assert!(file.windows(comment.len()).any(|bytes| bytes == comment));
+}
+
+/// The packet that nobody answered is there once more, and says how its message ended.
+#[test]
+fn a_capture_says_which_packet_had_no_answer_in_the_end() {
+    let not_sent = |simulation: &Simulation| -> Vec<_> {
+        let (captured, _) = simulation.net.wires[0].out.view.capture.take();
+        let ends = "not sent: its message ends with RETRY_EXC_ERR (NO_ANSWER)";
+        let over = |one: &Captured| {
+            let (bytes, comment) = one.frame();
+            let packet = frame::read(bytes).unwrap().packet().unwrap();
+            (comment == Some(ends)).then(|| format!("{:?} {:?}", packet.psn, packet.body))
+        };
+        captured.iter().filter_map(over).collect()
+    };
+    for opcode in [wr_opcode::SEND, wr_opcode::RDMA_READ] {
+        let mut simulation = Simulation::new([loses_all(), clean()[1]], |_| {});
+        let pair = &mut simulation.pair;
+        let mut send = pair.a_send(0, 1, 3000);
+        send.opcode = opcode;
+        pair.post_send(0, &send);
+        simulation.run(100 * SECOND);
+        assert_eq!(simulation.statuses(), [wc_status::RETRY_EXC_ERR]);
+        let found = not_sent(&simulation);
+        let first = format!("{:?} ", Psn::new(FIRST[0]));
+        assert!(
+            found.len() == 1 && found[0].starts_with(&first),
+            "{found:?}"
+        );
+    }
 }
 
 #[test]
@@ -1276,10 +1400,22 @@ fn a_port_that_is_down_carries_nothing_and_is_waited_for() {
     assert!(!simulation.net.wires[1].port(&vm).up);
     assert_eq!(simulation.pair.completions(1), []);
     assert!(simulation.net.dropped(1, "port_down") > 0);
+    // What it sends itself does not leave either.
+    let send = simulation.pair.a_send(1, 1, 100);
+    simulation.pair.post_send(1, &send);
+    simulation.net.wires[1].out.view.capture.take();
+    simulation.run(3 * TIMEOUT_NANOSECONDS);
+    assert!(simulation.net.counted(1, "own_port_down") > 0);
+    assert_eq!(simulation.pair.completions(0), []);
+    let (captured, _) = simulation.net.wires[1].out.view.capture.take();
+    let comments: Vec<_> = captured.iter().filter_map(|one| one.frame().1).collect();
+    assert!(comments.contains(&"lost: the port is down"), "{comments:?}");
+    let at = simulation.pair.ends[0].allocate(100);
+    simulation.pair.post_receive(0, RECEIVES, at, 100);
     vm.link().set(true);
     simulation.run(SECOND);
-    assert_eq!(simulation.pair.completions(0).len(), 1);
-    assert_eq!(simulation.pair.completions(1).len(), 1);
+    assert_eq!(simulation.pair.completions(0).len(), 2);
+    assert_eq!(simulation.pair.completions(1).len(), 2);
 }
 
 /// A queue that drains may be given another path; what goes on then takes it.
@@ -1308,7 +1444,7 @@ impl Recipients for Busy {
 /// A wire to which frames come that are for VMs.
 struct FramesCome {
     port: SimPort,
-    wire: Wire<SimPort>,
+    wire: Wire<Faults<SimPort>>,
     vms: Busy,
 }
 
@@ -1321,7 +1457,8 @@ impl FramesCome {
         let mut gid = [0; 16];
         gid[10..].copy_from_slice(&[0xff, 0xff, 0, 0, 0, 1]);
         vms.busy = Some(gid);
-        let wire = Wire::new(at, Arc::default(), 0);
+        let view = Arc::<View>::default();
+        let wire = Wire::new(Faults::new(at, view.faults.clone()), view, 0);
         Self { port, wire, vms }
     }
 
@@ -1384,6 +1521,22 @@ fn frames_for_a_busy_vm_wait_for_a_while_and_not_too_many() {
     come.receive(MOST_WAIT);
     assert_eq!(come.busy_drops(), most + 8);
     assert!(!come.wire.is_waiting());
+}
+
+#[test]
+fn no_more_frames_are_taken_at_once_though_faults_hold_them_back() {
+    let mut come = FramesCome::new();
+    let plan = &come.wire.out.view.faults;
+    plan.set((SEGMENT, [2; 6]), Direction::In, Some(faults("delay=1ms")));
+    for len in 100..300 {
+        come.send(2, len);
+    }
+    assert_eq!([0; 4].map(|now| come.receive(now)), [64, 64, 64, 8]);
+    assert_eq!(come.vms.taken, []);
+    // What is held back comes at once.
+    while come.receive(1_000_000) != 0 {}
+    let lens = (100..300).map(|len| (2, len));
+    assert_eq!(come.vms.taken, lens.collect::<Vec<_>>());
 }
 
 #[test]
@@ -1525,6 +1678,102 @@ fn a_stranger_does_not_reach_a_queue_pair() {
     simulation.run(2 * SECOND);
     assert_eq!(simulation.pair.completions(1).len(), 1);
     assert_eq!(simulation.pair.ends[1].guest.read(at, 4), b"here");
+}
+
+/// A host that the directory does not have, or not for the source of what it sends, is seen and counted.
+#[test]
+fn frames_of_strange_hosts_are_counted_and_captured() {
+    let directory = Directory::default();
+    let tunnel = Tunnel::open(([127, 0, 0, 1], 0).into(), directory, false).unwrap();
+    let to = tunnel.address().unwrap();
+    let uplinks = Uplinks {
+        tunnel: Some(tunnel),
+        ..Uplinks::default()
+    };
+    let view = Arc::<View>::default();
+    view.capture.set(true);
+    let mut wire = Wire::new(UplinkPort::new(&uplinks).unwrap(), view.clone(), 0);
+    let bytes = frame::frame(&Addresses::default(), &Packet::notification(1));
+    let vxlan = [&[8, 0, 0, 0, 0, 0, 7, 0], &bytes[..]].concat();
+    let host = UdpSocket::bind("127.0.0.1:0").unwrap();
+    host.send_to(&vxlan, to).unwrap();
+    let mut vms = Busy::default();
+    assert_eq!(wire.receive(0, 64, &mut vms), 1);
+    assert_eq!(vms.taken, []);
+    let mut counts = view.counters.dropped();
+    assert!(counts.any(|count| count == ("stranger", 1)));
+    let (captured, _) = view.capture.take();
+    let frames: Vec<_> = captured.iter().map(Captured::frame).collect();
+    let comment = Some("dropped: came from 127.0.0.1, where its source is not");
+    assert_eq!(frames, [(&bytes[..], comment)]);
+}
+
+#[test]
+fn packets_with_a_wrong_p_key_are_dropped_and_counted() {
+    let mut simulation = Simulation::new(clean(), |_| {});
+    let at = simulation.pair.ends[1].allocate(100);
+    simulation.pair.post_receive(1, RECEIVES, at, 100);
+    let [first, second] = &simulation.pair.ends;
+    let addresses = Addresses {
+        destination_mac: second.mac(),
+        source: first.guest.gid,
+        destination: second.guest.gid,
+        ..Addresses::default()
+    };
+    let other_vlan = Addresses {
+        vlan: Some(Vlan { id: 5, priority: 0 }),
+        ..addresses
+    };
+    let request = Request::at(Service::Rc, wr_opcode::SEND, Place::Only).unwrap();
+    let packet = Packet {
+        service: Service::Rc,
+        dest_qp: second.qp.qp.number,
+        psn: Psn::new(FIRST[0]),
+        ack_request: true,
+        solicited: false,
+        body: Body::Request(RequestPacket::new(request, b"here")),
+    };
+    let vm = second.guest.vm.clone();
+    let mut send = |addresses: &Addresses, pkey: [u8; 2]| {
+        let mut bytes = frame::frame(addresses, &packet);
+        let (ethernet, udp) = (if addresses.vlan.is_some() { 18 } else { 14 }, 8);
+        let ip = if bytes[ethernet] == 0x45 { 20 } else { 40 };
+        bytes[ethernet + ip + udp + 2..][..2].copy_from_slice(&pkey);
+        let end = bytes.len() - 4;
+        let right = icrc(&bytes[ethernet..end]).unwrap();
+        bytes[end..].copy_from_slice(&right);
+        let now = simulation.net.clock.now;
+        let port = &mut simulation.net.wires[0].out.port;
+        port.send(now, SEGMENT, [0; 16], &bytes);
+        simulation.run(now + SECOND);
+        let taken = simulation.pair.completions(1).len();
+        (taken, vm.totals().pkey_violations)
+    };
+    assert_eq!(send(&addresses, [0x80, 0x01]), (0, 1));
+    assert_eq!(send(&other_vlan, [0x80, 0x01]), (0, 1));
+    // A limited member of the default partition.
+    assert_eq!(send(&addresses, [0x7f, 0xff]), (1, 1));
+    assert_eq!(simulation.net.dropped(1, "malformed"), 2);
+}
+
+#[test]
+fn a_simulation_that_fails_names_a_file_with_its_packets() {
+    for panics in [false, true] {
+        let mut simulation = Simulation::new(clean(), |_| {});
+        let Simulation { pair, net } = &mut simulation;
+        let error = net.explained(|net| {
+            post_numbered(pair, &[0; 3], |_| {});
+            net.run(pair, SECOND);
+            assert!(!panics, "it panics");
+            Err(TestCaseError::fail("it fails"))
+        });
+        let said = error.unwrap_err().to_string();
+        let why = if panics { "it panics" } else { "it fails" };
+        assert!(said.contains(why), "{said}");
+        let (_, path) = said.split_once("capture: ").unwrap();
+        assert!(std::fs::metadata(path).unwrap().len() > 6 * 100);
+        std::fs::remove_file(path).unwrap();
+    }
 }
 
 /// Posts WRITEs of so many bytes from the first end to the second. Returns how long they took,

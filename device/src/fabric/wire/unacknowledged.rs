@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use virtio_rdma_spec::verbs::{vendor_err, wc_status};
 
+use super::egress::Attempt;
 use super::frame::Addresses;
 use super::packet::{
     Body, Deth, Packet, Payload, Place, Psn, Request, RequestPacket, Reth, Service,
@@ -99,7 +100,7 @@ impl Stream {
             }),
         };
         let sent_packet = with_payload(sq, tables, qp, &active, len, |payload| {
-            out(&packet, payload, false)
+            out(&packet, payload, Attempt::First)
         });
         if let Err(error) = sent_packet {
             sq.fail(tables, qp, error);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::super::frame;
 use super::super::port::{Burst, Direction, Fate, Port};
-use super::plan::{count, Plan, Planned, Station};
+use super::plan::{count, FaultCounts, Plan, Planned, Station};
 use super::settings::Chance;
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
@@ -28,13 +28,18 @@ pub(crate) struct Faults<P> {
     /// Where the frame that is written goes, if it may have faults; when that began.
     to: Option<(Segment, Gid)>,
     now: u64,
-    /// Frames that are held back, by the time at which they go on.
-    held: BTreeMap<(u64, u64), Held>,
-    held_bytes: usize,
-    /// Tells frames apart that go on at the same time.
-    serial: u64,
+    held: HeldFrames,
     /// Frames that came and whose time is there.
     due: VecDeque<(Segment, Vec<u8>)>,
+}
+
+/// Frames that are held back.
+#[derive(Debug, Default)]
+struct HeldFrames {
+    /// By the time at which they go on, and a number that tells those apart that go on at the same time.
+    list: BTreeMap<(u64, u64), Held>,
+    serial: u64,
+    bytes: usize,
 }
 
 /// A frame that is held back.
@@ -82,6 +87,8 @@ struct Odds {
 /// the second time.
 #[derive(Debug)]
 struct Course {
+    /// The number of the frame.
+    number: u64,
     fate: Fate,
     at: u64,
     again: Option<u64>,
@@ -207,6 +214,7 @@ impl Line {
         count(&counts.frames);
         let spared = self.enough(now);
         let ends = |fate| Course {
+            number,
             fate,
             at: now,
             again: None,
@@ -265,10 +273,65 @@ impl Line {
             }
         }
         Course {
+            number,
             fate,
             at: when,
             again,
         }
+    }
+}
+
+impl HeldFrames {
+    /// Holds a frame back until time `at`. Returns false if too many are: it is lost, and counted.
+    fn add(&mut self, at: u64, way: Way, frame: &[u8], counts: &FaultCounts) -> bool {
+        if self.bytes + frame.len() > MOST_HELD {
+            count(&counts.overrun);
+            return false;
+        }
+        self.bytes += frame.len();
+        self.serial += 1;
+        let frame = frame.to_vec();
+        self.list.insert((at, self.serial), Held { way, frame });
+        true
+    }
+
+    /// Holds back what goes on after `now` of a frame. Returns the fate of the frame.
+    fn keep(
+        &mut self,
+        now: u64,
+        course: &Course,
+        way: Way,
+        frame: &[u8],
+        counts: &FaultCounts,
+    ) -> Fate {
+        let Course {
+            number,
+            fate,
+            at,
+            again,
+        } = *course;
+        let later = at > now;
+        if later && !self.add(at, way, frame, counts) {
+            return Fate::Lost(number);
+        }
+        let twice = again.is_none_or(|again| self.add(again, way, frame, counts));
+        match fate {
+            Fate::Repeated(_) if !twice && later => Fate::Delayed(number),
+            Fate::Repeated(_) if !twice => Fate::Sent,
+            fate => fate,
+        }
+    }
+
+    /// Takes the first frame that goes on until now, and when it does.
+    fn take(&mut self, now: u64) -> Option<(u64, Held)> {
+        let entry = self.list.first_entry()?;
+        let (at, _) = *entry.key();
+        if at > now {
+            return None;
+        }
+        let held = entry.remove();
+        self.bytes -= held.frame.len();
+        Some((at, held))
     }
 }
 
@@ -282,9 +345,7 @@ impl<P: Port> Faults<P> {
             lines: Vec::new(),
             to: None,
             now: 0,
-            held: BTreeMap::new(),
-            held_bytes: 0,
-            serial: 0,
+            held: HeldFrames::default(),
             due: VecDeque::new(),
         }
     }
@@ -304,32 +365,9 @@ impl<P: Port> Faults<P> {
         !self.lines.is_empty()
     }
 
-    /// Holds a frame back until time `at`; if too many are, it is lost, and counted.
-    fn hold(&mut self, at: u64, way: Way, frame: Vec<u8>) {
-        if self.held_bytes + frame.len() > MOST_HELD {
-            let (direction, segment) = match way {
-                Way::Out(segment, _) => (Direction::Out, segment),
-                Way::In(segment) => (Direction::In, segment),
-            };
-            if let Some(line) = line_of(&mut self.lines, direction, segment, &frame) {
-                count(&line.planned.counts.overrun);
-            }
-            return;
-        }
-        self.held_bytes += frame.len();
-        self.serial += 1;
-        self.held.insert((at, self.serial), Held { way, frame });
-    }
-
     /// Lets go on what was held back until now.
     fn release(&mut self, now: u64) {
-        while let Some(entry) = self.held.first_entry() {
-            let (at, _) = *entry.key();
-            if at > now {
-                break;
-            }
-            let Held { way, frame } = entry.remove();
-            self.held_bytes -= frame.len();
+        while let Some((at, Held { way, frame })) = self.held.take(now) {
             match way {
                 Way::Out(segment, destination) => {
                     self.pass(at, segment, destination, &frame);
@@ -407,18 +445,10 @@ impl<P: Port> Port for Faults<P> {
         let Some(line) = line else {
             return self.inner.end();
         };
-        let Course { fate, at, again } = line.judge(now, frame);
-        if let Fate::Lost(_) = fate {
-            return fate;
-        }
-        let way = Way::Out(segment, destination);
-        if let Some(again) = again {
-            let frame = frame.to_vec();
-            self.hold(again, way, frame);
-        }
-        if at > now {
-            let frame = self.inner.written().to_vec();
-            self.hold(at, way, frame);
+        let course = line.judge(now, frame);
+        let (way, counts) = (Way::Out(segment, destination), &line.planned.counts);
+        let fate = self.held.keep(now, &course, way, frame, counts);
+        if matches!(fate, Fate::Lost(_)) || course.at > now {
             return fate;
         }
         match self.inner.end() {
@@ -427,6 +457,7 @@ impl<P: Port> Port for Faults<P> {
         }
     }
 
+    #[inline(always)]
     fn flush(&mut self) -> u64 {
         self.inner.flush()
     }
@@ -445,21 +476,21 @@ impl<P: Port> Port for Faults<P> {
             burst.judge(|segment, frame| {
                 let line = line_of(&mut self.lines, Direction::In, segment, frame)?;
                 let course = line.judge(now, frame);
-                if let Some(again) = course.again {
-                    self.hold(again, Way::In(segment), frame.to_vec());
-                }
-                if course.at > now {
-                    self.hold(course.at, Way::In(segment), frame.to_vec());
-                    return Some(Fate::Delayed(0));
-                }
-                Some(course.fate)
+                let (way, counts) = (Way::In(segment), &line.planned.counts);
+                let fate = self.held.keep(now, &course, way, frame, counts);
+                let later = course.at > now && !matches!(fate, Fate::Lost(_));
+                Some(if later {
+                    Fate::Delayed(course.number)
+                } else {
+                    fate
+                })
             });
         }
         true
     }
 
     fn timer(&self) -> Option<u64> {
-        let held = self.held.keys().next().map(|(at, _)| *at);
+        let held = self.held.list.keys().next().map(|(at, _)| *at);
         let due = (!self.due.is_empty()).then_some(0);
         held.into_iter().chain(due).chain(self.inner.timer()).min()
     }
@@ -532,8 +563,8 @@ mod tests {
                 other.follow();
                 other.release(self.now);
                 while self.ports[end].receive(self.now, &mut burst) {
-                    for (_, frame, lost) in burst.frames() {
-                        if lost.is_none() {
+                    for (_, frame, gone) in burst.frames() {
+                        if gone.is_none() {
                             let number = u16::from_be_bytes([frame[12], frame[13]]);
                             all.push((self.now, number));
                         }
@@ -694,11 +725,46 @@ mod tests {
         two.set(Direction::Out, "delay=1s");
         let fits = MOST_HELD / 100;
         for number in 0..fits + 5 {
-            two.send(0, number as u16);
+            let held = number < fits;
+            let number = number as u64;
+            let expected = if held {
+                Fate::Delayed(number)
+            } else {
+                Fate::Lost(number)
+            };
+            assert_eq!(two.send(0, number as u16), expected);
         }
         assert_eq!(two.counts("overrun"), 5);
         assert_eq!(two.received(1, 2_000_000_000).len(), fits);
-        assert_eq!(two.ports[0].held_bytes, 0);
+        assert_eq!(two.ports[0].held.bytes, 0);
+    }
+
+    #[test]
+    fn a_second_one_that_finds_no_room_is_not_told_of() {
+        let mut two = Two::new();
+        two.set(Direction::Out, "duplicate=100%,reorder-time=1s");
+        two.ports[0].held.bytes = MOST_HELD - 100;
+        assert_eq!(two.send(0, 0), Fate::Repeated(0));
+        assert_eq!(two.send(0, 1), Fate::Sent);
+        assert_eq!(two.counts("overrun"), 1);
+        assert_eq!(numbers(&two.received(1, 2_000_000_000)), [0, 1, 0]);
+    }
+
+    #[test]
+    fn what_came_and_finds_no_room_is_lost() {
+        let mut two = Two::new();
+        two.set(Direction::In, "delay=1s");
+        two.ports[0].held.bytes = MOST_HELD - 100;
+        two.send(1, 0);
+        two.send(1, 1);
+        let mut burst = Burst::default();
+        let mut fates = Vec::new();
+        two.ports[1].flush();
+        while two.ports[0].receive(LATENCY, &mut burst) {
+            fates.extend(burst.frames().map(|(_, _, gone)| gone));
+        }
+        assert_eq!(fates, [Some(Fate::Delayed(0)), Some(Fate::Lost(1))]);
+        assert_eq!(two.counts("overrun"), 1);
     }
 
     #[test]

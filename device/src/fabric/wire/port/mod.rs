@@ -2,12 +2,16 @@
 //! Ports: where frames leave and come. Nothing of them blocks, and time is a parameter.
 use std::collections::VecDeque;
 use std::fmt;
+use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::Arc;
+
+use virtio_rdma_spec::verbs::{vendor_err, wc_status};
 
 use super::rooms::Room;
 use crate::engine::tables::Gid;
 use crate::engine::vm::Segment;
+use crate::verbs::WcError;
 
 mod bursts;
 pub(crate) mod interface;
@@ -49,8 +53,8 @@ struct Arrived {
     segment: Segment,
     /// Its place in the bytes of a burst.
     place: Range<usize>,
-    /// Faults: it is lost.
-    lost: Option<Fate>,
+    /// It is lost, or comes later.
+    gone: Option<Fate>,
 }
 
 impl Arrived {
@@ -59,33 +63,39 @@ impl Arrived {
         Self {
             segment,
             place,
-            lost: None,
+            gone: None,
+        }
+    }
+
+    /// One from a host where its source is not.
+    fn foreign(segment: Segment, place: Range<usize>, host: IpAddr) -> Self {
+        let gone = Some(Fate::Foreign(host));
+        Self {
+            segment,
+            place,
+            gone,
         }
     }
 }
 
 impl Burst {
-    /// The frames, each with where it came from, and its fate if that is to be lost.
+    /// The frames, each with where it came from, and its fate if it is lost or comes later.
     pub(super) fn frames(&self) -> impl Iterator<Item = (Segment, &[u8], Option<Fate>)> {
         let bytes = |one: &Arrived| self.room.bytes.get(one.place.clone());
         let frames = self.frames.iter();
-        frames.filter_map(move |one| Some((one.segment, bytes(one)?, one.lost)))
+        frames.filter_map(move |one| Some((one.segment, bytes(one)?, one.gone)))
     }
 
-    /// Asks what happens to each frame: those that are delayed are not in it any longer.
+    /// Asks what happens to each frame that is not lost already.
     pub(super) fn judge(&mut self, mut fate: impl FnMut(Segment, &mut [u8]) -> Option<Fate>) {
         let Some(Room { bytes, .. }) = Arc::get_mut(&mut self.room) else {
             return;
         };
-        self.frames.retain_mut(|one| {
+        for one in self.frames.iter_mut().filter(|one| one.gone.is_none()) {
             let frame = bytes.get_mut(one.place.clone()).unwrap_or_default();
-            match fate(one.segment, frame) {
-                Some(Fate::Delayed(_)) => return false,
-                Some(lost @ Fate::Lost(_)) => one.lost = Some(lost),
-                _ => {}
-            }
-            true
-        });
+            let fate = fate(one.segment, frame);
+            one.gone = fate.filter(|fate| matches!(fate, Fate::Lost(_) | Fate::Delayed(_)));
+        }
     }
 
     /// Whether packets are kept in it.
@@ -160,7 +170,7 @@ impl Burst {
     }
 }
 
-/// What became of a frame that was to be sent, as far as the port knows.
+/// What became of a frame that was to be sent, or that came, as far as the port knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
     Sent,
@@ -178,6 +188,12 @@ pub(crate) enum Fate {
     NoHost,
     /// The system did not take it.
     Refused,
+    /// The port of the VM is down.
+    Down,
+    /// It is not sent any more: its message ends with this error.
+    Over(WcError),
+    /// It came from this host, where its source is not.
+    Foreign(IpAddr),
 }
 
 impl fmt::Display for Fate {
@@ -191,6 +207,15 @@ impl fmt::Display for Fate {
             Self::Delayed(number) => ("delayed", number),
             Self::NoHost => return f.write_str("lost: no host has the destination"),
             Self::Refused => return f.write_str("lost: the system did not take it"),
+            Self::Down => return f.write_str("lost: the port is down"),
+            Self::Over(WcError { status, vendor }) => {
+                let status = wc_status::name(*status).unwrap_or("?");
+                let reason = vendor_err::name(*vendor).unwrap_or("?");
+                return write!(f, "not sent: its message ends with {status} ({reason})");
+            }
+            Self::Foreign(host) => {
+                return write!(f, "dropped: came from {host}, where its source is not");
+            }
         };
         write!(f, "faults: {what} (frame {number})")
     }

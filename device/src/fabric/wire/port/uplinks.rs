@@ -122,6 +122,20 @@ impl UplinkPort {
         }
     }
 
+    /// What was sent leaves now. Returns how many frames the system did not take.
+    #[inline(never)]
+    fn flush_sent(&mut self) -> u64 {
+        let mut refused = 0;
+        if std::mem::take(&mut self.tunnel_sent) {
+            refused = self.tunnel.as_mut().map_or(0, VxlanPort::flush);
+        }
+        while let Some(number) = self.sent.pop() {
+            let interface = self.interfaces.get_mut(number as usize);
+            refused += interface.map_or(0, InterfaceEnd::flush);
+        }
+        refused
+    }
+
     fn receive_by_tunnel(&mut self, burst: &mut Burst) -> bool {
         let tunnel = self.tunnel.as_mut();
         tunnel.is_some_and(|tunnel| tunnel.receive(burst))
@@ -191,16 +205,13 @@ impl Port for UplinkPort {
         Fate::Sent
     }
 
+    // While nothing is sent, it is asked all the time.
+    #[inline(always)]
     fn flush(&mut self) -> u64 {
-        let mut refused = 0;
-        if std::mem::take(&mut self.tunnel_sent) {
-            refused = self.tunnel.as_mut().map_or(0, VxlanPort::flush);
+        if !self.tunnel_sent && self.sent.is_empty() {
+            return 0;
         }
-        while let Some(number) = self.sent.pop() {
-            let interface = self.interfaces.get_mut(number as usize);
-            refused += interface.map_or(0, InterfaceEnd::flush);
-        }
-        refused
+        self.flush_sent()
     }
 
     fn receive(&mut self, _: u64, burst: &mut Burst) -> bool {

@@ -3,7 +3,7 @@
 //! another process of ours, or a kernel's `vxlan` device.
 //!
 //! A directory says which GIDs are at which host. A frame whose source is at another host than the
-//! one that sent it is not taken.
+//! one that sent it, or at none, is dropped.
 use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -108,16 +108,24 @@ impl Tunnel {
         }))
     }
 
-    /// The network of a datagram from `host`, if it is one for us.
-    fn network_of(&self, datagram: &[u8], host: SocketAddr) -> Option<u32> {
+    /// Where it is open.
+    #[cfg(test)]
+    pub(in super::super) fn address(&self) -> io::Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    /// The network of a datagram from `host`, if it is one with a frame of IP, and whether that is from
+    /// where its source is.
+    fn network_of(&self, datagram: &[u8], host: SocketAddr) -> Option<(u32, bool)> {
         let (header, frame) = datagram.split_first_chunk::<HEADER>()?;
         let [flags, _, _, _, vni @ .., _] = *header;
         let [high, middle, low] = vni;
         let source = frame::source(frame)?;
         // A kernel sends from any UDP port.
-        let there = self.directory.host(&source)?.ip() == host.ip();
+        let there = self.directory.host(&source);
+        let there = there.is_some_and(|there| there.ip() == host.ip());
         let vni = u32::from_be_bytes([0, high, middle, low]);
-        (flags & VALID != 0 && there).then_some(vni)
+        (flags & VALID != 0).then_some((vni, there))
     }
 }
 
@@ -203,8 +211,13 @@ impl VxlanPort {
             let bytes = room.bytes.get(..came.bytes).unwrap_or_default();
             for datagram in bytes.chunks(came.each.max(1)) {
                 let frame = at + HEADER..at + datagram.len();
-                if let Some(vni) = self.tunnel.network_of(datagram, host) {
-                    frames.push(Arrived::new(Segment::Vxlan(vni), frame));
+                if let Some((vni, there)) = self.tunnel.network_of(datagram, host) {
+                    let segment = Segment::Vxlan(vni);
+                    frames.push(if there {
+                        Arrived::new(segment, frame)
+                    } else {
+                        Arrived::foreign(segment, frame, host.ip())
+                    });
                 }
                 at += datagram.len();
             }
@@ -291,14 +304,20 @@ mod tests {
     }
 
     fn receive(port: &mut VxlanPort) -> Option<(u32, Vec<u8>)> {
+        let (vni, frame, gone) = receive_any(port)?;
+        assert_eq!(gone, None);
+        Some((vni, frame))
+    }
+
+    fn receive_any(port: &mut VxlanPort) -> Option<(u32, Vec<u8>, Option<Fate>)> {
         let mut burst = Burst::default();
         if !port.receive(&mut burst) {
             return None;
         }
-        let [(Segment::Vxlan(vni), frame, None)] = burst.frames().collect::<Vec<_>>()[..] else {
+        let [(Segment::Vxlan(vni), frame, gone)] = burst.frames().collect::<Vec<_>>()[..] else {
             panic!("not one frame");
         };
-        Some((vni, frame.to_vec()))
+        Some((vni, frame.to_vec(), gone))
     }
 
     #[test]
@@ -330,8 +349,19 @@ mod tests {
         datagram.extend_from_slice(&ours);
         elsewhere.send_to(&datagram, to).unwrap();
         elsewhere.send_to(&[0; 5], to).unwrap();
+        // Nobody has this one.
+        let nobodys = frame([10, 9, 9, 9]);
+        send(&mut first, 7, [10, 0, 0, 2], &nobodys);
         assert_eq!(receive(&mut second), Some((7, foreign)));
-        assert_eq!(receive(&mut second), Some((7, ours)));
+        assert_eq!(receive(&mut second), Some((7, ours.clone())));
+        // What is not taken is told, but for what is no VXLAN.
+        let mut dropped = |frame: &[u8], host: [u8; 4]| {
+            let gone = Some(Fate::Foreign(host.into()));
+            let came = receive_any(&mut second);
+            assert_eq!(came, Some((7, frame.to_vec(), gone)));
+        };
+        dropped(&ours, [127, 0, 0, 2]);
+        dropped(&nobodys, [127, 0, 0, 1]);
         assert_eq!(receive(&mut second), None);
     }
 }

@@ -11,7 +11,7 @@ use virtio_rdma_spec::facts::{Imm, Kind};
 use virtio_rdma_spec::ring::Sge;
 use virtio_rdma_spec::verbs::{vendor_err, wc_status, wr_opcode};
 
-use super::super::egress::Egress;
+use super::super::egress::{Attempt, Egress};
 use super::super::frame::{Addresses, Route};
 use super::super::packet::{Packet, Payload};
 use super::super::port::Port;
@@ -265,6 +265,7 @@ impl Flow {
         tables: &Tables,
         mut what: What,
         stamp: Stamp,
+        attempt: Attempt,
         now: u64,
     ) {
         let Some(vm) = self.vm.upgrade() else {
@@ -274,7 +275,7 @@ impl Flow {
         let mut send = |way: &Addresses, dest_qp, data, payload: Payload<'_>| {
             let packet = Packet::srd(dest_qp, stamp.psn, SrdPacket::Data(data, &[]));
             let route = Route::on_path(*way, stamp.path);
-            egress.send(now, &vm, Some(&route), &packet, payload, stamp.again)
+            egress.send(now, &vm, Some(&route), &packet, payload, attempt)
         };
         let Piece { offset, len } = what.piece;
         let message = self.messages.get(&what.message);
@@ -356,11 +357,11 @@ impl Flow {
             self.later.pop();
         }
         while let Some((what, stamp)) = self.out.try_path(now) {
-            self.send_packet(egress, tables, what, stamp, now);
+            self.send_packet(egress, tables, what, stamp, Attempt::Again, now);
         }
         loop {
             if let Some((what, stamp)) = self.out.send_lost(now) {
-                self.send_packet(egress, tables, what, stamp, now);
+                self.send_packet(egress, tables, what, stamp, Attempt::Again, now);
                 continue;
             }
             let Some(id) = self.ready.front().copied() else {
@@ -395,7 +396,7 @@ impl Flow {
                 self.turn = 0;
                 self.ready.rotate_left(1);
             }
-            self.send_packet(egress, tables, what, stamp, now);
+            self.send_packet(egress, tables, what, stamp, Attempt::First, now);
         }
     }
 
@@ -532,6 +533,11 @@ impl Flow {
             return;
         }
         if !self.out.expire(now) {
+            // Who captures sees which packet has no answer.
+            if let Some((what, stamp)) = self.out.oldest() {
+                let over = Attempt::Over(NO_ANSWER);
+                self.send_packet(egress, tables, what, stamp, over, now);
+            }
             self.abandon(NO_ANSWER, now.saturating_sub(GIVE_UP));
         }
         if self.asking != 0 {
@@ -549,7 +555,7 @@ impl Flow {
                     part: Part::Nothing,
                 };
                 if let Some(stamp) = self.out.send(what, now) {
-                    self.send_packet(egress, tables, what, stamp, now);
+                    self.send_packet(egress, tables, what, stamp, Attempt::First, now);
                 }
             }
         }

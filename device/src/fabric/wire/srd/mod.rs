@@ -22,7 +22,7 @@ use self::flow::{is_newer, Fared, Flow, FORGOTTEN};
 use self::incoming::{Admission, Incoming};
 use self::message::{footprint, Role, Sending};
 use self::outgoing::PATHS;
-use super::egress::Egress;
+use super::egress::{Attempt, Egress};
 use super::frame::{Addresses, Frame, Route};
 use super::packet::{Packet, Payload, Psn};
 use super::port::Port;
@@ -432,7 +432,7 @@ impl Flows {
             },
         };
         let route = Route::on_path(flow.way, incoming.path());
-        egress.send(now, &vm, Some(&route), &packet, payload, false);
+        egress.send(now, &vm, Some(&route), &packet, payload, Attempt::First);
     }
 
     /// Answers all that came.

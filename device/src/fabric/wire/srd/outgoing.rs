@@ -59,8 +59,6 @@ pub(super) struct Stamp {
     pub heard: u32,
     pub path: u8,
     pub psn: Psn,
-    /// It was sent before.
-    pub again: bool,
 }
 
 /// A way through the network.
@@ -296,9 +294,20 @@ impl<W: Copy> Outgoing<W> {
             heard: self.heard,
             path: at as u8,
             psn,
-            again: true,
         };
         Some((what, stamp))
+    }
+
+    /// The packet that has no answer for the longest time, as it was sent last.
+    pub(super) fn oldest(&self) -> Option<(W, Stamp)> {
+        let one = self.flight.front()?;
+        let stamp = Stamp {
+            number: self.oldest,
+            heard: self.heard,
+            path: one.path as u8,
+            psn: one.psn,
+        };
+        Some((one.what, stamp))
     }
 
     /// A packet goes on the path with the fewest under way.
@@ -321,7 +330,6 @@ impl<W: Copy> Outgoing<W> {
             heard,
             path: at as u8,
             psn,
-            again: one.times > 1,
         })
     }
 

@@ -43,8 +43,7 @@ proptest! {
         let (readers, mut each) = Readers::new(1);
         let mut pair = Pair::of(qp_type::SRD, (&readers, ON_HOSTS), |_| {});
         let mut net = Net::faulty(each.pop().unwrap(), faults, &pair);
-        let result = carry_out_reliable_datagrams(&messages, &mut pair, &mut net);
-        net.explained(result)?;
+        net.explained(|net| carry_out_reliable_datagrams(&messages, &mut pair, net))?;
     }
 
     /// Whatever a peer sends, with ICRC and addresses right: nothing breaks, and what was not granted
@@ -259,6 +258,10 @@ fn a_destination_that_is_not_there_ends_its_messages_alone() {
     net.run(&mut pair, 3 * SECOND);
     assert_eq!(pair.told(), [(2, wc_status::SUCCESS)]);
     net.run(&mut pair, 10 * SECOND);
+    let capture = net.capture();
+    let comment = b"not sent: its message ends with RESP_TIMEOUT_ERR (NO_ANSWER)";
+    let mut windows = capture.windows(comment.len());
+    assert!(windows.any(|bytes| bytes == comment));
     let mut told = pair.told();
     told.sort_unstable();
     assert_eq!(
