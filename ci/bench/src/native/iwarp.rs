@@ -247,7 +247,7 @@ fn ends() -> Result<[TcpStream; 2]> {
 /// GB/s of a TCP stream that is written and read by calls of [`AT_ONCE`]; with `copies`, payloads are
 /// copied from memory to what is sent, and from what came to memory, and a checksum of each is
 /// computed at both ends.
-fn stream(settings: &Settings, copies: bool) -> Result<f64> {
+pub fn stream(settings: &Settings, copies: bool) -> Result<f64> {
     let Cores { driver, worker } = settings.cores;
     let [mut sender, mut receiver] = ends()?;
     let time = 4 * settings.time();
