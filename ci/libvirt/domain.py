@@ -1,6 +1,7 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-"""domain.py NUMBER [--guest]: prints the XML of docs/libvirt/domain.xml for a VM of the lane `libvirt`.
+"""domain.py NUMBER [--guest] [--vfio-user]: prints the XML of docs/libvirt/domain.xml, or of
+domain-vfio-user.xml, for a VM of the lane `libvirt`.
 
 All that is marked "card" there stays as it is, but the VM is emulated, and smaller. With --guest it
 boots a guest of the bed: from the files that `namespaces` puts beside the disk of the document, which
@@ -10,7 +11,9 @@ import os
 import sys
 import xml.etree.ElementTree as ElementTree
 
-DOCUMENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "domain.xml")
+HERE = os.path.dirname(os.path.abspath(__file__))
+# The QEMU of trixie-backports, where `namespaces` has it.
+STOCK = "/opt/qemu-stock/qemu-system-x86_64"
 IMAGES = "/var/lib/libvirt/images"
 # As the launcher has them (ci/xtask/src/vm).
 KERNEL_WORDS = "console=ttyS0 quiet panic=1 no_timer_check tsc=reliable mitigations=off audit=0"
@@ -67,12 +70,19 @@ def boot_guest(domain, number):
 
 def main():
     number = int(sys.argv[1])
-    with open(DOCUMENT, encoding="utf-8") as file:
+    by_vfio_user = "--vfio-user" in sys.argv[2:]
+    document = "domain-vfio-user.xml" if by_vfio_user else "domain.xml"
+    with open(os.path.join(HERE, document), encoding="utf-8") as file:
         text = file.read().replace("vm1", f"vm{number}").replace("34:01", f"34:{number:02x}")
     ElementTree.register_namespace("qemu", "http://libvirt.org/schemas/domain/qemu/1.0")
     domain = ElementTree.fromstring(text)
     emulate(domain)
-    if sys.argv[2:] == ["--guest"]:
+    if by_vfio_user:
+        devices = domain.find("devices")
+        devices.find("emulator").text = STOCK
+        # It comes without boot ROMs.
+        ElementTree.SubElement(devices.find("interface"), "rom", enabled="no")
+    if "--guest" in sys.argv[2:]:
         boot_guest(domain, number)
     print(ElementTree.tostring(domain, encoding="unicode"))
 

@@ -17,10 +17,15 @@
 //! | `shown` | has no command |
 
 use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{ensure, Context, Result};
 
-use crate::shell;
+use crate::{cache, setup, shell};
+
+/// The version of mdBook that is built where there is none.
+const MDBOOK: &str = "0.5.4";
 
 /// A page.
 pub struct Page {
@@ -186,6 +191,55 @@ pub fn pages() -> Result<Vec<Page>> {
     Ok(pages)
 }
 
+/// Has mdBook build the book, and returns where it is.
+pub fn build() -> Result<PathBuf> {
+    // For the preprocessor.
+    setup::packages(&["python3"])?;
+    let there = Command::new("mdbook").arg("--version").output();
+    let mdbook = match there {
+        Ok(_) => PathBuf::from("mdbook"),
+        Err(_) => cache::program("mdbook", MDBOOK)?,
+    };
+    let to = shell::target().join("book");
+    let mut build = Command::new(mdbook);
+    build.current_dir(shell::root()).arg("build");
+    shell::logged("mdbook", build.arg("--dest-dir").arg(&to))?;
+    Ok(to)
+}
+
+/// Links of the HTML files of a directory that lead nowhere in it.
+pub fn dead_links(directory: &Path) -> Result<Vec<String>> {
+    let (mut dead, mut count) = (Vec::new(), 0);
+    for entry in fs::read_dir(directory)? {
+        let page = entry?.path();
+        let name = page.file_name().unwrap_or_default().to_string_lossy();
+        // Its links are from the root of a server, wherever it is shown.
+        if !name.ends_with(".html") || name == "404.html" {
+            continue;
+        }
+        let text = fs::read_to_string(&page)?;
+        let attributes = [" href=\"", " src=\""].into_iter();
+        let behind = attributes.flat_map(|attribute| text.split(attribute).skip(1));
+        let links = behind.filter_map(|rest| Some(rest.split_once('"')?.0));
+        for link in links.filter(|link| !link.contains("://")) {
+            count += 1;
+            let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = match path {
+                "" => page.clone(),
+                path => directory.join(path),
+            };
+            let leads = target.is_file()
+                && (anchor.is_empty()
+                    || fs::read_to_string(&target)?.contains(&format!("id=\"{anchor}\"")));
+            if !leads {
+                dead.push(format!("{name}: {link}"));
+            }
+        }
+    }
+    ensure!(count > 0, "no links in {}", directory.display());
+    Ok(dead)
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
@@ -221,6 +275,22 @@ mod tests {
         assert!(page.of_lane("ulp", "y").is_err());
         assert!(Page::parse("page.md", "text\n\n    code\n").is_err());
         assert!(Page::parse("page.md", "<!-- run somewhere -->\n\n    code\n").is_err());
+    }
+
+    #[test]
+    fn dead_links_are_found() {
+        let directory = std::env::temp_dir().join(format!("book-{}", std::process::id()));
+        fs::create_dir_all(directory.join("folder")).unwrap();
+        let page = "<a href=\"b.html\"> <a href=\"b.html#there\"> <a href=\"#here\"> <p id=\"here\">\n\
+                    <img src=\"x.png\"> <a href=\"https://example.org/\"> <a href=\"b.html#gone\">\n\
+                    <a href=\"../README.html\"> <a href=\"folder\">";
+        fs::write(directory.join("a.html"), page).unwrap();
+        fs::write(directory.join("b.html"), "<p id=\"there\">").unwrap();
+        let mut dead = dead_links(&directory).unwrap();
+        dead.sort();
+        let expected = ["../README.html", "b.html#gone", "folder", "x.png"];
+        assert_eq!(dead, expected.map(|link| format!("a.html: {link}")));
+        fs::remove_dir_all(directory).unwrap();
     }
 
     /// The source of a lane, without its comments.

@@ -116,6 +116,24 @@ pub fn entry(name: &str, key: Key, make: impl FnOnce(&Path) -> Result<()>) -> Re
     Ok(path)
 }
 
+/// A program of crates.io, which is built unless it is there.
+pub fn program(name: &str, version: &str) -> Result<PathBuf> {
+    let directory = entry(name, Key::new().text(version), |directory| {
+        shell::step(&format!("Building {name}"), || {
+            let build = directory.join("build");
+            let mut cargo = shell::cargo();
+            cargo
+                .args(["install", name, "--locked", "--version", version])
+                .arg("--root")
+                .arg(directory)
+                .env("CARGO_TARGET_DIR", &build);
+            shell::logged(name, &mut cargo)?;
+            shell::remove(&build)
+        })
+    })?;
+    Ok(directory.join("bin").join(name))
+}
+
 /// Notes the use of an entry; false if there is none.
 fn touch(path: &Path) -> bool {
     if !path.is_dir() {

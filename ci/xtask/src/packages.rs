@@ -58,6 +58,8 @@ impl Sources {
         let paths = [
             "Cargo.lock",
             "Cargo.toml",
+            "README.md",
+            "SECURITY.md",
             "device",
             "docs",
             "guest-driver",

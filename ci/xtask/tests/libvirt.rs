@@ -73,6 +73,25 @@ fn the_hook_adds_the_device_of_the_document_and_removes_it() {
 }
 
 #[test]
+fn the_hook_adds_a_device_of_vfio_user() {
+    let xml = read("domain-vfio-user.xml");
+    assert_eq!(
+        asked(["prepare", "begin"], &xml),
+        "add /run/vrdma/status.sock \
+         /run/vrdma/vm1.sock,front-end=vfio-user,mac=52:54:00:12:34:01 \
+         --socket-owner libvirt-qemu --socket-mode 600\n"
+    );
+    assert_eq!(
+        asked(["release", "end"], &xml),
+        "remove /run/vrdma/status.sock /run/vrdma/vm1.sock\n"
+    );
+    for (part, instead) in [("\"socket\":", "\"other\":"), ("{\"driver\"", "{\"driver")] {
+        let output = hook(["prepare", "begin"], &xml.replace(part, instead));
+        assert!(!output.status.success(), "{instead}");
+    }
+}
+
+#[test]
 fn the_hook_passes_options_on_and_knows_the_interface_of_each_card() {
     let xml = "<domain xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
         <metadata><card xmlns='urn:virtio-rdma:libvirt' options='network=blue,gids=mac'/></metadata>\

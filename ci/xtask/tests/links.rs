@@ -124,3 +124,23 @@ fn the_book_has_all_pages() {
     let pages: BTreeSet<_> = names.filter(|name| name != "SUMMARY.md").collect();
     assert_eq!(listed, pages);
 }
+
+/// The commands of the README by which packages are installed are those of docs/install.md, which the
+/// lane `packages` runs.
+#[test]
+fn the_readme_installs_as_the_lane_does() {
+    let commands = |page: &str| -> Vec<String> {
+        let text = fs::read_to_string(root().join(page)).unwrap();
+        let code = text.lines().filter_map(|line| line.strip_prefix("    "));
+        let code = code.filter_map(|line| Some(line.split('#').next()?.trim().to_owned()));
+        let begins = ["apt-get ", "echo 'deb ", "systemctl ", "modprobe "];
+        code.filter(|line| begins.iter().any(|begin| line.starts_with(begin)))
+            .collect()
+    };
+    let run = commands("docs/install.md");
+    let named = commands("README.md");
+    assert!(named.len() >= 6, "{named:?}");
+    for command in named {
+        assert!(run.contains(&command), "docs/install.md has no {command}");
+    }
+}

@@ -62,6 +62,84 @@ fn files_of_packages_exist() {
     assert!(named > 5, "the rules name {named} files only");
 }
 
+/// Adds the files below a folder.
+fn add_files(folder: &Path, files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => add_files(&path, files),
+            false => files.push(path),
+        }
+    }
+}
+
+#[test]
+fn packaged_documents_lead_somewhere() {
+    let rules = read("packaging/debian/rules");
+    let packages = ["vhost-device-rdma", "libvirtio-rdma1", "virtio-rdma-dkms"];
+    let names = packages.join(" ");
+    assert!(rules.contains(&format!("for package in {names}; do")));
+    let all = Path::new(env!("CARGO_TARGET_TMPDIR")).join("documents");
+    let _ = fs::remove_dir_all(&all);
+    let (mut count, mut lost) = (0, Vec::new());
+    for package in packages {
+        let folder = all.join(package);
+        let mut copy = Command::new("python3");
+        copy.arg(root().join("packaging/documents.py"));
+        let status = copy.arg(package).arg(&folder).status().unwrap();
+        assert!(status.success(), "{package}: {status}");
+        let mut files = Vec::new();
+        add_files(&folder, &mut files);
+        let is_page = |file: &&PathBuf| file.extension().is_some_and(|extension| extension == "md");
+        for page in files.iter().filter(is_page) {
+            let text = fs::read_to_string(page).unwrap();
+            let links = text
+                .split("](")
+                .skip(1)
+                .filter_map(|rest| rest.split_once(')'));
+            let links = links.filter_map(|(link, _)| link.split('#').next());
+            for link in links.filter(|link| !link.is_empty() && !link.contains([' ', '`'])) {
+                count += 1;
+                // The project's pages are those of this tree.
+                let leads = match link.split_once("/HEAD/") {
+                    Some((_, path)) => root().join(path).exists(),
+                    None => link.contains("://") || page.with_file_name(link).exists(),
+                };
+                if !leads {
+                    lost.push(format!("{}: {link}", page.display()));
+                }
+            }
+        }
+    }
+    assert!(count > 150, "{count} links");
+    assert!(lost.is_empty(), "lead nowhere:\n{}", lost.join("\n"));
+    let of_device = all.join("vhost-device-rdma");
+    for file in [
+        "README.md",
+        "device/README.md",
+        "docs/README.md",
+        "docs/libvirt/hook",
+        "docs/libvirt/domain.xml",
+        "docs/grafana/vhost-device-rdma.json",
+        "docs/ci/rdma.yml",
+    ] {
+        assert!(of_device.join(file).is_file(), "{file} is not packaged");
+    }
+    // The unit and the file of the configuration name pages.
+    let places = [
+        "packaging/systemd/vhost-device-rdma.service",
+        "packaging/vhost-device-rdma.toml",
+    ];
+    for place in places {
+        let text = read(place);
+        let named = text.split("/usr/share/doc/vhost-device-rdma/").skip(1);
+        let named = named.filter_map(|rest| rest.split_whitespace().next());
+        for path in named.filter(|path| !path.starts_with("examples/")) {
+            assert!(of_device.join(path).exists(), "{place} names {path}");
+        }
+    }
+}
+
 #[test]
 fn the_service_is_confined() {
     let unit = root().join("packaging/systemd/vhost-device-rdma.service");

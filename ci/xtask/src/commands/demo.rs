@@ -16,7 +16,7 @@ use crate::{setup, shell};
 const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Hosts with a device process and a VM each, and a network between them that loses a packet in a
-/// thousand each way.
+/// thousand each way: each device loses those of what it sends.
 const WIRE: Hosts = Hosts::Tap(1500, "seed=1,loss=0.1%");
 
 /// Sets everything up, boots the VMs, runs the tools, shows what they say.

@@ -2,13 +2,12 @@
 //! `cargo deny`: licences, sources and known vulnerabilities of the crates that we build from, as
 //! `deny.toml` wants them.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::Result;
 
-use crate::cache::{self, Key};
-use crate::shell;
+use crate::{cache, shell};
 
 /// The version that is used. It is built once, and kept.
 const VERSION: &str = "0.20.2";
@@ -18,7 +17,7 @@ const CHECKS: [&str; 4] = ["check", "licenses", "bans", "sources"];
 
 /// Checks all that can be checked here, and says what cannot.
 pub fn run() -> Result<()> {
-    let program = install()?;
+    let program = cache::program("cargo-deny", VERSION)?;
     shell::step("cargo deny: licences, bans, sources", || {
         shell::logged("deny", deny(&program).args(CHECKS))
     })?;
@@ -38,23 +37,4 @@ fn deny(program: &Path) -> Command {
     let mut command = Command::new(program);
     command.current_dir(shell::root());
     command
-}
-
-/// The program, built unless it is there.
-fn install() -> Result<PathBuf> {
-    let key = Key::new().text(VERSION);
-    let directory = cache::entry("cargo-deny", key, |directory| {
-        shell::step("Building cargo-deny", || {
-            let build = directory.join("build");
-            let mut cargo = shell::cargo();
-            cargo
-                .args(["install", "cargo-deny", "--locked", "--version", VERSION])
-                .arg("--root")
-                .arg(directory)
-                .env("CARGO_TARGET_DIR", &build);
-            shell::logged("cargo-deny", &mut cargo)?;
-            shell::remove(&build)
-        })
-    })?;
-    Ok(directory.join("bin/cargo-deny"))
 }

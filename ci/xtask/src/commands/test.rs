@@ -70,7 +70,7 @@ const LANES: [(&str, Option<&str>, Option<&str>); 8] = [
     ("recovery", Some(RECOVERY), Some(RECOVERY_AGAIN)),
     (
         "wire",
-        Some("rping|ucmatose|ibv_xsrq_pingpong"),
+        Some("rping|ucmatose|ibv_xsrq_pingpong|Wireshark"),
         Some("rping|ucmatose"),
     ),
     (

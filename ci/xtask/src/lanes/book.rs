@@ -74,6 +74,10 @@ const CASES: &[Case] = &[
     page!("iwarp.md"),
     page!("ci.md"),
     Case {
+        name: "the book, by mdBook",
+        run: built,
+    },
+    Case {
         name: "other pages",
         run: others,
     },
@@ -83,6 +87,13 @@ const CASES: &[Case] = &[
 fn software(fixture: &mut Fixture) -> Result<()> {
     super::software::mpi_hosts(fixture)?;
     run(fixture, "software.md")
+}
+
+/// mdBook builds the book, and no link in it is dead.
+fn built(_: &mut Fixture) -> Result<()> {
+    let dead = crate::book::dead_links(&crate::book::build()?)?;
+    ensure!(dead.is_empty(), "lead nowhere:\n{}", dead.join("\n"));
+    Ok(())
 }
 
 /// Says what of the pages of other lanes is not run.

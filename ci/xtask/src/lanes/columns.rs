@@ -16,7 +16,7 @@ pub struct Column {
     pub name: &'static str,
     /// The VMs of server and client.
     pub ends: Ends,
-    /// How many of ten thousand packets are lost.
+    /// How many of ten thousand packets are lost, each way.
     pub lost: u32,
     /// IP packets have so many bytes at most, if that is not as the VMs were started.
     pub mtu: Option<u16>,

@@ -58,7 +58,7 @@ impl Decoded {
 /// Checks a capture, and says what there was.
 pub fn check(file: &Path) -> Result<String> {
     for (filter, what) in [(WRONG, "wrong"), (STRANGE, "not iWARP")] {
-        let frames = tshark(file, &["-Y", filter])?;
+        let frames = tshark(file, &["-Y", filter], &GUESSES)?;
         ensure!(
             frames.is_empty(),
             "{} frames are {what} for Wireshark:\n{}",
@@ -66,7 +66,11 @@ pub fn check(file: &Path) -> Result<String> {
             frames.lines().take(10).collect::<Vec<_>>().join("\n")
         );
     }
-    let decoded = Decoded::parse(&tshark(file, &["-O", "iwarp_mpa,iwarp_ddp_rdmap"])?);
+    let decoded = Decoded::parse(&tshark(
+        file,
+        &["-O", "iwarp_mpa,iwarp_ddp_rdmap"],
+        &GUESSES,
+    )?);
     ensure!(
         decoded.good > 0 && decoded.bad == 0 && decoded.unchecked == 0,
         "not all CRCs are right: {decoded:?}"
@@ -83,13 +87,16 @@ pub fn check(file: &Path) -> Result<String> {
     Ok(format!("{} CRCs are right", decoded.good))
 }
 
+/// Wireshark guesses what messages are for: those for RPC are none here.
+const GUESSES: [&str; 2] = ["rpcordma", "smb_direct"];
+
 /// Runs tshark on a capture, in two passes: in the first it sees where the rest of segments is. It
-/// guesses what messages are for; of these guesses, those for RPC are wrong here.
-fn tshark(file: &Path, words: &[&str]) -> Result<String> {
+/// does not know some protocols then.
+pub fn tshark(file: &Path, words: &[&str], unknown: &[&str]) -> Result<String> {
     let mut command = Command::new("tshark");
     command.arg("-2").arg("-r").arg(file).args(words);
-    for guess in ["rpcordma", "smb_direct"] {
-        command.args(["--disable-protocol", guess]);
+    for protocol in unknown {
+        command.args(["--disable-protocol", protocol]);
     }
     shell::capture(&mut command)
 }

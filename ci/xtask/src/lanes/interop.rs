@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Lanes `rxe-interop` and `rxe-tap`: our device in vm1 and Soft-RoCE (rxe) in vm2, with a switch
 //! between them, or on hosts that are network namespaces;
-//! each as server and as client, and with lost packets.
+//! each as server and as client, and with lost packets. In the latter also with our device's VXLAN,
+//! whose other end is the `vxlan` device of the other host's kernel.
 //!
 //! Each combination is a case and a cell of the lane's table.
 
@@ -12,7 +13,7 @@ use super::stock::{self, Ends};
 use super::storage::{self, Fio};
 use super::{Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{FrontEnd, Hosts};
+use crate::vm::{host_address, namespace, Bed, FrontEnd, Hosts};
 
 /// The VM with our device, and that with rxe.
 const OURS: u8 = 1;
@@ -23,6 +24,16 @@ const COLUMNS: Columns = Columns {
     set_up,
     skips,
 };
+
+/// With the kernel's VXLAN.
+const VXLAN: Columns = Columns {
+    all: &WAYS,
+    set_up: set_up_vxlan,
+    skips,
+};
+
+/// MTU of the network between hosts with VXLAN, which is that of the VMs' network interfaces, too.
+const VXLAN_MTU: u16 = 9000;
 
 const WAYS: [Column; 4] = [
     Column {
@@ -53,7 +64,7 @@ const WAYS: [Column; 4] = [
 
 /// What Soft-RoCE does not get by with, against itself neither (docs/interop.md).
 fn skips(fixture: &Fixture, name: &str, column: &Column) -> Option<&'static str> {
-    let hangs = name == NVME
+    let hangs = name.ends_with(NVME)
         && fixture.kernel == Kernel::Backports
         && column.ends.1 == RXE
         && column.lost != 0;
@@ -83,9 +94,12 @@ pub fn lane() -> Lane {
 /// A case for a tool.
 macro_rules! tool {
     ($name:expr, $run:expr) => {
+        tool!(COLUMNS, $name, $run)
+    };
+    ($columns:ident, $name:expr, $run:expr) => {
         Case {
             name: $name,
-            run: |fixture| COLUMNS.run(fixture, $name, Loses::Yes, $run),
+            run: |fixture| $columns.run(fixture, $name, Loses::Yes, $run),
         }
     };
 }
@@ -93,9 +107,12 @@ macro_rules! tool {
 /// A case for a tool that does not count on lost packets.
 macro_rules! unreliable {
     ($name:literal, $run:expr) => {
+        unreliable!(COLUMNS, $name, $run)
+    };
+    ($columns:ident, $name:literal, $run:expr) => {
         Case {
             name: $name,
-            run: |fixture| COLUMNS.run(fixture, $name, Loses::No, $run),
+            run: |fixture| $columns.run(fixture, $name, Loses::No, $run),
         }
     };
 }
@@ -155,6 +172,36 @@ const CASES: &[Case] = &[
     perftest!("write", "UC", No),
     perftest!("read", "RC", Yes),
     perftest!("atomic", "RC", Yes),
+];
+
+/// What is sent through the kernel's VXLAN, last in their lane: the VMs are started anew for them.
+const VXLAN_CASES: &[Case] = &[
+    tool!(VXLAN, "kernel's vxlan: ibv_rc_pingpong", |fixture, ends| {
+        reliable_pingpong(
+            fixture,
+            ends,
+            "ibv_rc_pingpong",
+            &["-c -n 200", "-c -s 65536 -n 100"],
+        )
+    }),
+    unreliable!(VXLAN, "kernel's vxlan: ibv_uc_pingpong", |fixture, ends| {
+        stock::pingpong(
+            fixture,
+            ends,
+            "ibv_uc_pingpong",
+            &["-c -n 200", "-c -s 65536 -n 100"],
+        )
+    }),
+    unreliable!(VXLAN, "kernel's vxlan: ibv_ud_pingpong", |fixture, ends| {
+        stock::pingpong(fixture, ends, "ibv_ud_pingpong", &["-c -s 1024"])
+    }),
+    tool!(VXLAN, "kernel's vxlan: rping", stock::rping),
+    unreliable!(VXLAN, "kernel's vxlan: mckey", |fixture, ends| {
+        let times = if ends.1 == RXE { 30 } else { 1 };
+        stock::mckey_of(fixture, ends, times)
+    }),
+    tool!(VXLAN, "kernel's vxlan: ib_send_bw -R", stock::send_bw),
+    tool!(VXLAN, "kernel's vxlan: NVMe over Fabrics", nvme),
 ];
 
 /// A ping-pong that ends with a message. Where the acknowledgement of that is lost, Soft-RoCE does not
@@ -235,19 +282,19 @@ fn nvme(fixture: &mut Fixture, (server, client): Ends) -> Result<()> {
 pub fn at_taps() -> Lane {
     Lane {
         name: "rxe-tap",
-        about: "the same on two hosts, which are network namespaces with bridges",
+        about: "the same on two hosts, which are network namespaces with bridges; and in VXLAN",
         hosts: Hosts::Tap(1500, ""),
+        runs: || {
+            let cases = |kernel: &Kernel| (*kernel, [CASES, VXLAN_CASES].concat());
+            Kernel::STABLE.iter().map(cases).collect()
+        },
         ..lane()
     }
 }
 
 /// Makes vm2 one with rxe alone, and loses packets from now on as the column says.
 fn set_up(fixture: &mut Fixture, column: &Column) -> Result<()> {
-    let vm = fixture.vm(RXE)?;
-    vm.sh("! grep -q ^virtio_rdma /proc/modules || rmmod virtio_rdma")?;
-    vm.sh("test -e /sys/class/infiniband/rxe0 || \
-         { modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0; }")?;
-    vm.sh("/payload/wait-active rxe0")?;
+    make_rxe(fixture)?;
     if let Some(switch) = &fixture.bed.switch {
         switch.steer(RXE, false);
         switch.lose(column.lost);
@@ -255,6 +302,61 @@ fn set_up(fixture: &mut Fixture, column: &Column) -> Result<()> {
     }
     // When the other device ends, its VM gets RoCEv2.
     fixture.bed.others.clear();
+    lose(fixture, column)
+}
+
+/// The same on hosts with VXLAN between them, of our device on one, and of the kernel on the other.
+fn set_up_vxlan(fixture: &mut Fixture, column: &Column) -> Result<()> {
+    let hosts = Hosts::TapVxlan(VXLAN_MTU);
+    if fixture.plan.hosts != hosts {
+        fixture.plan.hosts = hosts;
+        fixture.restart()?;
+    }
+    make_rxe(fixture)?;
+    let bed = &mut fixture.bed;
+    if !bed.others.is_empty() {
+        // It has the UDP port that the kernel is to have.
+        bed.others.clear();
+        use_kernel_vxlan(bed)?;
+    }
+    lose(fixture, column)
+}
+
+/// Gives the host of vm2 a `vxlan` device: what the VM sends for RoCEv2 goes there, and what comes
+/// by it to the VM. All else goes by the network between the hosts, as before.
+fn use_kernel_vxlan(bed: &Bed) -> Result<()> {
+    let (own, other) = (host_address(RXE), host_address(OURS));
+    let tap = namespace::TAP;
+    let mtu = VXLAN_MTU - 50;
+    for command in [
+        format!("ip link add vx0 type vxlan id 1 dstport 4789 local {own} remote {other}"),
+        format!("ip link set vx0 mtu {mtu} master bridge up"),
+        // The addresses of VMs are at the other port.
+        "bridge link set dev vx0 learning off flood off mcast_flood off bcast_flood off isolated on"
+            .to_owned(),
+        "bridge link set dev wire isolated on".to_owned(),
+        format!("tc qdisc add dev {tap} clsact"),
+        format!(
+            "tc filter add dev {tap} ingress protocol ip u32 match ip protocol 17 0xff \
+             match ip dport 4791 0xffff action mirred egress redirect dev vx0"
+        ),
+    ] {
+        bed.on_host(RXE, &command)?;
+    }
+    Ok(())
+}
+
+/// Makes vm2 one with rxe alone.
+fn make_rxe(fixture: &Fixture) -> Result<()> {
+    let vm = fixture.vm(RXE)?;
+    vm.sh("! grep -q ^virtio_rdma /proc/modules || rmmod virtio_rdma")?;
+    vm.sh("test -e /sys/class/infiniband/rxe0 || \
+         { modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0; }")?;
+    vm.sh("/payload/wait-active rxe0").map(drop)
+}
+
+/// Our device loses packets as the column says, both ways: rxe loses none.
+fn lose(fixture: &Fixture, column: &Column) -> Result<()> {
     let device = fixture.bed.device.as_ref().context("no device")?;
     let faults = match column.lost {
         0 => "off".to_owned(),

@@ -18,7 +18,7 @@ use super::tools::{Ready, Table};
 use super::{decode, Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::setup;
-use crate::vm::{iwarp_address, Capture, FrontEnd, Hosts, Processes, IWARP_MTU};
+use crate::vm::{host_address, Capture, FrontEnd, Hosts, Processes, IWARP_MTU};
 
 /// Its name.
 pub const NAME: &str = "iwarp";
@@ -252,7 +252,7 @@ impl Column {
     /// Where the client connects to.
     fn host(&self) -> String {
         match (self.server, self.client) {
-            (Rnic::Ours, Rnic::Siw | Rnic::SiwCrc) => iwarp_address(SERVER),
+            (Rnic::Ours, Rnic::Siw | Rnic::SiwCrc) => host_address(SERVER),
             _ => self.bind(),
         }
     }

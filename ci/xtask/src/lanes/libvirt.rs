@@ -11,6 +11,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{bail, ensure, Context, Result};
@@ -69,6 +70,10 @@ const CASES: &[Case] = &[
     Case {
         name: "RDMA: the device of a VM that is destroyed goes",
         run: destroy,
+    },
+    Case {
+        name: "RDMA: a VM of a stock QEMU, by vfio-user",
+        run: vfio_user,
     },
     Case {
         name: "AppArmor: libvirtd is confined",
@@ -177,11 +182,13 @@ fn unconfined<'a>(fixture: &'a mut Fixture) -> Result<Host<'a>> {
         fs::create_dir_all(&logs)?;
         let stack = fixture.plan.stack.context("nothing was built")?;
         let modules = fixture.plan.kernel.modules.as_ref();
-        let words: [&OsStr; 4] = [
+        let stock = fixture.plan.stock_qemu.and_then(Path::parent);
+        let words: [&OsStr; 5] = [
             fixture.root().as_ref(),
             modules.context("the kernel has no modules")?.as_ref(),
             stack.payload.as_ref(),
             logs.as_ref(),
+            stock.context("no QEMU as Debian has built it")?.as_ref(),
         ];
         let chroot = Chroot::start(
             &shell::root().join("ci/libvirt/namespaces"),
@@ -339,6 +346,41 @@ fn destroy(fixture: &mut Fixture) -> Result<()> {
     let host = unconfined(fixture)?;
     host.sh("virsh destroy vm2")?;
     host.gone(2)
+}
+
+/// The third VM has the QEMU of trixie-backports.
+fn vfio_user(fixture: &mut Fixture) -> Result<()> {
+    let port = fixture.port();
+    let host = unconfined(fixture)?;
+    host.sh("virt-xml-validate /payload/libvirt/domain-vfio-user.xml domain")?;
+    host.sh("cd /tmp; set -e
+         /payload/libvirt/domain.py 3 --guest --vfio-user >vm3.xml
+         virsh define vm3.xml
+         virsh start vm3")?;
+    up(host, 3)?;
+    host.attached(1)?;
+    let listed = host.devices()?;
+    ensure!(
+        listed.contains("52:54:00:12:34:03"),
+        "no device of vm3:\n{listed}"
+    );
+    let tool = format!("ibv_rc_pingpong -c -n 100 -p {port} -g $(/payload/gid)");
+    let text = guest(
+        host,
+        3,
+        &format!(
+            "setsid {tool} >/tmp/server 2>&1 &
+            until ss -ltn | grep -q :{port}; do sleep 0.2; done
+            {tool} 10.10.0.3"
+        ),
+    )?;
+    ensure!(
+        text.contains("100 iters in"),
+        "ibv_rc_pingpong says:\n{text}"
+    );
+    guests_are_well(host, &[3])?;
+    host.sh("virsh destroy vm3")?;
+    host.gone(3)
 }
 
 /// The host with AppArmor.

@@ -20,6 +20,7 @@ mod libvirt;
 mod packages;
 mod perftest;
 mod recovery;
+mod roce;
 mod scale;
 mod smoke;
 pub mod soak;
@@ -483,7 +484,8 @@ impl Means {
             if lanes.iter().any(|lane| lane.name == srd::NAME) {
                 everything.add_perftest(&kernels)?;
             }
-            if lanes.iter().any(|lane| lane.front_end.wants_stock()) {
+            // A host of VMs has one of each QEMU.
+            if everything.hosts || lanes.iter().any(|lane| lane.front_end.wants_stock()) {
                 everything.add_stock_qemu()?;
             }
             if lanes.iter().any(|lane| lane.image == Image::System) {

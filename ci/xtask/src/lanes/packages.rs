@@ -139,6 +139,10 @@ fn host_installs(fixture: &mut Fixture) -> Result<()> {
     ensure!(property(vm, SERVICE, "UnitFileState")? == "disabled");
     vm.sh("systemctl is-system-running --wait || systemctl --failed --no-legend")?;
     vm.sh("vhost-device-rdma --version && id vhost-device-rdma | grep -w kvm")?;
+    vm.sh(
+        "cd /usr/share/doc/vhost-device-rdma && \
+           ls README.md device/README.md docs/README.md docs/libvirt/hook docs/grafana/*.json docs/ci/rdma.yml",
+    )?;
     let owner = vm.sh("stat -c '%U %a' /run/vrdma /run/vrdma/operator")?;
     ensure!(
         owner == "vhost-device-rdma 755\nvhost-device-rdma 700\n",

@@ -8,9 +8,10 @@ use std::time::Duration;
 use anyhow::{ensure, Context, Result};
 
 use super::tools::{counts, device_of, progress, settled, wait_progress, Table};
-use super::{Case, Fixture, Lane};
+use super::{roce, Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{wait_for, FrontEnd, Hosts, SHORT};
+use crate::setup;
+use crate::vm::{wait_for, Capture, FrontEnd, Hosts, SHORT};
 
 /// How long one run of a tool may take on a busy machine without KVM.
 const LONG: Duration = Duration::from_secs(240);
@@ -78,6 +79,10 @@ pub const CASES: &[Case] = &[
     Case {
         name: "data arrives as it was sent within one VM",
         run: verified_loopback,
+    },
+    Case {
+        name: "packets in Wireshark",
+        run: packets,
     },
     Case {
         name: "ib_send_bw -a",
@@ -291,7 +296,7 @@ fn pingpong_sizes(fixture: &mut Fixture) -> Result<()> {
     Ok(())
 }
 
-fn pingpong_at_once(fixture: &mut Fixture) -> Result<()> {
+pub fn pingpong_at_once(fixture: &mut Fixture) -> Result<()> {
     let pairs =
         [(2, 1), (1, 2), (2, 1), (1, 1)].map(|(server, client)| fixture.pair(server, client));
     let bed = &fixture.bed;
@@ -313,7 +318,7 @@ fn pingpong_loopback(fixture: &mut Fixture) -> Result<()> {
         .map(drop)
 }
 
-fn verified(fixture: &mut Fixture) -> Result<()> {
+pub fn verified(fixture: &mut Fixture) -> Result<()> {
     fixture
         .pair(2, 1)
         .verified(&fixture.bed, "verify", "", LONG)?;
@@ -328,6 +333,19 @@ fn verified_loopback(fixture: &mut Fixture) -> Result<()> {
         .pair(1, 1)
         .verified(&fixture.bed, "verify", "", LONG)
         .map(drop)
+}
+
+/// Messages that stay in the process are captured as the packets that they would have been.
+fn packets(fixture: &mut Fixture) -> Result<()> {
+    setup::packages(&["tshark"])?;
+    let file = fixture.logs().join("local.pcapng");
+    let device = fixture.bed.device.as_ref().context("no device")?;
+    let capture = Capture::of_device(device, &file)?;
+    roce::send_all(fixture, false)?;
+    let seen = roce::check(&capture.finish()?)?;
+    println!("         {}", seen.summary());
+    ensure!(seen.without_comment() == 0, "{seen:?}");
+    seen.expect(&roce::ALL, &["local: not sent"])
 }
 
 /// Runs a tool of perftest with `-a` between (server, client); its table must have all message

@@ -38,11 +38,11 @@ pub fn lane() -> Lane {
     }
 }
 
-/// Gives both devices these faults.
+/// Gives what both devices send these faults.
 fn set_faults(fixture: &Fixture, faults: &str) -> Result<()> {
     let first = fixture.bed.device.as_ref().context("no device")?;
     let mut devices = std::iter::once(first).chain(&fixture.bed.others);
-    devices.try_for_each(|device| device.set_faults(1, faults))
+    devices.try_for_each(|device| device.set_faults_out(1, faults))
 }
 
 /// A test of `ci/verbs/srd.c` with these faults of both devices.

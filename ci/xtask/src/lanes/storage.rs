@@ -118,6 +118,8 @@ pub struct Storage {
     /// By which way.
     pub way: Way,
     medium: Medium,
+    /// The server's address.
+    server: String,
     /// A further word for `rdma-device`.
     frames: &'static str,
     /// What the client reads and writes: a block device, or a directory.
@@ -135,12 +137,18 @@ impl Storage {
         way: Way,
         medium: Medium,
     ) -> Result<Self> {
-        Self::with_frames(fixture, protocol, way, medium, "")
+        let server = address(SERVER);
+        Self::with_frames(fixture, protocol, way, medium, server, "")
     }
 
-    /// The same with frames as long as they are, on our device.
-    pub fn with_same_mtu(fixture: &mut Fixture, protocol: Protocol) -> Result<Self> {
-        Self::with_frames(fixture, protocol, Way::Ours, Medium::Memory, "same-mtu")
+    /// The same with frames as long as they are, on our device, and with an address of the server.
+    pub fn with_same_mtu(
+        fixture: &mut Fixture,
+        protocol: Protocol,
+        server: String,
+    ) -> Result<Self> {
+        let (way, medium) = (Way::Ours, Medium::Memory);
+        Self::with_frames(fixture, protocol, way, medium, server, "same-mtu")
     }
 
     fn with_frames(
@@ -148,6 +156,7 @@ impl Storage {
         protocol: Protocol,
         way: Way,
         medium: Medium,
+        server: String,
         frames: &'static str,
     ) -> Result<Self> {
         if clean(fixture).is_err() {
@@ -166,6 +175,7 @@ impl Storage {
             protocol,
             way,
             medium,
+            server,
             frames,
             path: "/mnt".to_owned(),
             // With rxe, there is no driver for ours in the guests.
@@ -175,7 +185,7 @@ impl Storage {
         let (word, transport) = (protocol.word(), way.transport());
         let said = fixture.vm(CLIENT)?.sh(&format!(
             "/payload/storage-client {word} {} {transport}",
-            address(SERVER)
+            storage.server
         ))?;
         if protocol == Protocol::Nvme {
             let device = said.lines().last().unwrap_or_default();
@@ -191,7 +201,7 @@ impl Storage {
         let command = match self.protocol {
             Protocol::Nvme => {
                 let transport = self.way.transport();
-                format!("nvme {medium} {} {transport}", address(SERVER))
+                format!("nvme {medium} {} {transport}", self.server)
             }
             Protocol::Nfs => format!("nfs {medium}"),
         };

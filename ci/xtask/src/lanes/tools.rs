@@ -51,7 +51,20 @@ impl Fixture<'_> {
     /// to try again then, but that of Debian 13 was seen to crash. So it is run once more.
     pub fn perftest_by_cm(
         &mut self,
+        ends: (u8, u8),
+        tool: &str,
+        arguments: &str,
+        timeout: Duration,
+    ) -> Result<String> {
+        let host = self.pair(ends.0, ends.1).host();
+        self.perftest_by_cm_at(ends, &host, tool, arguments, timeout)
+    }
+
+    /// The same with another address of the server.
+    pub fn perftest_by_cm_at(
+        &mut self,
         (server, client): (u8, u8),
+        host: &str,
         tool: &str,
         arguments: &str,
         timeout: Duration,
@@ -59,7 +72,7 @@ impl Fixture<'_> {
         let mut run = || {
             let pair = self.pair(server, client);
             let start = |host: &str| format!("{tool} -F -p {} {arguments} {host}", pair.port);
-            let (server, client) = (start(""), start(&pair.host()));
+            let (server, client) = (start(""), start(host));
             let ready = Ready::Cm(pair.port);
             pair.run_when(ready, &self.bed, &server, &client, timeout)
         };

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Lanes `wire`, `wire-switch` and `wire-tap`: VMs of two device processes, as on two hosts. The stock
-//! tools, perftest, and storage, over IPv4 and IPv6, without and with lost packets; at TAPs also with
-//! both usual MTUs.
+//! tools, data that is verified, perftest, and storage, over IPv4 and IPv6, without and with lost
+//! packets; at TAPs also with both usual MTUs. Then what the devices capture of their packets, as
+//! Wireshark decodes it.
 //!
 //! Each combination is a case and a cell of the lane's table.
 
@@ -10,13 +11,16 @@ use anyhow::{ensure, Context, Result};
 use super::columns::{Column, Columns, Loses};
 use super::stock::{self, Ends, LONG, USUAL};
 use super::storage::{Fio, Protocol, Storage};
-use super::tools::Ready;
-use super::{Case, Fixture, Lane};
+use super::tools::{Ready, Table};
+use super::{roce, smoke, storage, Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
-use crate::vm::{namespace, FrontEnd, Hosts};
+use crate::setup;
+use crate::vm::{namespace, Capture, DeviceProcess, FrontEnd, Hosts};
 
-/// How long storage is worked on in a cell, seconds.
+/// How long storage is worked on in a cell with blocks of a size, seconds.
 const STORAGE_SECONDS: u64 = 30;
+/// The same over IPv6.
+const IPV6_STORAGE_SECONDS: u64 = 5;
 
 const fn column(name: &'static str, lost: u32, mtu: Option<u16>) -> Column {
     Column {
@@ -61,7 +65,7 @@ pub fn vxlan() -> Lane {
         hosts: Hosts::Vxlan,
         front_end: FrontEnd::VhostUser,
         image: Image::Storage,
-        runs: || runs(&[NETWORK_CASES]),
+        runs: || runs(&[NETWORK_CASES, PACKETS]),
     }
 }
 
@@ -81,7 +85,7 @@ pub fn tap() -> Lane {
         name: "wire-tap",
         about: "the same between VMs on two hosts, which are network namespaces with bridges",
         hosts: Hosts::Tap(9000, ""),
-        runs: || runs(&[TAP_CASES, INTERFACE_CASES]),
+        runs: || runs(&[TAP_CASES, INTERFACE_CASES, PACKETS]),
         ..vxlan()
     }
 }
@@ -134,11 +138,38 @@ macro_rules! cases {
             cases!($columns, "rstream", Yes, stock::rstream),
             cases!($columns, "cmtime", Yes, stock::cmtime),
             cases!($columns, "ib_send_bw -R", Yes, stock::send_bw),
+            cases!($columns, "data arrives as it was sent", Yes, |fixture, _| {
+                smoke::verified(fixture)
+            }),
+            cases!($columns, "ibv_rc_pingpong, four at once", Yes, |fixture, _| {
+                smoke::pingpong_at_once(fixture)
+            }),
             cases!($columns, "counters of lost packets", Yes, counters),
             cases!($columns, "IPv6: ibv_rc_pingpong", Yes, pingpong_over_ipv6),
             cases!($columns, "IPv6: rping", Yes, rping_over_ipv6),
-            cases!($columns, "NVMe over Fabrics", Yes, |fixture, _| storage(fixture, Protocol::Nvme)),
-            cases!($columns, "NFS over RDMA", Yes, |fixture, _| storage(fixture, Protocol::Nfs)),
+            cases!($columns, "IPv6: perftest RC", Yes, |fixture, ends| perftest_over_ipv6(
+                fixture, ends, &RC_OVER_IPV6
+            )),
+            cases!($columns, "IPv6: perftest UD", No, |fixture, ends| perftest_over_ipv6(
+                fixture, ends, &UD_OVER_IPV6
+            )),
+            cases!($columns, "IPv6: perftest UC", No, uc_over_ipv6),
+            cases!($columns, "IPv6: NVMe over Fabrics", Yes, |fixture, _| storage_over_ipv6(
+                fixture,
+                Protocol::Nvme
+            )),
+            cases!($columns, "IPv6: NFS over RDMA", Yes, |fixture, _| storage_over_ipv6(
+                fixture,
+                Protocol::Nfs
+            )),
+            cases!($columns, "NVMe over Fabrics", Yes, |fixture, _| storage_over_ipv4(
+                fixture,
+                Protocol::Nvme
+            )),
+            cases!($columns, "NFS over RDMA", Yes, |fixture, _| storage_over_ipv4(
+                fixture,
+                Protocol::Nfs
+            )),
             cases!($columns, perftest "send", "RC", Yes),
             cases!($columns, perftest "send", "UC", No),
             cases!($columns, perftest "send", "UD", No),
@@ -239,7 +270,17 @@ fn set_mtu(fixture: &Fixture, number: u8, mtu: u16) -> Result<()> {
     until(fixture, number, &seen)
 }
 
-/// Has packets lost, of so many bytes at most, as the column says.
+/// The devices of both hosts.
+fn devices<'a>(fixture: &'a Fixture<'_>) -> Result<[&'a DeviceProcess; 2]> {
+    let bed = &fixture.bed;
+    let devices = bed.device.as_ref().zip(bed.others.first());
+    devices
+        .map(<[_; 2]>::from)
+        .context("there are no two devices")
+}
+
+/// Has packets lost, of so many bytes at most, as the column says: each device loses them of what
+/// it sends.
 fn set_up(fixture: &mut Fixture, column: &Column) -> Result<()> {
     if let Some(mtu) = column.mtu {
         for number in [1, 2] {
@@ -250,9 +291,8 @@ fn set_up(fixture: &mut Fixture, column: &Column) -> Result<()> {
         0 => "off".to_owned(),
         lost => format!("seed=1,loss={}", f64::from(lost) / 1e4),
     };
-    let first = fixture.bed.device.as_ref().context("no device")?;
-    let mut devices = std::iter::once(first).chain(&fixture.bed.others);
-    devices.try_for_each(|device| device.set_faults(1, &faults))
+    let mut devices = devices(fixture)?.into_iter();
+    devices.try_for_each(|device| device.set_faults_out(1, &faults))
 }
 
 /// Gives each VM its IPv6 address; that of the server.
@@ -302,9 +342,12 @@ fn counters(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     Ok(())
 }
 
+/// The index of the GID of a VM's IPv6 address, for a shell there.
+const IPV6_GID: &str = "$(basename $(grep -l ^fd10: /sys/class/infiniband/*/ports/1/gids/*))";
+
 fn pingpong_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     ipv6(fixture, ends.0)?;
-    let gid = "$(basename $(grep -l ^fd10: /sys/class/infiniband/*/ports/1/gids/*))";
+    let gid = IPV6_GID;
     for options in ["-c -n 200", "-c -s 65536 -n 100"] {
         let pair = fixture.pair(ends.0, ends.1);
         let start = format!("ibv_rc_pingpong -g {gid} -p {} {options}", pair.port);
@@ -324,14 +367,115 @@ fn rping_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
         .map(drop)
 }
 
+/// Tools of perftest and what they are told.
+const RC_OVER_IPV6: [&str; 8] = [
+    "ib_send_bw -c RC -s 65536",
+    "ib_send_lat -c RC -s 1024",
+    "ib_write_bw -c RC -s 65536",
+    "ib_write_lat -c RC -s 1024",
+    "ib_read_bw -c RC -s 65536",
+    "ib_read_lat -c RC -s 1024",
+    "ib_atomic_bw -c RC",
+    "ib_atomic_lat -c RC",
+];
+const UD_OVER_IPV6: [&str; 2] = ["ib_send_bw -c UD -s 1024", "ib_send_lat -c UD -s 1024"];
+/// Those without rdma_cm, which perftest has not for UC.
+const UC_OVER_IPV6: [&str; 4] = [
+    "ib_send_bw -c UC -s 65536",
+    "ib_send_lat -c UC -s 1024",
+    "ib_write_bw -c UC -s 65536",
+    "ib_write_lat -c UC -s 1024",
+];
+
+/// Connects to the server's IPv6 address by rdma_cm.
+fn perftest_over_ipv6(fixture: &mut Fixture, ends: Ends, tools: &[&str]) -> Result<()> {
+    let host = ipv6(fixture, ends.0)?;
+    for tool in tools {
+        let arguments = "-R --ipv6-addr -n 100";
+        let text = fixture.perftest_by_cm_at(ends, &host, tool, arguments, LONG)?;
+        Table::parse(&text).with_context(|| format!("no table from {tool}:\n{text}"))?;
+    }
+    Ok(())
+}
+
+/// Has the GIDs of the IPv6 addresses: the tools themselves meet by IPv4.
+fn uc_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    ipv6(fixture, ends.0)?;
+    for tool in UC_OVER_IPV6 {
+        let pair = fixture.pair(ends.0, ends.1);
+        let start = format!("{tool} -F -x {IPV6_GID} -p {} -n 100", pair.port);
+        let client = format!("{start} {}", pair.host());
+        let (text, _) = pair.run(&fixture.bed, &start, &client, LONG)?;
+        Table::parse(&text).with_context(|| format!("no table from {tool}:\n{text}"))?;
+    }
+    Ok(())
+}
+
+fn storage_over_ipv4(fixture: &mut Fixture, protocol: Protocol) -> Result<()> {
+    let server = storage::address(storage::SERVER);
+    work_on(fixture, protocol, server, STORAGE_SECONDS)
+}
+
+fn storage_over_ipv6(fixture: &mut Fixture, protocol: Protocol) -> Result<()> {
+    let server = ipv6(fixture, storage::SERVER)?;
+    work_on(fixture, protocol, server, IPV6_STORAGE_SECONDS)
+}
+
 /// Writes storage of the second VM from the first, with checksums, and reads it again.
-fn storage(fixture: &mut Fixture, protocol: Protocol) -> Result<()> {
-    let storage = Storage::with_same_mtu(fixture, protocol)?;
+fn work_on(fixture: &mut Fixture, protocol: Protocol, server: String, seconds: u64) -> Result<()> {
+    let storage = Storage::with_same_mtu(fixture, protocol, server)?;
     for block in [4 << 10, 1 << 20] {
-        let fio = Fio::new(storage.fio_file(fixture)?, block, STORAGE_SECONDS);
+        let fio = Fio::new(storage.fio_file(fixture)?, block, seconds);
         let rates = fio.run(fixture)?;
         let [reads, writes] = rates.total;
         ensure!(reads > 0 && writes > 0, "fio did nothing: {rates:?}");
     }
     storage.tear_down(fixture)
+}
+
+/// What devices capture.
+const PACKETS: &[Case] = &[Case {
+    name: "packets in Wireshark",
+    run: packets,
+}];
+
+/// All transports and operations, and packets that are lost, sent again and come twice.
+fn packets(fixture: &mut Fixture) -> Result<()> {
+    setup::packages(&["tshark"])?;
+    let mut seen = roce::Seen::default();
+    for lossy in [false, true] {
+        let mut captures = Vec::new();
+        for (device, number) in devices(fixture)?.into_iter().zip(1..) {
+            let faults = match lossy {
+                false => "off".to_owned(),
+                // Each loses and repeats others.
+                true => format!("seed={number},loss=2%,duplicate=2%"),
+            };
+            device.set_faults_out(1, &faults)?;
+            let name = format!("roce-{number}{}.pcapng", if lossy { "-lossy" } else { "" });
+            let file = fixture.logs().join(name);
+            captures.push(Capture::of_device(device, &file)?);
+        }
+        let result = roce::send_all(fixture, lossy);
+        for device in devices(fixture)? {
+            device.set_faults(1, "off")?;
+        }
+        result?;
+        for capture in captures {
+            seen.add(roce::check(&capture.finish()?)?);
+        }
+    }
+    println!("         {}", seen.summary());
+    seen.expect(
+        &roce::ALL,
+        &[
+            "taken",
+            "faults: lost",
+            "faults: repeated",
+            "again: sent",
+            "came before",
+            "asks what is missing",
+            "dropped: ",
+        ],
+    )
 }

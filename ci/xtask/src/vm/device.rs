@@ -14,7 +14,7 @@ use anyhow::{bail, ensure, Context, Result};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::{iwarp_address, mac, namespace, signal_child, spawn, switch, wait_for};
+use super::{host_address, mac, namespace, signal_child, spawn, switch, wait_for};
 
 /// The longest IP packet between hosts, bytes: those of the loopback interface are longer.
 const WIRE_MTU: u16 = 9000;
@@ -27,13 +27,16 @@ fn link_local(number: u8) -> String {
 /// What is between hosts.
 #[derive(Clone, Copy)]
 pub enum Wire {
-    /// VXLAN between so many VMs.
+    /// VXLAN between so many VMs, whose hosts are addresses of this one.
     Vxlan(u8),
+    /// VXLAN between so many VMs on hosts of their own, at [`host_address`].
+    HostVxlan(u8),
     /// VXLAN that leads back: what a VM sends itself goes out and comes in again.
     Loop,
     /// A switch, with IP packets of so many bytes at most.
     Switch(u16),
-    /// What is between hosts of their own, on which the VM has a TAP; faults, if there are to be any.
+    /// What is between hosts of their own, on which the VM has a TAP; faults of what the device
+    /// sends, if there are to be any.
     Tap(&'static str),
 }
 
@@ -85,14 +88,18 @@ impl DeviceProcess {
         let (socket, status, file) = (at("rdma"), at("status"), at("config"));
         let mut text = String::new();
         let way_out = match wire {
-            Wire::Vxlan(vms) => {
-                // Hosts are addresses of this one.
-                text = format!("[wire]\naddress = '127.0.1.{number}'\nmtu = {WIRE_MTU}\n");
+            Wire::Vxlan(vms) | Wire::HostVxlan(vms) => {
+                let host = |vm| match wire {
+                    Wire::HostVxlan(_) => host_address(vm),
+                    _ => format!("127.0.1.{vm}"),
+                };
+                let own = host(number);
+                text = format!("[wire]\naddress = '{own}'\nmtu = {WIRE_MTU}\n");
                 for vm in 1..=vms {
-                    let link_local = link_local(vm);
+                    let (host, link_local) = (host(vm), link_local(vm));
                     let _ = write!(
                         text,
-                        "[[wire.host]]\naddress = '127.0.1.{vm}'\n\
+                        "[[wire.host]]\naddress = '{host}'\n\
                          gids = ['10.10.0.{vm}', 'fd10::{vm}', '{link_local}']\n"
                     );
                 }
@@ -113,7 +120,7 @@ impl DeviceProcess {
                 let netdev = format!("netdev = '{}'", namespace::TAP);
                 match faults {
                     "" => netdev,
-                    faults => format!("{netdev}\nfaults = '{faults}'"),
+                    faults => format!("{netdev}\nfaults = {{ out = '{faults}' }}"),
                 }
             }
         };
@@ -147,10 +154,10 @@ impl DeviceProcess {
                  [device.iwarp]\naddress = '{}'\npeers = ['10.10.0.0/24']\n[device.iwarp.directory]\n",
                 at("rdma", vm).display(),
                 mac(*vm),
-                iwarp_address(*vm)
+                host_address(*vm)
             );
             for peer in all {
-                let _ = writeln!(text, "'10.10.0.{peer}' = '{}'", iwarp_address(*peer));
+                let _ = writeln!(text, "'10.10.0.{peer}' = '{}'", host_address(*peer));
             }
         }
         let (file, status) = (at("config", host), at("status", host));
@@ -246,11 +253,22 @@ impl DeviceProcess {
         crate::shell::capture(&mut command).map(drop)
     }
 
-    /// Has frames of a VM's device lost, or whatever `faults` says.
+    /// Has frames of a VM's device lost, or whatever `faults` says: those that it sends, and those
+    /// that come for it.
     pub fn set_faults(&self, number: usize, faults: &str) -> Result<()> {
+        self.faults(number, &[faults])
+    }
+
+    /// The same with those that it sends alone: where the device at the other end has faults, too,
+    /// each frame has them once.
+    pub fn set_faults_out(&self, number: usize, faults: &str) -> Result<()> {
+        self.faults(number, &[faults, "--direction", "out"])
+    }
+
+    fn faults(&self, number: usize, words: &[&str]) -> Result<()> {
         let mut command = Command::new(&self.binary);
         command.arg("faults").arg(&self.status);
-        command.arg(self.socket(number)?).arg(faults);
+        command.arg(self.socket(number)?).args(words);
         crate::shell::capture(&mut command).map(drop)
     }
 
@@ -258,6 +276,16 @@ impl DeviceProcess {
     pub fn socket(&self, number: usize) -> Result<&Path> {
         let socket = number.checked_sub(1).and_then(|at| self.sockets.get(at));
         Ok(socket.context("the device has no such socket")?)
+    }
+
+    /// Its program.
+    pub fn binary(&self) -> &Path {
+        &self.binary
+    }
+
+    /// Where it tells its status.
+    pub fn status_socket(&self) -> &Path {
+        &self.status
     }
 
     /// The command line it was started with.

@@ -110,9 +110,12 @@ pub enum Hosts {
     /// network interface; IP packets have so many bytes at most.
     Switch(u16),
     /// Each has one of its own, at the TAP of the VM's network interface, which is in a bridge of
-    /// its host, a network namespace; IP packets have so many bytes at most, and the device has
-    /// these faults.
+    /// its host, a network namespace; IP packets have so many bytes at most, and those that the
+    /// device sends have these faults.
     Tap(u16, &'static str),
+    /// Hosts and the VMs' network interfaces are as with [`Self::Tap`]; each VM has a device
+    /// process of its own, with VXLAN between them.
+    TapVxlan(u16),
     /// Ports of iWARP, whose connections device processes make by TCP of their hosts. Hosts and the
     /// VMs' network interfaces are as with [`Self::Tap`]; IP packets have [`IWARP_MTU`] bytes at most.
     Iwarp(Processes),
@@ -134,7 +137,7 @@ impl Hosts {
     /// The MTU if hosts are network namespaces with bridges and TAPs.
     fn namespaces(self) -> Option<u16> {
         match self {
-            Hosts::Tap(mtu, _) => Some(mtu),
+            Hosts::Tap(mtu, _) | Hosts::TapVxlan(mtu) => Some(mtu),
             Hosts::Iwarp(_) => Some(IWARP_MTU),
             Hosts::One | Hosts::Vxlan | Hosts::Loop | Hosts::Switch(_) => None,
         }
@@ -239,7 +242,7 @@ impl Bed {
             for (vms, host) in served.into_iter().zip(1..) {
                 let log = plan.logs.join(format!("device-{host}.log"));
                 for vm in vms {
-                    let add = format!("ip addr add {}/24 dev bridge", iwarp_address(*vm));
+                    let add = format!("ip addr add {}/24 dev bridge", host_address(*vm));
                     bed.on_host(host, &add)?;
                 }
                 let command = (bed.host_prefix(host), stack.device.as_path());
@@ -250,11 +253,18 @@ impl Bed {
                 }
             }
         } else if let Some(stack) = plan.stack.filter(|_| plan.hosts != Hosts::One) {
+            if let Hosts::TapVxlan(_) = plan.hosts {
+                for number in 1..=plan.vms {
+                    let address = host_address(number);
+                    bed.on_host(number, &format!("ip addr add {address}/24 dev bridge"))?;
+                }
+            }
             for number in 1..=plan.vms {
                 let log = plan.logs.join(format!("device-{number}.log"));
                 let wire = match plan.hosts {
                     Hosts::Switch(mtu) => device::Wire::Switch(mtu),
                     Hosts::Tap(_, faults) => device::Wire::Tap(faults),
+                    Hosts::TapVxlan(_) => device::Wire::HostVxlan(plan.vms),
                     Hosts::Loop => device::Wire::Loop,
                     _ => device::Wire::Vxlan(plan.vms),
                 };
@@ -356,8 +366,9 @@ impl Drop for Bed {
     }
 }
 
-/// The address of a host from which connections of iWARP of a VM come, and at which they arrive.
-pub fn iwarp_address(number: u8) -> String {
+/// The address of the host of a VM, where hosts are network namespaces whose device processes need
+/// one: for connections of iWARP, and for VXLAN.
+pub fn host_address(number: u8) -> String {
     format!("10.10.0.{}", 100 + u16::from(number))
 }
 
