@@ -547,7 +547,7 @@ pub struct ServeArgs {
     /// messages-per-second: what the VM may send, or read from others [default: no limit].
     /// footprint: bytes that the VM may make this process keep [default: 64 MiB and an eighth of its
     /// memory, less for large ones]. memory: bytes that the VM may have [default: 16 TiB, less with
-    /// more than four sockets]. vni: what its network is called between hosts, with [wire] in the
+    /// more than four sockets]. vni: what its network is called between hosts, with a wire in the
     /// file. netdev: the interface of the host that the VM's is. front-end: what its VMM speaks
     /// [default: vhost-user].
     #[arg(
