@@ -49,8 +49,11 @@ const FIRST_WINDOW: u32 = 16;
 const LEAST_LATE: u32 = 4;
 /// Messages that may be under way.
 const MESSAGES: usize = 256;
-/// Packets that are asked for by one request of an RDMA READ: no more than may be under way at first.
-const READ_PART: u32 = FIRST_WINDOW;
+/// Packets that are asked for by one request of an RDMA READ: no more than may be under way at first, and
+/// later a quarter of what may be, up to the second of these. Where the first and the last packet of an answer
+/// have other lengths than the rest, each of them leaves alone.
+const FIRST_PART: u32 = FIRST_WINDOW;
+const MOST_PART: u32 = 128;
 /// An acknowledgement is asked for after so many packets, and at the end of each message.
 const ACK_EVERY: u32 = 16;
 /// What was not answered is asked for after some round trips, or this, nanoseconds: long before the
@@ -955,14 +958,21 @@ impl Sender {
             };
             // Sequence numbers that this packet takes, and the bytes that it moves or asks for.
             let count = if reads {
-                let mut part = READ_PART;
+                let window = self.window.packets;
                 // A peer that has not answered yet may be one that is asked by many.
-                if sq.tries.no_answer != 0 || !self.round_trip.measured {
-                    part = part.min(self.window.packets).max(1);
-                }
+                let few = sq.tries.no_answer != 0 || !self.round_trip.measured;
+                let part = if few {
+                    window.clamp(1, FIRST_PART)
+                } else {
+                    (window / 4).clamp(FIRST_PART, MOST_PART)
+                };
                 let end = (number / part + 1).saturating_mul(part);
                 let end = end.min(message.packets) - number;
-                bound.map_or(end, |bound| end.min(bound.since(self.next)))
+                match bound.map(|bound| bound.since(self.next)) {
+                    Some(bound) if few => bound.min(end),
+                    Some(bound) => bound.min(window.max(FIRST_PART)),
+                    None => end,
+                }
             } else {
                 1
             };
