@@ -617,6 +617,19 @@ pub(in super::super) fn check_numbered(
     Ok(arrived)
 }
 
+/// The first SEND of the first end to a queue pair of the second.
+fn first_send(dest_qp: u32) -> Packet<'static> {
+    let request = Request::at(Service::Rc, wr_opcode::SEND, Place::Only).unwrap();
+    Packet {
+        service: Service::Rc,
+        dest_qp,
+        psn: Psn::new(FIRST[0]),
+        ack_request: true,
+        solicited: false,
+        body: Body::Request(RequestPacket::new(request, b"here")),
+    }
+}
+
 /// Where datagrams to the second end go.
 pub(in super::super) fn destination(pair: &Pair) -> Destination {
     let End { guest, qp, .. } = &pair.ends[1];
@@ -1636,15 +1649,7 @@ fn a_stranger_does_not_reach_a_queue_pair() {
         hop_limit: 0,
         vlan: None,
     };
-    let request = Request::at(Service::Rc, wr_opcode::SEND, Place::Only).unwrap();
-    let packet = Packet {
-        service: Service::Rc,
-        dest_qp: second.qp.qp.number,
-        psn: Psn::new(FIRST[0]),
-        ack_request: true,
-        solicited: false,
-        body: Body::Request(RequestPacket::new(request, b"here")),
-    };
+    let packet = first_send(second.qp.qp.number);
     let mut other = good;
     other.source[15] ^= 8;
     let mut elsewhere = good;
@@ -1724,15 +1729,7 @@ fn packets_with_a_wrong_p_key_are_dropped_and_counted() {
         vlan: Some(Vlan { id: 5, priority: 0 }),
         ..addresses
     };
-    let request = Request::at(Service::Rc, wr_opcode::SEND, Place::Only).unwrap();
-    let packet = Packet {
-        service: Service::Rc,
-        dest_qp: second.qp.qp.number,
-        psn: Psn::new(FIRST[0]),
-        ack_request: true,
-        solicited: false,
-        body: Body::Request(RequestPacket::new(request, b"here")),
-    };
+    let packet = first_send(second.qp.qp.number);
     let vm = second.guest.vm.clone();
     let mut send = |addresses: &Addresses, pkey: [u8; 2]| {
         let mut bytes = frame::frame(addresses, &packet);
