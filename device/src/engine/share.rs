@@ -54,7 +54,7 @@ impl Rate {
         let new = per_second.map_or(0, NonZeroU64::get);
         if self.per_second.swap(new, Ordering::Relaxed) != new {
             // What was spent was to be paid for at the old rate, which may take years.
-            self.paid.store(0, Ordering::Relaxed);
+            self.paid.store(0, Ordering::Release);
         }
     }
 
@@ -75,7 +75,11 @@ impl Rate {
         // It always changes it.
         let _ = self
             .paid
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, later);
+            .fetch_update(Ordering::Acquire, Ordering::Relaxed, later);
+        // What was spent at a rate that has changed meanwhile is not paid for, either.
+        if self.get() != Some(per_second) {
+            self.paid.store(0, Ordering::Relaxed);
+        }
     }
 }
 
