@@ -8,7 +8,7 @@
 //! of what is there of these.
 //!
 //! Without the feature `run` there is only the format.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod figure;
 #[cfg(feature = "run")]

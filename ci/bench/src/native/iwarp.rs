@@ -47,8 +47,8 @@ fn bandwidth(settings: &Settings) -> Result<Vec<Figure>> {
     let mut ours = [const { Vec::new() }; SIZES.len()];
     let (mut same, mut bare) = (Vec::new(), Vec::new());
     for _ in 0..settings.repetitions() {
-        same.push(stream(settings, true)?);
-        bare.push(stream(settings, false)?);
+        same.push(stream(settings, ends()?, true)?);
+        bare.push(stream(settings, ends()?, false)?);
         for (size, runs) in SIZES.iter().zip(&mut ours) {
             runs.push(hosts.write(*size, settings)?);
         }
@@ -234,7 +234,7 @@ fn event(vm: &Vm, kind: u16) -> Result<IwEvent> {
 }
 
 /// Two ends of a TCP connection.
-fn ends() -> Result<[TcpStream; 2]> {
+pub fn ends() -> Result<[TcpStream; 2]> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let sender = TcpStream::connect(listener.local_addr()?)?;
     let (receiver, _) = listener.accept()?;
@@ -247,9 +247,9 @@ fn ends() -> Result<[TcpStream; 2]> {
 /// GB/s of a TCP stream that is written and read by calls of [`AT_ONCE`]; with `copies`, payloads are
 /// copied from memory to what is sent, and from what came to memory, and a checksum of each is
 /// computed at both ends.
-pub fn stream(settings: &Settings, copies: bool) -> Result<f64> {
+pub fn stream(settings: &Settings, ends: [TcpStream; 2], copies: bool) -> Result<f64> {
     let Cores { driver, worker } = settings.cores;
-    let [mut sender, mut receiver] = ends()?;
+    let [mut sender, mut receiver] = ends;
     let time = 4 * settings.time();
     std::thread::scope(|scope| {
         let end = scope.spawn(move || -> Result<f64> {

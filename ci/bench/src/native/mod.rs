@@ -30,6 +30,7 @@ mod rate;
 mod registration;
 mod setup;
 mod srd;
+mod tap;
 mod tuning;
 mod vms;
 mod wire;
@@ -111,7 +112,7 @@ impl Settings {
 type Experiment = fn(&Settings) -> Result<Vec<Figure>>;
 
 /// All experiments, by the names of their sections.
-pub const EXPERIMENTS: [(&str, Experiment); 15] = [
+pub const EXPERIMENTS: [(&str, Experiment); 16] = [
     ("latency", latency::run),
     ("message rate", rate::run),
     ("active queue pairs", qps::run),
@@ -122,6 +123,7 @@ pub const EXPERIMENTS: [(&str, Experiment); 15] = [
     ("VMs", vms::run),
     ("front ends", front_ends::run),
     ("wire", wire::run),
+    ("wire by TAP", tap::run),
     ("SRD", srd::run),
     ("iWARP", iwarp::run),
     ("neighbours", neighbours::run),

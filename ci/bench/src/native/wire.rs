@@ -4,7 +4,7 @@
 //!
 //! One worker sends and has one core, the other one receives and has the other core. The thread that
 //! drives both VMs shares the sender's core, and sleeps most of the time.
-use std::net::{SocketAddr, UdpSocket};
+use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -24,14 +24,14 @@ use crate::figure::{Better, Figure, Target};
 
 const SECTION: &str = "wire";
 /// The longest IP packet.
-const MTU: usize = 9000;
+pub const MTU: usize = 9000;
 /// Payload of a packet, and what it has beside it, bytes.
-const PAYLOAD: usize = 4096;
+pub const PAYLOAD: usize = 4096;
 const HEADERS: usize = 14 + 20 + 8 + 12 + 16 + 4;
 /// Sizes of messages.
 pub const SIZES: [u32; 3] = [4096, 64 << 10, 1 << 20];
 /// That of the messages which are compared with the most.
-const LARGE: u32 = 1 << 20;
+pub const LARGE: u32 = 1 << 20;
 /// What else has this size, beside WRITE.
 const OTHERS: [(&str, u8); 2] = [("SEND", wr_opcode::SEND), ("READ", wr_opcode::RDMA_READ)];
 /// Bytes outstanding, about.
@@ -68,8 +68,8 @@ const MORE: usize = 3;
 /// What large messages are compared with.
 const SAME: &str = "UDP bursts with copies and CRC";
 /// Packets of a burst, and bursts under way.
-const BURST: usize = 15;
-const BURSTS: usize = 32;
+pub const BURST: usize = 15;
+pub const BURSTS: usize = 32;
 
 /// Measures.
 pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
@@ -97,7 +97,7 @@ fn bandwidth(settings: &Settings) -> Result<Vec<Figure>> {
             runs.push(hosts.transfer(*opcode, LARGE, settings)?);
         }
         bare.push(bursts(settings, false)?);
-        tcp.push(iwarp::stream(settings, false)?);
+        tcp.push(iwarp::stream(settings, iwarp::ends()?, false)?);
     }
     let own = |verb: &str, size: u32, runs: &[f64]| {
         let name = format!("{verb}, 4 KiB packets between two processes");
@@ -308,10 +308,24 @@ impl Hosts {
     pub fn start(cores: Cores, faults: &str, more: &str) -> Result<Self> {
         let free = || UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
         let [a, b] = [free()?, free()?];
-        let started = [
-            process(cores, cores.driver, (a, b), faults, more)?,
-            process(cores, cores.worker, (b, a), "", more)?,
-        ];
+        let port = |local, remote, faults: &str| {
+            let faults = match faults {
+                "" => String::new(),
+                faults => format!("faults = {{ out = '{faults}' }}\n"),
+            };
+            format!(
+                "mac = '52:54:00:00:02:01'\n\
+                 dgram = {{ local = '{local}', remote = '{remote}', mtu = {MTU} }}\n{faults}"
+            )
+        };
+        Self::between([
+            process(cores, cores.driver, more, &port(a, b, faults))?,
+            process(cores, cores.worker, more, &port(b, a, ""))?,
+        ])
+    }
+
+    /// Those whose processes these are, each with the socket of its VM.
+    pub fn between(started: [(DeviceProcess, PathBuf); 2]) -> Result<Self> {
         let vm = |number, socket: &Path| host_vm(number, socket, 512 << 20);
         let from = Side::new(&vm(1, &started[0].1)?, MEMORY)?;
         let to = Side::new(&vm(2, &started[1].1)?, MEMORY)?;
@@ -457,7 +471,7 @@ impl Hosts {
     }
 
     /// The same of another opcode.
-    fn transfer(&self, opcode: u8, size: u32, settings: &Settings) -> Result<f64> {
+    pub fn transfer(&self, opcode: u8, size: u32, settings: &Settings) -> Result<f64> {
         let list = if size <= 4096 { 32 } else { 1 };
         let depth = u64::from(OUTSTANDING / size).clamp(2, bed::DEPTH);
         let millions = self.rate_of(opcode, size, list, depth, settings)?;
@@ -547,28 +561,20 @@ fn socket() -> PathBuf {
     std::env::temp_dir().join(name)
 }
 
-/// A process whose worker has this core, and the socket of its VM.
-fn process(
+/// A process whose worker has this core, and the socket of its VM. `more` is in the configuration, and
+/// `port` says of the device how its packets leave.
+pub fn process(
     cores: Cores,
     core: usize,
-    (local, remote): (SocketAddr, SocketAddr),
-    faults: &str,
     more: &str,
+    port: &str,
 ) -> Result<(DeviceProcess, PathBuf)> {
     let socket = socket();
     let on = Cores {
         worker: core,
         ..cores
     };
-    let device = format!(
-        "{more}[[device]]\nsocket = '{}'\nmac = '52:54:00:00:02:01'\n\
-         dgram = {{ local = '{local}', remote = '{remote}', mtu = {MTU} }}\n{}",
-        socket.display(),
-        match faults {
-            "" => String::new(),
-            faults => format!("faults = {{ out = '{faults}' }}\n"),
-        }
-    );
+    let device = format!("{more}[[device]]\nsocket = '{}'\n{port}", socket.display());
     Ok((bed::device(on, 0, &device)?, socket))
 }
 
