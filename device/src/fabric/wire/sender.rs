@@ -57,9 +57,11 @@ const MOST_PART: u32 = 128;
 /// An acknowledgement is asked for after so many packets, and at the end of each message.
 const ACK_EVERY: u32 = 16;
 /// What was not answered is asked for after some round trips, or this, nanoseconds: long before the
-/// time-out, in case its last packets were lost. One packet goes again, and if that has no answer
-/// either, all of it. It counts as no attempt.
+/// time-out, in case its last packets were lost. One packet goes again, and another one ([`PROBES`]), and if
+/// these have no answer either, all of it: a peer that was kept from its CPU for a moment has all of it
+/// already. It counts as no attempt.
 const LEAST_PROBE: u64 = 1_000_000;
+const PROBES: u8 = 2;
 /// What answers take longer than four times the least is due to packets that wait on their way, or
 /// to processors that are busy; so much of that is right, nanoseconds.
 const MOST_DELAY: u64 = 10_000_000;
@@ -450,8 +452,8 @@ pub(super) struct Sender {
     wait: Wait,
     /// While an answer is waited for: when it is asked for, before the time-out.
     probe: Option<u64>,
-    /// It was asked for, without an answer.
-    probed: bool,
+    /// How often it was, without an answer.
+    probes: u8,
     round_trip: RoundTrip,
     window: Window,
     /// What is under way, and was, is in the account of the VM: so many messages.
@@ -491,7 +493,7 @@ impl Sender {
             unreadable: None,
             wait: Wait::Nothing,
             probe: None,
-            probed: false,
+            probes: 0,
             round_trip: RoundTrip::default(),
             window: Window::new(first, congestion),
             packets: 0,
@@ -525,7 +527,8 @@ impl Sender {
             }
             Wait::Answer(until) if self.probe.is_some_and(|at| now >= at) => {
                 self.probe = None;
-                if self.probed || !self.send_one_again() {
+                self.probes += 1;
+                if self.probes > PROBES || !self.send_one_again() {
                     self.window.lost(self.unacknowledged, self.sent);
                     self.go_back();
                 } else {
@@ -534,7 +537,6 @@ impl Sender {
                     }
                     self.probe = self.next_probe(sq, now).filter(|at| *at < until);
                 }
-                self.probed = true;
             }
             _ => {}
         }
@@ -550,8 +552,8 @@ impl Sender {
             self.wait = Wait::Nothing;
         } else if self.wait == Wait::Nothing {
             self.wait = Wait::Answer(now.saturating_add(self.time_out_after(sq)));
+            self.probes = 0;
             self.probe = self.next_probe(sq, now);
-            self.probed = false;
         }
         match self.wait {
             _ if more => Polled::Again,
@@ -575,16 +577,18 @@ impl Sender {
         usual.max(longer).min(least << MOST_DOUBLINGS)
     }
 
-    /// When an answer is asked for that does not come, if it is long before the time-out.
+    /// When an answer is asked for that does not come, if it is long before the time-out. The last one is
+    /// waited for twice as long.
     fn next_probe(&self, sq: &SendQueue, now: u64) -> Option<u64> {
         let first = sq.tries.no_answer == 0;
         let wait = self.round_trip.probe().filter(|_| first);
+        let wait = wait.map(|wait| wait << u8::from(self.probes == PROBES));
         let wait = wait.filter(|wait| *wait < answer_time(sq) / 2);
         wait.map(|wait| now.saturating_add(wait))
     }
 
-    /// A packet goes again by itself, whose answer says what is missing: the last one that was sent, if
-    /// that is answered by an acknowledgement, else the first one that has no answer. Returns false if
+    /// A packet goes again by itself, whose answer says what is missing: at first the last one that was sent,
+    /// if that is answered by an acknowledgement, else the first one that has no answer. Returns false if
     /// others go again already.
     fn send_one_again(&mut self) -> bool {
         if self.next != self.sent || self.resume.is_some() {
@@ -594,6 +598,7 @@ impl Sender {
         let has = |message: &Outstanding| last.since(message.first) < message.packets;
         let at = self.outstanding.iter().position(|message| has(message));
         let acknowledged = |at: &usize| self.outstanding.get(*at).is_some_and(|one| !one.brings());
+        let at = at.filter(|_| self.probes == 1);
         let (psn, at) = match at.filter(acknowledged) {
             Some(at) => (last, at),
             None => (self.unacknowledged, 0),
@@ -756,8 +761,8 @@ impl Sender {
             Wait::Answer(until) => until,
             _ => u64::MAX,
         };
+        self.probes = 0;
         self.probe = self.next_probe(sq, now).filter(|at| *at < until);
-        self.probed = false;
         Verdict::Tells(missing)
     }
 
