@@ -28,7 +28,7 @@ const PORT: u16 = 7471;
 /// How long a connection may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes that go by one call.
-const AT_ONCE: usize = 1 << 20;
+pub const AT_ONCE: usize = 1 << 20;
 /// Payload that has one checksum, about that of an FPDU over loopback.
 const CHUNK: usize = 64 << 10;
 /// What an FPDU of a short message has beside it, bytes.
@@ -47,8 +47,8 @@ fn bandwidth(settings: &Settings) -> Result<Vec<Figure>> {
     let mut ours = [const { Vec::new() }; SIZES.len()];
     let (mut same, mut bare) = (Vec::new(), Vec::new());
     for _ in 0..settings.repetitions() {
-        same.push(stream(settings, ends()?, true)?);
-        bare.push(stream(settings, ends()?, false)?);
+        same.push(stream(settings, ends()?, AT_ONCE, true)?);
+        bare.push(stream(settings, ends()?, AT_ONCE, false)?);
         for (size, runs) in SIZES.iter().zip(&mut ours) {
             runs.push(hosts.write(*size, settings)?);
         }
@@ -244,10 +244,15 @@ pub fn ends() -> Result<[TcpStream; 2]> {
     Ok([sender, receiver])
 }
 
-/// GB/s of a TCP stream that is written and read by calls of [`AT_ONCE`]; with `copies`, payloads are
+/// GB/s of a TCP stream that is written and read by calls of `at_once` bytes; with `copies`, payloads are
 /// copied from memory to what is sent, and from what came to memory, and a checksum of each is
 /// computed at both ends.
-pub fn stream(settings: &Settings, ends: [TcpStream; 2], copies: bool) -> Result<f64> {
+pub fn stream(
+    settings: &Settings,
+    ends: [TcpStream; 2],
+    at_once: usize,
+    copies: bool,
+) -> Result<f64> {
     let Cores { driver, worker } = settings.cores;
     let [mut sender, mut receiver] = ends;
     let time = 4 * settings.time();
@@ -255,8 +260,8 @@ pub fn stream(settings: &Settings, ends: [TcpStream; 2], copies: bool) -> Result
         let end = scope.spawn(move || -> Result<f64> {
             pin(&[worker])?;
             let mut memory = vec![0; MEMORY];
-            let mut buffer = vec![0; AT_ONCE];
-            let mut places = (0..MEMORY).step_by(AT_ONCE).cycle();
+            let mut buffer = vec![0; at_once];
+            let mut places = (0..MEMORY).step_by(at_once).cycle();
             let (mut bytes, begin) = (0, Instant::now());
             let mut start = None;
             loop {
@@ -265,7 +270,7 @@ pub fn stream(settings: &Settings, ends: [TcpStream; 2], copies: bool) -> Result
                 }
                 if copies {
                     let at = places.next().context("no memory")?;
-                    let to = memory.get_mut(at..at + AT_ONCE).context("no memory")?;
+                    let to = memory.get_mut(at..at + at_once).context("no memory")?;
                     for (to, from) in to.chunks_mut(CHUNK).zip(buffer.chunks(CHUNK)) {
                         std::hint::black_box(crc32c::crc32c(from));
                         to.copy_from_slice(from);
@@ -276,7 +281,7 @@ pub fn stream(settings: &Settings, ends: [TcpStream; 2], copies: bool) -> Result
                     None if now - begin >= time / 5 => start = Some(now),
                     None => {}
                     Some(from) => {
-                        bytes += AT_ONCE;
+                        bytes += at_once;
                         if now - from >= time {
                             return Ok(bytes as f64 / (now - from).as_secs_f64() / 1e9);
                         }
@@ -286,8 +291,8 @@ pub fn stream(settings: &Settings, ends: [TcpStream; 2], copies: bool) -> Result
         });
         pin(&[driver])?;
         let memory = vec![1; MEMORY];
-        let mut buffer = vec![0; AT_ONCE];
-        for source in memory.chunks_exact(AT_ONCE).cycle() {
+        let mut buffer = vec![0; at_once];
+        for source in memory.chunks_exact(at_once).cycle() {
             let bytes = if copies {
                 for (to, from) in buffer.chunks_mut(CHUNK).zip(source.chunks(CHUNK)) {
                     to.copy_from_slice(from);
