@@ -328,10 +328,9 @@ impl Loop {
         }
         let before = self.time;
         self.time = clock();
-        if self.time.saturating_sub(before) > LONG {
+        if self.expire() && self.time.saturating_sub(before) > LONG {
             self.catch_up();
         }
-        self.expire();
         self.holds.release(self.time, &mut self.reader);
         iteration
     }
@@ -592,14 +591,18 @@ impl Loop {
         }
     }
 
-    /// Puts parked queue pairs whose time has come into the run queue.
-    fn expire(&mut self) {
+    /// Puts parked queue pairs whose time has come into the run queue. Returns whether any of them may wait
+    /// for an answer over the wire.
+    fn expire(&mut self) -> bool {
         let queue = &mut self.queue;
+        let mut leave = false;
         self.parked.take_due(self.time, WOKEN, |qp| {
+            leave |= qp.leaves();
             if !qp.scheduled.swap(true, Ordering::SeqCst) {
                 queue.add(qp);
             }
         });
+        leave
     }
 
     /// Puts a queue pair that is not parked at the end of the run queue, unless it is in it.
