@@ -45,10 +45,6 @@ const BUSY_POLLED: usize = 64;
 /// How often the last queue pair may find more work by busy polling before the clock and everything
 /// else get their poll iteration.
 const BUSY_POLLS: u32 = 256;
-/// A poll iteration that takes longer, nanoseconds, was interrupted: no answer is missed so early.
-const LONG: u64 = 500_000;
-/// How often frames are looked for after that, at most: as many as may have come for a queue pair.
-const CATCH_UP: usize = 8;
 
 /// How often events are taken before work begins, at most: guests can make more and more.
 const MOST_WAITS: usize = 256;
@@ -326,11 +322,8 @@ impl Loop {
         if let Some(wire) = self.wire.as_mut().filter(|_| self.queue.is_empty()) {
             wire.flush();
         }
-        let before = self.time;
         self.time = clock();
-        if self.expire() && self.time.saturating_sub(before) > LONG {
-            self.catch_up();
-        }
+        self.expire();
         self.holds.release(self.time, &mut self.reader);
         iteration
     }
@@ -347,20 +340,6 @@ impl Loop {
         let section = self.reader.enter();
         let (queue, worker) = (&mut self.queue, self.worker.index);
         wire.look(self.time, &section, &self.registry, queue, worker)
-    }
-
-    /// Something else had the CPU: what has come meanwhile is taken before anything is sent again for want of
-    /// an answer.
-    #[cold]
-    fn catch_up(&mut self) {
-        for _ in 0..CATCH_UP {
-            if let Some(wire) = &mut self.wire {
-                wire.look_soon();
-            }
-            if !self.look_at_wire() {
-                return;
-            }
-        }
     }
 
     /// Looks at connections of iWARP. Returns whether there was anything to do.
@@ -591,18 +570,14 @@ impl Loop {
         }
     }
 
-    /// Puts parked queue pairs whose time has come into the run queue. Returns whether any of them may wait
-    /// for an answer over the wire.
-    fn expire(&mut self) -> bool {
+    /// Puts parked queue pairs whose time has come into the run queue.
+    fn expire(&mut self) {
         let queue = &mut self.queue;
-        let mut leave = false;
         self.parked.take_due(self.time, WOKEN, |qp| {
-            leave |= qp.leaves();
             if !qp.scheduled.swap(true, Ordering::SeqCst) {
                 queue.add(qp);
             }
         });
-        leave
     }
 
     /// Puts a queue pair that is not parked at the end of the run queue, unless it is in it.

@@ -248,45 +248,6 @@ fn messages_go_from_host_to_host() {
     hosts.assert_unharmed();
 }
 
-/// A process that did not run for some time takes what has come meanwhile before it sends anything again.
-#[test]
-fn who_was_kept_from_the_cpu_finds_its_answers() {
-    const STOPS: u64 = 20;
-    const MESSAGES: u64 = 8;
-    let hosts = Hosts::with_frames();
-    let pair = hosts.pair(qp_type::RC, |_| {});
-    // How long answers take is known then.
-    assert_works(&pair, 70_000);
-    let [first, _] = &hosts.processes[..] else {
-        unreachable!("there are two");
-    };
-    let process = rustix::process::Pid::from_raw(first.id() as i32).unwrap();
-    let signal = |signal| rustix::process::kill_process(process, signal).unwrap();
-    let again = || {
-        let status = first.status().unwrap();
-        status["workers"][0]["wire"]["sent_again"].as_u64().unwrap()
-    };
-    let before = again();
-    for _ in 0..STOPS {
-        // They take longer than until the stop.
-        for number in 0..MESSAGES {
-            let wqe = wqe(wr_opcode::RDMA_WRITE, number, &pair);
-            pair.a.qp.post_send(&wqe, &sge(&pair.a, 1 << 20)).unwrap();
-        }
-        std::thread::sleep(Duration::from_millis(2));
-        signal(rustix::process::Signal::STOP);
-        std::thread::sleep(Duration::from_millis(10));
-        signal(rustix::process::Signal::CONT);
-        for _ in 0..MESSAGES {
-            assert_success(&pair.a.sent());
-        }
-    }
-    // The other one may be kept from its CPU, too, and it may be in the middle of finding its answers.
-    let again = again() - before;
-    println!("{again} packets sent again");
-    assert!(again < STOPS / 2, "{again} packets");
-}
-
 #[test]
 fn messages_go_from_host_to_host_over_ipv6() {
     let mut hosts = Hosts::with_vxlan([7; 2], "fd00::", "/128", gid_ipv6);

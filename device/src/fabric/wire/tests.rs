@@ -1864,6 +1864,20 @@ fn what_is_lost_goes_again_alone_to_a_peer_that_keeps_what_comes_after_it() {
     }
 }
 
+/// A peer that was kept from its CPU for a moment has lost nothing: single packets ask it for an answer.
+#[test]
+fn who_answers_late_is_not_sent_all_again() {
+    for asks in [true, false] {
+        let mut simulation = with_faults("seed=1", "seed=1", Congestion::Window);
+        simulation.net.set_asking(asks);
+        // How long an answer takes is known from the first.
+        write_all(&mut simulation, 10, 64 << 10);
+        simulation.net.set_faults(1, faults("delay=3500us"));
+        write_all(&mut simulation, 1, 1 << 20);
+        assert_eq!(simulation.net.counted(0, "sent_again"), 2);
+    }
+}
+
 // D-WIRE-011.
 /// Who asks nothing sends again all that comes after what is missing, and gets its acknowledgement when
 /// that is there. For who asks it is kept, from the first question on.
