@@ -1868,13 +1868,16 @@ fn what_is_lost_goes_again_alone_to_a_peer_that_keeps_what_comes_after_it() {
 #[test]
 fn who_answers_late_is_not_sent_all_again() {
     for asks in [true, false] {
-        let mut simulation = with_faults("seed=1", "seed=1", Congestion::Window);
+        // 67 ms.
+        let mut simulation = Simulation::new(clean(), |attr| attr.timeout = 14);
         simulation.net.set_asking(asks);
         // How long an answer takes is known from the first.
         write_all(&mut simulation, 10, 64 << 10);
         simulation.net.set_faults(1, faults("delay=3500us"));
         write_all(&mut simulation, 1, 1 << 20);
-        assert_eq!(simulation.net.counted(0, "sent_again"), 2);
+        // Two each time that the window is full.
+        let again = simulation.net.counted(0, "sent_again");
+        assert!((2..10).contains(&again), "{again}");
     }
 }
 
