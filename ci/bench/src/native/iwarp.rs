@@ -19,7 +19,7 @@ use vhost_device_rdma_bare::{DeviceProcess, Qp, QpOptions, Vm, VmOptions};
 
 use super::bed::{self, Side};
 use super::wire::{sorted_times, Hosts, LIST, MEMORY, SHORTEST, SIZES, SMALL, SMALL_DEPTH};
-use super::{figure, pin, quantile, Cores, Settings};
+use super::{figure, pin, quantile, settle, Cores, Settings};
 use crate::figure::{Better, Figure, Target};
 
 const SECTION: &str = "iWARP";
@@ -256,6 +256,7 @@ pub fn stream(
     let Cores { driver, worker } = settings.cores;
     let [mut sender, mut receiver] = ends;
     let time = 4 * settings.time();
+    settle();
     std::thread::scope(|scope| {
         let end = scope.spawn(move || -> Result<f64> {
             pin(&[worker])?;

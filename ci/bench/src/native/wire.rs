@@ -35,7 +35,7 @@ pub const LARGE: u32 = 1 << 20;
 /// What else has this size, beside WRITE.
 const OTHERS: [(&str, u8); 2] = [("SEND", wr_opcode::SEND), ("READ", wr_opcode::RDMA_READ)];
 /// Bytes outstanding, about.
-const OUTSTANDING: u32 = 8 << 20;
+const OUTSTANDING: u32 = 64 << 20;
 /// How long the thread that drives sleeps when nothing has completed: that is short beside the time of
 /// what is outstanding of small messages, or of large ones. It takes the core from the sender for each.
 const SLEEP: Duration = Duration::from_micros(100);
@@ -594,6 +594,7 @@ fn bursts(settings: &Settings, copies: bool) -> Result<f64> {
     setsockopt(&sender, UdpGsoSegment, &i32::try_from(PAYLOAD + HEADERS)?)?;
     setsockopt(&receiver, UdpGroSegment, &true)?;
     let time = 4 * settings.time();
+    settle();
     std::thread::scope(|scope| {
         let end = scope.spawn(move || {
             pin(&[worker])?;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{anyhow, ensure, Context, Result};
 
 use crate::native::wire::{BURST, BURSTS, MEMORY, PAYLOAD};
-use crate::native::{pin, Cores, Settings};
+use crate::native::{pin, settle, Cores, Settings};
 
 /// Of a packet, behind its UDP header: what RoCEv2 has before the payload, and behind it.
 const BEFORE: usize = 12 + 16;
@@ -31,6 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub fn bursts(settings: &Settings, [sender, receiver]: &[File; 2], copies: bool) -> Result<f64> {
     let Cores { driver, worker } = settings.cores;
     let time = 4 * settings.time();
+    settle();
     let [sender, receiver] = [End(sender, 0), End(receiver, 1)];
     std::thread::scope(|scope| {
         let end = scope.spawn(move || {
