@@ -17,6 +17,7 @@ use crate::engine::vm::{Link, Segment};
 use crate::eventfd;
 use crate::fabric::wire::capture::Capture;
 use crate::fabric::wire::egress::View;
+use crate::fabric::wire::layer::plan::{Plan, Station};
 use crate::fabric::wire::layer::settings::{DeviceFaults, FaultSettings};
 use crate::fabric::wire::port::uplinks::Uplinks;
 use crate::fabric::wire::port::watch::{InterfaceState, Watch};
@@ -412,13 +413,33 @@ impl Adapter {
         direction: Direction,
         faults: Option<FaultSettings>,
     ) -> Result<(), NoFrames> {
+        let (plan, station) = self.faults_of(device)?;
+        plan.set(station, direction, faults);
+        Ok(())
+    }
+
+    /// The frames of a device wait from number `from` on, or no longer, until this is called again. Returns
+    /// how many there were, and the first one that waits: if it is before `from`, it goes on in a moment.
+    ///
+    /// # Errors
+    /// If the device has no frames.
+    pub(crate) fn hold_frames(
+        &self,
+        device: &RnicSettings,
+        direction: Direction,
+        from: Option<u64>,
+    ) -> Result<(u64, Option<u64>), NoFrames> {
+        let (plan, station) = self.faults_of(device)?;
+        Ok(plan.hold(station, direction, from))
+    }
+
+    /// The faults of all, and who the device is there.
+    fn faults_of(&self, device: &RnicSettings) -> Result<(&Plan, Station), NoFrames> {
         let (view, uplink) = self.wire().zip(device.uplink).ok_or(NoFrames::Stay)?;
         if device.mac == [0; 6] {
             return Err(NoFrames::NoMac);
         }
-        let station = (uplink.segment, device.mac);
-        view.faults.set(station, direction, faults);
-        Ok(())
+        Ok((&view.faults, (uplink.segment, device.mac)))
     }
 
     /// The frames of a device have the faults of its settings.

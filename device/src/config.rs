@@ -434,8 +434,9 @@ pub enum Command {
         /// The socket that the process was given as --status-socket.
         #[arg(value_name = "STATUS-SOCKET")]
         path: PathBuf,
-        /// The file, in TOML: for each step `[[step]]` with `at` (a time from the start, as '2s'),
-        /// `device`, and one of `faults` (and `direction`), `link`, `qp` and `cq`.
+        /// The file, in TOML: for each step `[[step]]` with `at` (a time from the start, as '2s', or a
+        /// frame, as 'frame 5000', which waits until the step is done), `device`, and one of `faults`,
+        /// `link`, `qp` and `cq`; `direction` says which faults, and which frames are counted.
         file: PathBuf,
     },
     /// Write what a running process sends and receives over the wire, and what VMs of it send each

@@ -307,6 +307,32 @@ pub fn set_faults(
     Ok(())
 }
 
+/// Has the frames of a device of the process behind `path` wait from number `from` on, or no longer. Returns
+/// how many there were, and the first one that waits: if it is before `from`, it goes on in a moment.
+///
+/// # Errors
+/// If nobody answers, or the process has no such device, or the device no frames.
+pub fn hold_frames(
+    path: &Path,
+    device: &str,
+    direction: FaultDirection,
+    from: Option<u64>,
+) -> Result<(u64, Option<u64>), Error> {
+    check_device(device)?;
+    let direction = match direction {
+        FaultDirection::In => "in",
+        FaultDirection::Out => "out",
+    };
+    let from = from.map_or_else(|| "off".to_owned(), |from| from.to_string());
+    let answer = ask(path, &format!("hold {device} {direction} {from}\n"))?;
+    if let Some(error) = answer["error"].as_str() {
+        return Err(Error::Refused(error.to_owned()));
+    }
+    let frames = answer["frames"].as_u64();
+    let frames = frames.ok_or_else(|| Error::NoAnswer(path.to_owned()))?;
+    Ok((frames, answer["waits"].as_u64()))
+}
+
 /// Writes what a process sends and receives over the wire to `out`, in the format of Wireshark, until
 /// `out` takes no more or the process ends: at most `snap` bytes of each frame, of all VMs or of the
 /// one of a device.
@@ -721,6 +747,8 @@ fn answer(adapter: &Adapter, devices: &[RnicSettings], request: &[u8]) -> Value 
         Some(change_faults(adapter, devices, request))
     } else if request.starts_with(b"fail ") {
         Some(fail_object(adapter, devices, request))
+    } else if request.starts_with(b"hold ") {
+        Some(hold(adapter, devices, request))
     } else {
         None
     };
@@ -776,6 +804,30 @@ fn change_faults(
     Ok(json!({ "name": device.name, "faults": faults }))
 }
 
+/// Has frames of a device wait, or no longer; returns the answer.
+fn hold(adapter: &Adapter, devices: &[RnicSettings], request: &[u8]) -> Result<Value, String> {
+    let line = line_of(request)?;
+    let mut words = line.strip_prefix("hold ").unwrap_or(line).rsplitn(3, ' ');
+    let (Some(from), Some(direction), Some(device)) = (words.next(), words.next(), words.next())
+    else {
+        return Err("the request is: hold DEVICE in|out NUMBER|off".to_owned());
+    };
+    let device = find(devices, device)?;
+    let direction = match direction {
+        "in" => Direction::In,
+        "out" => Direction::Out,
+        _ => return Err(format!("frames wait in or out, not '{direction}'")),
+    };
+    let bad = |_| format!("'{from}' is not a number");
+    let from = match from {
+        "off" => None,
+        from => Some(from.parse().map_err(bad)?),
+    };
+    let held = adapter.hold_frames(device, direction, from);
+    let (frames, waits) = held.map_err(|error| error.to_string())?;
+    Ok(json!({ "name": device.name, "frames": frames, "waits": waits }))
+}
+
 /// Puts an object of the VM of a device in error; returns the answer.
 fn fail_object(
     adapter: &Adapter,
@@ -814,7 +866,7 @@ fn command<'a>(
         .and_then(|rest| rest.rsplit_once(' '))
         .ok_or(
             "the requests are: list, link DEVICE up|down, faults DEVICE in|out|both FAULTS|off, \
-             fail DEVICE qp|cq NUMBER, limits [JSON], counters, capture snap=BYTES [DEVICE], set JSON, \
+             hold DEVICE in|out NUMBER|off, fail DEVICE qp|cq NUMBER, limits [JSON], counters, capture snap=BYTES [DEVICE], set JSON, \
              remove DEVICE",
         )?;
     let up = match state {

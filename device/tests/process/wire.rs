@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! VMs of two processes, as on two hosts, with VXLAN or plain frames between them.
-use std::io::Read;
+use std::io::{BufRead, Read};
 use std::net::UdpSocket;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -246,6 +246,59 @@ fn messages_go_from_host_to_host() {
         assert_works(&pair, len);
     }
     hosts.assert_unharmed();
+}
+
+/// What a file says of a frame happens before that frame goes on, each time.
+#[test]
+fn a_file_says_what_happens_at_a_frame() {
+    const FRAME: u64 = 10;
+    let hosts = Hosts::with_frames();
+    let socket = hosts.socket(1);
+    let play = |number: u32| {
+        let file = hosts.directory.0.join("play.toml");
+        let text = format!(
+            "[[step]]\nat = 'frame {FRAME}'\ndevice = '{device}'\nqp = {number}\n\
+             [[step]]\nat = '1ms'\ndevice = '{device}'\nfaults = 'seed=1'\ndirection = 'in'\n",
+            device = socket.display(),
+        );
+        std::fs::write(&file, text).unwrap();
+        Command::new(env!("CARGO_BIN_EXE_vhost-device-rdma"))
+            .arg("play")
+            .args([hosts.processes[0].status_socket(), file])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    for _ in 0..2 {
+        let pair = hosts.pair(qp_type::RC, |_| {});
+        let mut play = play(pair.a.qp.number());
+        let mut told = std::io::BufReader::new(play.stdout.take().unwrap());
+        let mut line = String::new();
+        // It has begun.
+        told.read_line(&mut line).unwrap();
+        assert!(line.contains("step 2"), "{line}");
+        // Each is one frame.
+        for number in 0..FRAME {
+            pair.a
+                .qp
+                .post_send(&wqe(wr_opcode::RDMA_WRITE, number, &pair), &sge(&pair.a, 8))
+                .unwrap();
+            assert_success(&pair.a.sent());
+        }
+        pair.a
+            .qp
+            .post_send(&wqe(wr_opcode::RDMA_WRITE, FRAME, &pair), &sge(&pair.a, 8))
+            .unwrap();
+        assert_status(&pair.a.sent(), wc_status::WR_FLUSH_ERR);
+        line.clear();
+        told.read_line(&mut line).unwrap();
+        assert!(line.contains("step 1"), "{line}");
+        assert!(play.wait().unwrap().success());
+        // Frames count from 0 again.
+        let name = socket.display();
+        let off = format!("faults {name} both off\n");
+        hosts.processes[0].request(off.as_bytes()).unwrap();
+    }
 }
 
 #[test]

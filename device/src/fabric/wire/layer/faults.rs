@@ -16,6 +16,8 @@ use crate::engine::vm::Segment;
 
 /// Bytes of frames that are held back, at most; what comes then is lost.
 const MOST_HELD: usize = 64 << 20;
+/// How often those that wait to be let go are looked after, nanoseconds.
+const OFTEN: u64 = 1_000_000;
 
 /// A port with faults.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub(crate) struct Faults<P> {
     to: Option<(Segment, Gid)>,
     now: u64,
     held: HeldFrames,
+    /// Frames that are let go.
+    let_go: VecDeque<Waiting>,
     /// Frames that came and whose time is there.
     due: VecDeque<(Segment, Vec<u8>)>,
 }
@@ -47,6 +51,14 @@ struct HeldFrames {
 struct Held {
     way: Way,
     frame: Vec<u8>,
+}
+
+/// A frame that waits to be let go, with what is decided of it already.
+#[derive(Debug)]
+struct Waiting {
+    planned: Arc<Planned>,
+    course: Course,
+    held: Held,
 }
 
 /// Where a frame goes on to.
@@ -69,6 +81,8 @@ struct Line {
     suffered: VecDeque<u64>,
     /// When the last frame has gone, with a limited rate.
     free_at: u64,
+    /// Frames that wait to be let go, in order.
+    waiting: VecDeque<Waiting>,
 }
 
 /// How often something happens, of 2^64.
@@ -139,6 +153,7 @@ impl Line {
             losing: false,
             suffered: VecDeque::new(),
             free_at: 0,
+            waiting: VecDeque::new(),
         }
     }
 
@@ -203,6 +218,13 @@ impl Line {
         };
         let waits = u128::from(self.free_at.saturating_sub(now));
         waits * u128::from(rate) > u128::from(from) * 8_000_000_000
+    }
+
+    /// Says which frame is the first one that waits to be let go.
+    fn tell_waiting(&self) {
+        let first = self.waiting.front();
+        let first = first.map(|waiting| waiting.course.number);
+        self.planned.set_waits(first);
     }
 
     /// What happens to the next frame; one bit of it may be damaged.
@@ -282,6 +304,36 @@ impl Line {
 }
 
 impl HeldFrames {
+    /// A frame goes on, later or not at all. Returns its fate.
+    fn take_over(
+        &mut self,
+        now: u64,
+        line: &mut Line,
+        course: Course,
+        way: Way,
+        frame: &[u8],
+    ) -> Fate {
+        let counts = &line.planned.counts;
+        let lost = matches!(course.fate, Fate::Lost(_));
+        if lost || (line.waiting.is_empty() && !line.planned.holds(course.number)) {
+            return self.keep(now, &course, way, frame, counts);
+        }
+        if self.bytes + frame.len() > MOST_HELD {
+            count(&counts.overrun);
+            return Fate::Lost(course.number);
+        }
+        self.bytes += frame.len();
+        let fate = Fate::Delayed(course.number);
+        let frame = frame.to_vec();
+        line.waiting.push_back(Waiting {
+            planned: line.planned.clone(),
+            course,
+            held: Held { way, frame },
+        });
+        line.tell_waiting();
+        fate
+    }
+
     /// Holds a frame back until time `at`. Returns false if too many are: it is lost, and counted.
     fn add(&mut self, at: u64, way: Way, frame: &[u8], counts: &FaultCounts) -> bool {
         if self.bytes + frame.len() > MOST_HELD {
@@ -346,6 +398,7 @@ impl<P: Port> Faults<P> {
             to: None,
             now: 0,
             held: HeldFrames::default(),
+            let_go: VecDeque::new(),
             due: VecDeque::new(),
         }
     }
@@ -361,12 +414,44 @@ impl<P: Port> Faults<P> {
                 let line = known.iter().position(same).map(|at| known.swap_remove(at));
                 self.lines.push(line.unwrap_or_else(|| Line::new(planned)));
             }
+            // Those of faults that there are no longer, and those whose number is below another one now.
+            for line in &mut known {
+                self.let_go.append(&mut line.waiting);
+            }
+            for line in &mut self.lines {
+                let waits = |waiting: &Waiting| line.planned.holds(waiting.course.number);
+                let gone = line.waiting.partition_point(|waiting| !waits(waiting));
+                self.let_go.extend(line.waiting.drain(..gone));
+            }
         }
         !self.lines.is_empty()
     }
 
     /// Lets go on what was held back until now.
     fn release(&mut self, now: u64) {
+        self.now = now;
+        let any = !self.let_go.is_empty();
+        while let Some(Waiting {
+            planned,
+            course,
+            held: Held { way, frame },
+        }) = self.let_go.pop_front()
+        {
+            self.held.bytes -= frame.len();
+            let fate = self.held.keep(now, &course, way, &frame, &planned.counts);
+            if matches!(fate, Fate::Lost(_)) || course.at > now {
+                continue;
+            }
+            match way {
+                Way::Out(segment, destination) => {
+                    self.pass(now, segment, destination, &frame);
+                }
+                Way::In(segment) => self.due.push_back((segment, frame)),
+            }
+        }
+        if any {
+            self.lines.iter().for_each(Line::tell_waiting);
+        }
         while let Some((at, Held { way, frame })) = self.held.take(now) {
             match way {
                 Way::Out(segment, destination) => {
@@ -427,7 +512,6 @@ impl<P: Port> Port for Faults<P> {
             return self.inner.begin(now, segment, destination, len);
         }
         self.release(now);
-        self.now = now;
         self.to = Some((segment, destination));
         self.inner.begin(now, segment, destination, len)
     }
@@ -446,9 +530,10 @@ impl<P: Port> Port for Faults<P> {
             return self.inner.end();
         };
         let course = line.judge(now, frame);
-        let (way, counts) = (Way::Out(segment, destination), &line.planned.counts);
-        let fate = self.held.keep(now, &course, way, frame, counts);
-        if matches!(fate, Fate::Lost(_)) || course.at > now {
+        let at = course.at;
+        let way = Way::Out(segment, destination);
+        let fate = self.held.take_over(now, line, course, way, frame);
+        if matches!(fate, Fate::Lost(_)) || at > now || !line.waiting.is_empty() {
             return fate;
         }
         match self.inner.end() {
@@ -476,14 +561,12 @@ impl<P: Port> Port for Faults<P> {
             burst.judge(|segment, frame| {
                 let line = line_of(&mut self.lines, Direction::In, segment, frame)?;
                 let course = line.judge(now, frame);
-                let (way, counts) = (Way::In(segment), &line.planned.counts);
-                let fate = self.held.keep(now, &course, way, frame, counts);
-                let later = course.at > now && !matches!(fate, Fate::Lost(_));
-                Some(if later {
-                    Fate::Delayed(course.number)
-                } else {
-                    fate
-                })
+                let (number, at) = (course.number, course.at);
+                let fate = self
+                    .held
+                    .take_over(now, line, course, Way::In(segment), frame);
+                let later = at > now && !matches!(fate, Fate::Lost(_));
+                Some(if later { Fate::Delayed(number) } else { fate })
             });
         }
         true
@@ -491,8 +574,14 @@ impl<P: Port> Port for Faults<P> {
 
     fn timer(&self) -> Option<u64> {
         let held = self.held.list.keys().next().map(|(at, _)| *at);
-        let due = (!self.due.is_empty()).then_some(0);
-        held.into_iter().chain(due).chain(self.inner.timer()).min()
+        let due = (!self.due.is_empty() || !self.let_go.is_empty()).then_some(0);
+        let waits = self.lines.iter().any(|line| !line.waiting.is_empty());
+        let often = waits.then(|| self.now.saturating_add(OFTEN));
+        held.into_iter()
+            .chain(due)
+            .chain(often)
+            .chain(self.inner.timer())
+            .min()
     }
 }
 
@@ -581,6 +670,49 @@ mod tests {
 
     fn numbers(came: &[(u64, u16)]) -> Vec<u16> {
         came.iter().map(|(_, number)| *number).collect()
+    }
+
+    #[test]
+    fn frames_wait_from_a_number_on_until_they_are_let_go() {
+        for (direction, from) in [(Direction::Out, 0), (Direction::In, 1)] {
+            let mut two = Two::new();
+            let hold = |two: &Two, number| {
+                let plan = &two.ports[0].plan;
+                plan.hold((SEGMENT, HERE), direction, number)
+            };
+            let held = |two: &Two| {
+                let plan = &two.ports[0].plan;
+                let first = plan.list().first().cloned();
+                first.map(|planned| plan.hold(planned.station, direction, Some(7)).1)
+            };
+            assert_eq!(hold(&two, Some(5)), (0, None));
+            for number in 0..10 {
+                two.send(from, number);
+            }
+            assert_eq!(numbers(&two.received(1 - from, 10_000)), [0, 1, 2, 3, 4]);
+            assert_eq!(hold(&two, Some(5)), (10, Some(5)));
+            assert_eq!(two.ports[0].held.bytes, 5 * 100);
+            // Those before the next number go on, and only then the first that waits is another one.
+            assert_eq!(hold(&two, Some(7)), (10, Some(5)));
+            let end = two.now + 10_000;
+            assert_eq!(numbers(&two.received(1 - from, end)), [5, 6]);
+            assert_eq!(held(&two), Some(Some(7)));
+            // What comes later waits behind them.
+            two.send(from, 10);
+            hold(&two, None);
+            let end = two.now + 10_000;
+            assert_eq!(numbers(&two.received(1 - from, end)), [7, 8, 9, 10]);
+            assert_eq!(hold(&two, None), (11, None));
+            assert_eq!(two.ports[0].held.bytes, 0);
+            // Other faults let all go.
+            hold(&two, Some(11));
+            two.send(from, 11);
+            let end = two.now + 10_000;
+            assert!(two.received(1 - from, end).is_empty());
+            two.set(direction, "seed=1");
+            let end = two.now + 10_000;
+            assert_eq!(numbers(&two.received(1 - from, end)), [11]);
+        }
     }
 
     #[test]

@@ -52,6 +52,36 @@ pub(crate) struct Planned {
     pub direction: Direction,
     pub settings: FaultSettings,
     pub counts: FaultCounts,
+    /// Frames wait from this number on.
+    hold: AtomicU64,
+    /// The first frame that waits, if there is one.
+    waits: AtomicU64,
+}
+
+/// The number of no frame.
+const NONE: u64 = u64::MAX;
+
+impl Planned {
+    /// Whether frame `number` waits until it is let go.
+    pub(super) fn holds(&self, number: u64) -> bool {
+        number >= self.hold.load(Ordering::Relaxed)
+    }
+
+    /// Frame `first` is the first one that waits now.
+    pub(super) fn set_waits(&self, first: Option<u64>) {
+        self.waits.store(first.unwrap_or(NONE), Ordering::Release);
+    }
+}
+
+fn planned(station: Station, direction: Direction, settings: FaultSettings) -> Arc<Planned> {
+    Arc::new(Planned {
+        station,
+        direction,
+        settings,
+        counts: FaultCounts::default(),
+        hold: AtomicU64::new(NONE),
+        waits: AtomicU64::new(NONE),
+    })
 }
 
 /// The faults of all devices.
@@ -76,15 +106,36 @@ impl Plan {
     ) {
         let mut list = self.locked();
         list.retain(|one| (one.station, one.direction) != (station, direction));
-        list.extend(settings.map(|settings| {
-            Arc::new(Planned {
-                station,
-                direction,
-                settings,
-                counts: FaultCounts::default(),
-            })
-        }));
+        list.extend(settings.map(|settings| planned(station, direction, settings)));
         self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    /// Frames of a device wait from number `from` on, or no longer, until this is called again. Without faults,
+    /// they count from now on. Returns how many there were, and the first one that waits: if it is before
+    /// `from`, it goes on in a moment.
+    pub(crate) fn hold(
+        &self,
+        station: Station,
+        direction: Direction,
+        from: Option<u64>,
+    ) -> (u64, Option<u64>) {
+        let mut list = self.locked();
+        let of = |one: &&Arc<Planned>| (one.station, one.direction) == (station, direction);
+        let planned = match list.iter().find(of) {
+            Some(planned) => planned.clone(),
+            None => {
+                let planned = planned(station, direction, FaultSettings::default());
+                list.push(planned.clone());
+                planned
+            }
+        };
+        let from = from.unwrap_or(NONE);
+        if planned.hold.swap(from, Ordering::Relaxed) != from {
+            self.generation.fetch_add(1, Ordering::Release);
+        }
+        let waits = planned.waits.load(Ordering::Acquire);
+        let frames = planned.counts.frames.load(Ordering::Relaxed);
+        (frames, (waits != NONE).then_some(waits))
     }
 
     /// All of them.
