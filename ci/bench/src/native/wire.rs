@@ -69,7 +69,7 @@ const MORE: usize = 3;
 const SAME: &str = "UDP bursts with copies and CRC";
 /// Packets of a burst, and bursts under way.
 pub const BURST: usize = 15;
-pub const BURSTS: usize = 32;
+const BURSTS: usize = 32;
 
 /// Measures.
 pub fn run(settings: &Settings) -> Result<Vec<Figure>> {
@@ -632,32 +632,12 @@ fn singles(settings: &Settings) -> Result<f64> {
         });
         pin(&[driver])?;
         let packet = [1; SMALL as usize + HEADERS];
-        let (mut sent, mut answered) = (0usize, 0usize);
-        let begin = Instant::now();
-        let mut start = None;
-        let rate = loop {
-            for _ in 0..BURST {
-                sender.send(&packet)?;
-            }
-            sent += 1;
-            while sent - answered >= BURSTS {
-                sender.recv(&mut [0; 8])?;
-                answered += 1;
-            }
-            let now = Instant::now();
-            match start {
-                None if now - begin >= time / 5 => start = Some((now, answered)),
-                Some((from, before)) if now - begin >= time + time / 5 => {
-                    let packets = (answered - before) * BURST;
-                    break packets as f64 / (now - from).as_secs_f64() / 1e6;
-                }
-                _ => {}
-            }
-        };
+        let burst = || (0..BURST).try_for_each(|_| sender.send(&packet).map(drop));
+        let rate = burst_rate(time, || Ok(burst()?), || wait(&sender))?;
         // An empty datagram ends it.
         sender.send(&[])?;
         end.join().map_err(|_| anyhow!("a thread panicked"))??;
-        Ok(rate)
+        Ok(rate * BURST as f64 / 1e6)
     })
 }
 
@@ -718,10 +698,7 @@ fn send(socket: &UdpSocket, time: Duration, copies: bool) -> Result<f64> {
     let memory = vec![1; MEMORY];
     let mut burst = vec![0; BURST * (PAYLOAD + HEADERS)];
     let mut sources = memory.chunks_exact(PAYLOAD).cycle();
-    let (mut sent, mut answered) = (0usize, 0usize);
-    let begin = Instant::now();
-    let mut start = None;
-    loop {
+    let next = || {
         let packets = burst.chunks_exact_mut(PAYLOAD + HEADERS);
         for packet in packets.filter(|_| copies) {
             let source = sources.next().context("no memory")?;
@@ -731,21 +708,42 @@ fn send(socket: &UdpSocket, time: Duration, copies: bool) -> Result<f64> {
             crc.copy_from_slice(&crc32fast::hash(payload).to_le_bytes());
         }
         socket.send(&burst)?;
+        Ok(())
+    };
+    let rate = burst_rate(time, next, || wait(socket))?;
+    Ok(rate * (BURST * PAYLOAD) as f64 / 1e9)
+}
+
+/// Waits for the answer to a burst.
+fn wait(socket: &UdpSocket) -> Result<()> {
+    socket.recv(&mut [0; 8])?;
+    Ok(())
+}
+
+/// Bursts per second that `send` sends and `wait` gets the answers to, with [`BURSTS`] under way. In the end
+/// all are answered.
+pub fn burst_rate(
+    time: Duration,
+    mut send: impl FnMut() -> Result<()>,
+    mut wait: impl FnMut() -> Result<()>,
+) -> Result<f64> {
+    let (mut sent, mut answered) = (0usize, 0usize);
+    let begin = Instant::now();
+    let mut start = None;
+    loop {
+        send()?;
         sent += 1;
         while sent - answered >= BURSTS {
-            socket.recv(&mut [0; 8])?;
+            wait()?;
             answered += 1;
         }
         let now = Instant::now();
         match start {
             None if now - begin >= time / 5 => start = Some((now, answered)),
             Some((from, before)) if now - begin >= time + time / 5 => {
-                let bytes = (answered - before) * BURST * PAYLOAD;
-                while answered < sent {
-                    socket.recv(&mut [0; 8])?;
-                    answered += 1;
-                }
-                return Ok(bytes as f64 / (now - from).as_secs_f64() / 1e9);
+                let rate = (answered - before) as f64 / (now - from).as_secs_f64();
+                (answered..sent).try_for_each(|_| wait())?;
+                return Ok(rate);
             }
             _ => {}
         }

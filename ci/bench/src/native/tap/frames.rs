@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, ensure, Context, Result};
 
-use crate::native::wire::{BURST, BURSTS, MEMORY, PAYLOAD};
+use crate::native::wire::{burst_rate, BURST, MEMORY, PAYLOAD};
 use crate::native::{pin, settle, Cores, Settings};
 
 /// Of a packet, behind its UDP header: what RoCEv2 has before the payload, and behind it.
@@ -48,47 +48,29 @@ pub fn bursts(settings: &Settings, [sender, receiver]: &[File; 2], copies: bool)
     })
 }
 
-fn send(mut end: End<'_>, time: Duration, copies: bool) -> Result<f64> {
+fn send(end: End<'_>, time: Duration, copies: bool) -> Result<f64> {
     let memory = vec![1; MEMORY];
     let mut burst = vec![0; DATA + BURST * PACKET];
     let mut answer = vec![0; 1 << 16];
     end.headers(&mut burst);
     let mut sources = memory.chunks_exact(PAYLOAD).cycle();
-    let (mut sent, mut answered) = (0usize, 0usize);
-    let begin = Instant::now();
-    let mut start = None;
-    loop {
-        for packet in burst[DATA..].chunks_exact_mut(PACKET).filter(|_| copies) {
+    let next = || {
+        let packets = burst[DATA..].chunks_exact_mut(PACKET);
+        for packet in packets.filter(|_| copies) {
             let source = sources.next().context("no memory")?;
             let (payload, crc) = packet[BEFORE..].split_at_mut(PAYLOAD);
             payload.copy_from_slice(source);
             crc.copy_from_slice(&crc32fast::hash(payload).to_le_bytes());
         }
-        end.write(&burst)?;
-        sent += 1;
-        while sent - answered >= BURSTS {
-            end.read(&mut answer)?;
-            answered += 1;
-        }
-        let now = Instant::now();
-        match start {
-            None if now - begin >= time / 5 => start = Some((now, answered)),
-            Some((from, before)) if now - begin >= time + time / 5 => {
-                let bytes = (answered - before) * BURST * PAYLOAD;
-                while answered < sent {
-                    end.read(&mut answer)?;
-                    answered += 1;
-                }
-                end.say(LAST)?;
-                return Ok(bytes as f64 / (now - from).as_secs_f64() / 1e9);
-            }
-            _ => {}
-        }
-    }
+        end.write(&burst)
+    };
+    let rate = burst_rate(time, next, || end.read(&mut answer).map(drop))?;
+    end.say(LAST)?;
+    Ok(rate * (BURST * PAYLOAD) as f64 / 1e9)
 }
 
 /// Receives bursts until it was the last one, and answers each.
-fn receive(mut end: End<'_>, copies: bool) -> Result<()> {
+fn receive(end: End<'_>, copies: bool) -> Result<()> {
     let mut memory = vec![0; MEMORY];
     let mut burst = vec![0; 1 << 16];
     let (mut at, mut packets) = (0, 0);
@@ -120,10 +102,11 @@ struct End<'a>(&'a File, usize);
 
 impl End<'_> {
     /// The next packet or burst for this end, from behind its headers.
-    fn read<'a>(&mut self, buffer: &'a mut [u8]) -> Result<&'a [u8]> {
+    fn read<'a>(&self, buffer: &'a mut [u8]) -> Result<&'a [u8]> {
+        let mut file = self.0;
         let begin = Instant::now();
         let count = loop {
-            match self.0.read(buffer) {
+            match file.read(buffer) {
                 // The system's own packets come, too.
                 Ok(count) if count > DATA && is_ours(&buffer[OFFLOAD..DATA]) => break count,
                 Ok(_) => {}
@@ -135,13 +118,14 @@ impl End<'_> {
         Ok(&buffer[DATA..count])
     }
 
-    fn write(&mut self, frame: &[u8]) -> Result<()> {
-        let count = self.0.write(frame)?;
+    fn write(&self, frame: &[u8]) -> Result<()> {
+        let mut file = self.0;
+        let count = file.write(frame)?;
         ensure!(count == frame.len(), "{count} bytes were taken");
         Ok(())
     }
 
-    fn say(&mut self, what: u8) -> Result<()> {
+    fn say(&self, what: u8) -> Result<()> {
         let mut frame = [0; DATA + 1];
         frame[DATA] = what;
         self.headers(&mut frame);
