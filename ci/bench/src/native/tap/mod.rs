@@ -112,6 +112,8 @@ impl Network {
             second.name()
         ))?;
         for (number, namespace) in (1..).zip(&namespaces) {
+            // Otherwise it changes with the interfaces in it, and who has resolved it finds nobody.
+            namespace.ip(&format!("link set bridge address 02:00:00:00:04:0{number}"))?;
             namespace.ip("link set wire master bridge up")?;
             // What is at the other end is in place of a guest.
             namespace.ip(&format!(
