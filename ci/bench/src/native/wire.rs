@@ -3,7 +3,8 @@
 //! with the same copies and checksums; and what a way out costs messages that stay in a process.
 //!
 //! One worker sends and has one core, the other one receives and has the other core. The thread that
-//! drives both VMs shares the sender's core, and sleeps most of the time.
+//! drives both VMs shares the core of whoever sends payload, who has work all the time, and sleeps most of
+//! the time: one that waits for frames would not poll for them beside another thread.
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -477,10 +478,14 @@ impl Hosts {
 
     /// The same of another opcode.
     pub fn transfer(&self, opcode: u8, size: u32, settings: &Settings) -> Result<f64> {
+        let Cores { driver, worker } = settings.cores;
         let list = if size <= 4096 { 32 } else { 1 };
         let depth = u64::from(OUTSTANDING / size).clamp(2, bed::DEPTH);
-        let millions = self.rate_of(opcode, size, list, depth, settings)?;
-        Ok(millions * f64::from(size) / 1e3)
+        let reads = opcode == wr_opcode::RDMA_READ;
+        pin(&[if reads { worker } else { driver }])?;
+        let millions = self.rate_of(opcode, size, list, depth, settings);
+        pin(&[driver])?;
+        Ok(millions? * f64::from(size) / 1e3)
     }
 
     /// Millions of WRITEs per second, in lists, with so many outstanding.
