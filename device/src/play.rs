@@ -206,8 +206,10 @@ impl Scenario {
             .iter()
             .map(|line| (line, line.steps.iter().peekable()))
             .collect();
+        // What begins the file is done before frames wait, and all else after that.
+        let mut now = Duration::ZERO;
         while timed.peek().is_some() || !lines.is_empty() {
-            while let Some((_, step)) = timed.next_if(|(at, _)| *at <= start.elapsed()) {
+            while let Some((_, step)) = timed.next_if(|(at, _)| *at <= now) {
                 step.play(path, start, out)?;
             }
             for (line, steps) in &mut lines {
@@ -229,6 +231,7 @@ impl Scenario {
             if let Some(pause) = next.into_iter().chain(often).min() {
                 std::thread::sleep(pause);
             }
+            now = start.elapsed();
         }
         Ok(())
     }
