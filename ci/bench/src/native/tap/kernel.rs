@@ -33,8 +33,9 @@ pub fn tap(name: &str) -> io::Result<File> {
     if made < 0 {
         return Err(io::Error::last_os_error());
     }
-    let offload = libc::TUN_F_CSUM | libc::TUN_F_USO4 | libc::TUN_F_USO6;
-    // SAFETY: its argument is a number.
+    // The kernel reads a whole word.
+    let offload = libc::c_ulong::from(libc::TUN_F_CSUM | libc::TUN_F_USO4 | libc::TUN_F_USO6);
+    // SAFETY: its argument is a number of that width.
     let set = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETOFFLOAD as _, offload) };
     if set < 0 {
         return Err(io::Error::last_os_error());
