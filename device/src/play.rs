@@ -88,7 +88,6 @@ enum When {
 struct Step {
     /// Its place in the file, from 1.
     number: usize,
-    when: When,
     device: String,
     deed: Deed,
 }
@@ -110,7 +109,7 @@ struct Line {
     steps: Vec<(u64, Step)>,
 }
 
-fn step(number: usize, config: StepConfig) -> Result<Step, Error> {
+fn step(number: usize, config: StepConfig) -> Result<(When, Step), Error> {
     let direction = match config.direction.as_deref() {
         None => None,
         Some("in") => Some(FaultDirection::In),
@@ -141,12 +140,12 @@ fn step(number: usize, config: StepConfig) -> Result<Step, Error> {
         (None, None, None, Some(cq)) => Deed::Fail(Object::Cq, cq),
         _ => return Err(Error::What(number)),
     };
-    Ok(Step {
+    let step = Step {
         number,
-        when,
         device: config.device,
         deed,
-    })
+    };
+    Ok((when, step))
 }
 
 impl Scenario {
@@ -158,8 +157,8 @@ impl Scenario {
         let file: File = toml::from_str(text).map_err(|error| Error::Form(error.into()))?;
         let (mut timed, mut lines) = (Vec::new(), Vec::<Line>::new());
         for (number, config) in (1..).zip(file.steps) {
-            let step = step(number, config)?;
-            let (direction, frame) = match step.when {
+            let (when, step) = step(number, config)?;
+            let (direction, frame) = match when {
                 When::Time(at) => {
                     timed.push((at, step));
                     continue;

@@ -775,18 +775,25 @@ fn line_of(request: &[u8]) -> Result<&str, &'static str> {
         .ok_or("the request is not a line")
 }
 
+/// The name of a device, which may have spaces, and the two words behind it, of a request that begins with
+/// `name`; `form` is what should be there.
+fn words_of<'a>(request: &'a [u8], name: &str, form: &str) -> Result<[&'a str; 3], String> {
+    let line = line_of(request)?;
+    let mut words = line.strip_prefix(name).unwrap_or(line).rsplitn(3, ' ');
+    match (words.next(), words.next(), words.next()) {
+        (Some(last), Some(second), Some(device)) => Ok([device, second, last]),
+        _ => Err(format!("the request is: {name}{form}")),
+    }
+}
+
 /// Gives the frames of a device faults, or none any longer; returns the answer.
 fn change_faults(
     adapter: &Adapter,
     devices: &[RnicSettings],
     request: &[u8],
 ) -> Result<Value, String> {
-    let line = line_of(request)?;
-    let mut words = line.strip_prefix("faults ").unwrap_or(line).rsplitn(3, ' ');
-    let (Some(faults), Some(direction), Some(device)) = (words.next(), words.next(), words.next())
-    else {
-        return Err("the request is: faults DEVICE in|out|both FAULTS|off".to_owned());
-    };
+    let [device, direction, faults] =
+        words_of(request, "faults ", "DEVICE in|out|both FAULTS|off")?;
     let device = find(devices, device)?;
     let directions: &[Direction] = match direction {
         "in" => &[Direction::In],
@@ -806,12 +813,7 @@ fn change_faults(
 
 /// Has frames of a device wait, or no longer; returns the answer.
 fn hold(adapter: &Adapter, devices: &[RnicSettings], request: &[u8]) -> Result<Value, String> {
-    let line = line_of(request)?;
-    let mut words = line.strip_prefix("hold ").unwrap_or(line).rsplitn(3, ' ');
-    let (Some(from), Some(direction), Some(device)) = (words.next(), words.next(), words.next())
-    else {
-        return Err("the request is: hold DEVICE in|out NUMBER|off".to_owned());
-    };
+    let [device, direction, from] = words_of(request, "hold ", "DEVICE in|out NUMBER|off")?;
     let device = find(devices, device)?;
     let direction = match direction {
         "in" => Direction::In,
@@ -834,12 +836,7 @@ fn fail_object(
     devices: &[RnicSettings],
     request: &[u8],
 ) -> Result<Value, String> {
-    let line = line_of(request)?;
-    let mut words = line.strip_prefix("fail ").unwrap_or(line).rsplitn(3, ' ');
-    let (Some(number), Some(kind), Some(device)) = (words.next(), words.next(), words.next())
-    else {
-        return Err("the request is: fail DEVICE qp|cq NUMBER".to_owned());
-    };
+    let [device, kind, number] = words_of(request, "fail ", "DEVICE qp|cq NUMBER")?;
     let device = find(devices, device)?;
     let bad = |_| format!("'{number}' is not a number");
     let number = number.parse().map_err(bad)?;
@@ -866,8 +863,8 @@ fn command<'a>(
         .and_then(|rest| rest.rsplit_once(' '))
         .ok_or(
             "the requests are: list, link DEVICE up|down, faults DEVICE in|out|both FAULTS|off, \
-             hold DEVICE in|out NUMBER|off, fail DEVICE qp|cq NUMBER, limits [JSON], counters, capture snap=BYTES [DEVICE], set JSON, \
-             remove DEVICE",
+             hold DEVICE in|out NUMBER|off, fail DEVICE qp|cq NUMBER, limits [JSON], counters, \
+             capture snap=BYTES [DEVICE], set JSON, remove DEVICE",
         )?;
     let up = match state {
         "up" => true,
