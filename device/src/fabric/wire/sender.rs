@@ -50,10 +50,10 @@ const LEAST_LATE: u32 = 4;
 /// Messages that may be under way.
 const MESSAGES: usize = 256;
 /// Packets that are asked for by one request of an RDMA READ: no more than may be under way at first, and
-/// later a quarter of what may be, up to the second of these. Where the first and the last packet of an answer
-/// have other lengths than the rest, each of them leaves alone.
+/// later half of what may be, up to the second of these. Where the first and the last packet of an answer
+/// have other lengths than the rest, each of them leaves alone: the fewer answers, the fewer of these.
 const FIRST_PART: u32 = FIRST_WINDOW;
-const MOST_PART: u32 = 128;
+const MOST_PART: u32 = 256;
 /// An acknowledgement is asked for after so many packets, and at the end of each message.
 const ACK_EVERY: u32 = 16;
 /// What was not answered is asked for after some round trips, or this, nanoseconds: long before the
@@ -969,7 +969,7 @@ impl Sender {
                 let part = if few {
                     window.clamp(1, FIRST_PART)
                 } else {
-                    (window / 4).clamp(FIRST_PART, MOST_PART)
+                    (window / 2).clamp(FIRST_PART, MOST_PART)
                 };
                 let end = (number / part + 1).saturating_mul(part);
                 let end = end.min(message.packets) - number;
