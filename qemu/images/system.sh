@@ -4,8 +4,9 @@
 # system.sh IMAGE MIRROR SUITE PACKAGE...
 #
 # Makes IMAGE, the disk of a Debian 13 as its installer leaves it: systemd, a kernel, an initramfs, and the headers; the
-# kernel of trixie-backports, too. Added are an agent that runs commands for the launcher, and /srv/debian, a repository
-# with the packages that are named and all that they need, since the guest has no network to get them from.
+# kernel of trixie-backports, too. Added are an agent that runs commands for the launcher, and two repositories, since the
+# guest has no network to get packages from: /srv/debian with those that are named and all that they need, and
+# /srv/backports with QEMU of trixie-backports.
 # Beside IMAGE are the kernels and what they boot with: vmlinuz-NAME, initrd-NAME, NAME being trixie or backports.
 # A mirror may stand still for longer than a Release file is valid: its signature is what counts.
 # Needs root, mmdebstrap and mke2fs.
@@ -30,6 +31,9 @@ echo "$release" >/etc/virtio-rdma/backports
 apt-get install -q -y --download-only $1 </dev/null
 mkdir -p /srv/debian
 mv /var/cache/apt/archives/*.deb /srv/debian/
+apt-get install -q -y --download-only -t trixie-backports qemu-system-x86 ipxe-qemu </dev/null
+mkdir -p /srv/backports
+mv /var/cache/apt/archives/*.deb /srv/backports/
 
 echo "/dev/vda / ext4 defaults 0 1" >/etc/fstab
 echo guest >/etc/hostname
@@ -76,8 +80,23 @@ mmdebstrap --quiet --mode=root --variant=important --components=main \
     --customize-hook="SECOND_STAGE=yes bash '$0' \"\$1\" $*" \
     "$suite" "$tree" "${sources[@]}"
 
-(cd "$tree/srv/debian" && dpkg-scanpackages . >Packages 2>/dev/null)
-echo "deb [trusted=yes] file:/srv/debian ./" >"$tree/etc/apt/sources.list"
+for repository in debian backports; do
+    (cd "$tree/srv/$repository" && dpkg-scanpackages . >Packages 2>/dev/null)
+    echo "deb [trusted=yes] file:/srv/$repository ./"
+done >"$tree/etc/apt/sources.list"
+# What apt knows trixie-backports by, and that it takes from there what it is told to.
+(
+    cd "$tree/srv/backports"
+    cat >Release <<RELEASE
+Suite: trixie-backports
+Codename: trixie-backports
+NotAutomatic: yes
+ButAutomaticUpgrades: yes
+Date: $(LC_ALL=C date -u '+%a, %d %b %Y %H:%M:%S UTC')
+SHA256:
+ $(sha256sum Packages | cut -d ' ' -f 1) $(stat -c %s Packages) Packages
+RELEASE
+)
 rm -rf "$tree"/var/cache/apt/*.bin "$tree"/var/lib/apt/lists/* "$tree"/etc/apt/sources.list.d/* \
     "$tree"/etc/apt/apt.conf.d/99mmdebstrap "$tree"/etc/dpkg/dpkg.cfg.d/99mmdebstrap
 directory=$(dirname "$image")

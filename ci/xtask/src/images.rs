@@ -157,6 +157,7 @@ impl Image {
                 "ibverbs-utils",
                 "libibverbs-dev",
                 "make",
+                "perftest",
                 "rdma-core",
                 "rust-src",
                 "rustc",

@@ -30,6 +30,7 @@ mod stock;
 pub mod storage;
 mod suite;
 pub mod tools;
+mod two_vms;
 mod ulp;
 mod verbs;
 mod vfio_user;
@@ -227,6 +228,7 @@ pub fn all() -> Vec<Lane> {
         book::lane(),
         libvirt::lane(),
         packages::lane(),
+        two_vms::lane(),
         bench::lane(),
         bench::wire(),
         bench_front_ends::lane(),

@@ -22,7 +22,7 @@ use anyhow::{bail, ensure, Context, Result};
 use rustix::process::{kill_process, Pid, Signal};
 use serde_json::{json, Value};
 
-pub use agent::{Job, Output};
+pub use agent::{Agent, Job, Output};
 pub use capture::Capture;
 pub use chroot::Chroot;
 pub use device::DeviceProcess;
@@ -31,7 +31,6 @@ pub use switch::Switch;
 use crate::artifacts::Stack;
 use crate::images::KernelImage;
 use crate::shell;
-use agent::Agent;
 use qmp::Qmp;
 
 /// How long a guest may take from power-on to its agent, on a machine that is busy with other
@@ -191,6 +190,8 @@ pub struct Bed {
     pub switch: Option<Switch>,
     /// A host beside them, which a case has started.
     pub chroot: Option<Chroot>,
+    /// The guests of VMs that a case has started there.
+    pub guests: Vec<Agent>,
     hosts: Option<namespace::Hosts>,
     directory: PathBuf,
 }
@@ -224,6 +225,7 @@ impl Bed {
             vms: Vec::new(),
             switch: None,
             chroot: None,
+            guests: Vec::new(),
             hosts: None,
             directory,
         };
@@ -317,6 +319,7 @@ impl Bed {
         self.device = None;
         self.others.clear();
         self.switch = None;
+        self.guests.clear();
         self.chroot = None;
         self.hosts = None;
         // The next bed of this process has the same directory, and may be there before this one is
