@@ -98,7 +98,7 @@ fn guests<'a>(fixture: &'a Fixture<'_>) -> Result<&'a [Agent]> {
 /// Runs commands that have to succeed, and returns what they wrote.
 fn sh(host: &Chroot, commands: &str) -> Result<String> {
     let script =
-        format!("set -e\nexport DEBIAN_FRONTEND=noninteractive\ncd /root/virtio-rdma\n{commands}");
+        format!("set -e\nexport DEBIAN_FRONTEND=noninteractive\ncd /srv/sources\n{commands}");
     let output = host.run(&script, APT)?;
     let (status, text) = (output.status, output.text);
     ensure!(status == 0, "{commands}ended with {status}:\n{text}");
@@ -181,7 +181,7 @@ fn command(page: &str, number: usize) -> Result<String> {
         "console=ttyS0 quiet panic=1 no_timer_check tsc=reliable mitigations=off root=/dev/vda rw";
     Ok(format!(
         "{command} -kernel vmlinuz -initrd initrd.img -append '{words}' -device virtio-serial-pci \
-         -chardev socket,id=control,server=on,wait=off,path=/root/vms/vm{number}-control \
+         -chardev socket,id=control,server=on,wait=off,path=/srv/vms/vm{number}-control \
          -device virtserialport,chardev=control,name=control"
     ))
 }
@@ -194,7 +194,7 @@ fn vms_boot(fixture: &mut Fixture) -> Result<()> {
         sh(
             host,
             &format!(
-                "cd /root/vms\nsetsid sh -c {} </dev/null >vm{number}.log 2>&1 &\n",
+                "cd /srv/vms\nsetsid sh -c {} </dev/null >vm{number}.log 2>&1 &\n",
                 shell::quote(&command)
             ),
         )?;
