@@ -40,7 +40,7 @@ const OUTSTANDING: u32 = 64 << 20;
 /// How long the thread that drives sleeps when nothing has completed: that is short beside the time of
 /// what is outstanding of small messages, or of large ones. It takes the core from the sender for each.
 const SLEEP: Duration = Duration::from_micros(100);
-const LONG_SLEEP: Duration = Duration::from_micros(500);
+const LONG_SLEEP: Duration = Duration::from_millis(1);
 /// Memory that is read and written.
 pub const MEMORY: usize = 4 << 20;
 /// Work requests of a list of small messages, how many are outstanding (more than are sent while the
@@ -397,13 +397,27 @@ impl Hosts {
 
     /// The same of another opcode.
     fn wqe_of(&self, opcode: u8, size: u32) -> (SendWqe, Sge) {
+        let [(own, _), (other, _)] = self.ends(opcode);
         let wqe = SendWqe {
             opcode,
-            remote_addr: self.to.mr.iova,
-            rkey: self.to.mr.rkey,
+            remote_addr: other.mr.iova,
+            rkey: other.mr.rkey,
             ..SendWqe::default()
         };
-        (wqe, self.from.mr.sge(0, size))
+        (wqe, own.mr.sge(0, size))
+    }
+
+    /// The end that posts work requests of this opcode, and the other one. The first host sends payload,
+    /// whoever asks for it, as what all is compared with does: pages that the system takes for it on
+    /// another core may be slower.
+    fn ends(&self, opcode: u8) -> [(&Side, &Qp); 2] {
+        let [first, second] = &self.qps;
+        let (from, to) = ((&self.from, first), (&self.to, second));
+        if opcode == wr_opcode::RDMA_READ {
+            [to, from]
+        } else {
+            [from, to]
+        }
     }
 
     /// Sorted times of WRITEs of the shortest size one after the other, µs.
@@ -478,14 +492,10 @@ impl Hosts {
 
     /// The same of another opcode.
     pub fn transfer(&self, opcode: u8, size: u32, settings: &Settings) -> Result<f64> {
-        let Cores { driver, worker } = settings.cores;
         let list = if size <= 4096 { 32 } else { 1 };
         let depth = u64::from(OUTSTANDING / size).clamp(2, bed::DEPTH);
-        let reads = opcode == wr_opcode::RDMA_READ;
-        pin(&[if reads { worker } else { driver }])?;
-        let millions = self.rate_of(opcode, size, list, depth, settings);
-        pin(&[driver])?;
-        Ok(millions? * f64::from(size) / 1e3)
+        let millions = self.rate_of(opcode, size, list, depth, settings)?;
+        Ok(millions * f64::from(size) / 1e3)
     }
 
     /// Millions of WRITEs per second, in lists, with so many outstanding.
@@ -502,10 +512,10 @@ impl Hosts {
         depth: u64,
         settings: &Settings,
     ) -> Result<f64> {
-        let mut polling = self.from.send_cq.polling();
+        let [(side, qp), _] = self.ends(opcode);
+        let mut polling = side.send_cq.polling();
         let received = self.to.recv_cq.polling();
         let (wqe, sge) = self.wqe_of(opcode, size);
-        let qp = &self.qps[0];
         let sleep = if size > 4096 { LONG_SLEEP } else { SLEEP };
         bed::measure_rate_of(
             &mut polling,
