@@ -392,19 +392,7 @@ impl Hosts {
 
     /// A WRITE of so many bytes.
     pub fn wqe(&self, size: u32) -> (SendWqe, Sge) {
-        self.wqe_of(wr_opcode::RDMA_WRITE, size)
-    }
-
-    /// The same of another opcode.
-    fn wqe_of(&self, opcode: u8, size: u32) -> (SendWqe, Sge) {
-        let [(own, _), (other, _)] = self.ends(opcode);
-        let wqe = SendWqe {
-            opcode,
-            remote_addr: other.mr.iova,
-            rkey: other.mr.rkey,
-            ..SendWqe::default()
-        };
-        (wqe, own.mr.sge(0, size))
+        wqe(wr_opcode::RDMA_WRITE, &self.from, &self.to, size)
     }
 
     /// The end that posts work requests of this opcode, and the other one. The first host sends payload,
@@ -429,7 +417,7 @@ impl Hosts {
     pub fn round_trips_of(&self, opcode: u8, rounds: usize) -> Result<Vec<f64>> {
         let polling = self.from.send_cq.polling();
         let received = self.to.recv_cq.polling();
-        let (wqe, sge) = self.wqe_of(opcode, SHORTEST);
+        let (wqe, sge) = wqe(opcode, &self.from, &self.to, SHORTEST);
         let wqe = bed::signaled(wqe);
         let qp = &self.qps[0];
         one_by_one(rounds, qp, &polling, || {
@@ -512,10 +500,10 @@ impl Hosts {
         depth: u64,
         settings: &Settings,
     ) -> Result<f64> {
-        let [(side, qp), _] = self.ends(opcode);
-        let mut polling = side.send_cq.polling();
+        let [(own, qp), (other, _)] = self.ends(opcode);
+        let mut polling = own.send_cq.polling();
         let received = self.to.recv_cq.polling();
-        let (wqe, sge) = self.wqe_of(opcode, size);
+        let (wqe, sge) = wqe(opcode, own, other, size);
         let sleep = if size > 4096 { LONG_SLEEP } else { SLEEP };
         bed::measure_rate_of(
             &mut polling,
@@ -533,6 +521,17 @@ impl Hosts {
             },
         )
     }
+}
+
+/// A work request of so many bytes, posted at `own`.
+fn wqe(opcode: u8, own: &Side, other: &Side, size: u32) -> (SendWqe, Sge) {
+    let wqe = SendWqe {
+        opcode,
+        remote_addr: other.mr.iova,
+        rkey: other.mr.rkey,
+        ..SendWqe::default()
+    };
+    (wqe, own.mr.sge(0, size))
 }
 
 /// Sorted times of work requests one after the other, from posting to completion, µs. `post` posts one.
