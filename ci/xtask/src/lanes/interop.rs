@@ -154,7 +154,7 @@ const CASES: &[Case] = &[
         "ibv_srq_pingpong",
         &["-c -n 200", "-c -e -n 200", "-c -q 64 -n 200"]
     )),
-    tool!("rping", stock::rping),
+    tool!("rping", rping),
     tool!("ucmatose", stock::ucmatose),
     unreliable!("udaddy", stock::udaddy),
     unreliable!("mckey", |fixture, ends| {
@@ -195,7 +195,7 @@ const VXLAN_CASES: &[Case] = &[
     unreliable!(VXLAN, "kernel's vxlan: ibv_ud_pingpong", |fixture, ends| {
         stock::pingpong(fixture, ends, "ibv_ud_pingpong", &["-c -s 1024"])
     }),
-    tool!(VXLAN, "kernel's vxlan: rping", stock::rping),
+    tool!(VXLAN, "kernel's vxlan: rping", rping),
     unreliable!(VXLAN, "kernel's vxlan: mckey", |fixture, ends| {
         let times = if ends.1 == RXE { 30 } else { 1 };
         stock::mckey_of(fixture, ends, times)
@@ -216,7 +216,7 @@ fn reliable_pingpong(
     for option in options {
         let run = |fixture: &mut Fixture| stock::pingpong(fixture, ends, tool, &[option]);
         match run(fixture) {
-            Err(error) if gave_up(&error) && loses_packets(fixture)? => {
+            Err(error) if gave_up(&error) && fixture.loses_packets()? => {
                 println!("         {tool} {option}: once more after RETRY_EXC_ERR");
                 run(fixture)?;
             }
@@ -226,24 +226,20 @@ fn reliable_pingpong(
     Ok(())
 }
 
+/// `rping`, a second time where what was to end the connection was lost.
+fn rping(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    match stock::rping(fixture, ends) {
+        Err(error) if fixture.lost_its_end(&error)? => {
+            println!("         rping: once more, what ends the connection was lost");
+            stock::rping(fixture, ends)
+        }
+        result => result,
+    }
+}
+
 /// Whether a tool said that its peer did not answer.
 fn gave_up(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("transport retry counter exceeded")
-}
-
-/// Whether packets between the VMs are lost now.
-fn loses_packets(fixture: &Fixture) -> Result<bool> {
-    if let Some(switch) = &fixture.bed.switch {
-        return Ok(switch.loses());
-    }
-    let device = fixture.bed.device.as_ref().context("no device")?;
-    let status = device.status()?;
-    let faults = status["workers"][0]["wire"]["faults"].as_array();
-    let loses = |one: &serde_json::Value| {
-        let settings = one["settings"].as_str();
-        settings.is_some_and(|settings| settings.contains("loss"))
-    };
-    Ok(faults.is_some_and(|faults| faults.iter().any(loses)))
 }
 
 /// Blocks that the client of NVMe over Fabrics reads and writes at a time, how long, and how many MiB.
