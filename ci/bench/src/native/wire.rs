@@ -223,7 +223,10 @@ fn host_vm(number: u8, socket: &Path, memory: usize) -> Result<Arc<Vm>> {
         features: 1 << feature::SRD,
         ..VmOptions::default()
     };
-    Ok(Vm::connect(socket, options)?)
+    let vm = Vm::connect(socket, options)?;
+    // Who has connected needs it no longer.
+    std::fs::remove_file(socket)?;
+    Ok(vm)
 }
 
 /// Small messages in lists, beside packets that go one by one.
