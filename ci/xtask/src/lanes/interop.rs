@@ -154,7 +154,7 @@ const CASES: &[Case] = &[
         "ibv_srq_pingpong",
         &["-c -n 200", "-c -e -n 200", "-c -q 64 -n 200"]
     )),
-    tool!("rping", rping),
+    tool!("rping", stock::rping),
     tool!("ucmatose", stock::ucmatose),
     unreliable!("udaddy", stock::udaddy),
     unreliable!("mckey", |fixture, ends| {
@@ -195,7 +195,7 @@ const VXLAN_CASES: &[Case] = &[
     unreliable!(VXLAN, "kernel's vxlan: ibv_ud_pingpong", |fixture, ends| {
         stock::pingpong(fixture, ends, "ibv_ud_pingpong", &["-c -s 1024"])
     }),
-    tool!(VXLAN, "kernel's vxlan: rping", rping),
+    tool!(VXLAN, "kernel's vxlan: rping", stock::rping),
     unreliable!(VXLAN, "kernel's vxlan: mckey", |fixture, ends| {
         let times = if ends.1 == RXE { 30 } else { 1 };
         stock::mckey_of(fixture, ends, times)
@@ -224,17 +224,6 @@ fn reliable_pingpong(
         }
     }
     Ok(())
-}
-
-/// `rping`, a second time where what was to end the connection was lost.
-fn rping(fixture: &mut Fixture, ends: Ends) -> Result<()> {
-    match stock::rping(fixture, ends) {
-        Err(error) if fixture.lost_its_end(&error)? => {
-            println!("         rping: once more, what ends the connection was lost");
-            stock::rping(fixture, ends)
-        }
-        result => result,
-    }
 }
 
 /// Whether a tool said that its peer did not answer.
