@@ -16,6 +16,7 @@ use crate::figure::{Better, Figure, Target};
 const SECTION: &str = "front ends";
 /// What the others are compared with.
 const PEER: &str = "vhost-user";
+
 /// How many times more often than elsewhere it is measured: what differs is little.
 const MORE: usize = 3;
 

@@ -156,25 +156,32 @@ pub fn pingpong(fixture: &mut Fixture, ends: Ends, tool: &str, options: &[&str])
     Ok(())
 }
 
-/// Where packets are lost, a run whose end was lost is made a second time.
 pub fn rping(fixture: &mut Fixture, ends: Ends) -> Result<()> {
-    for size in [64, 4096, 65000] {
-        let run = |fixture: &mut Fixture| {
-            let pair = fixture.pair(ends.0, ends.1);
-            let (host, port) = (pair.host(), pair.port);
-            let start = |side: &str| format!("rping {side} -a {host} -p {port} -C 20 -V -S {size}");
-            let (server, client) = (start("-s"), start("-c"));
-            pair.run_when(Ready::Cm(port), &fixture.bed, &server, &client, LONG)
+    let host = fixture.pair(ends.0, ends.1).host();
+    [64, 4096, 65000]
+        .into_iter()
+        .try_for_each(|size| rping_at(fixture, ends, &host, size))
+}
+
+/// With this address of the server, and so many bytes. Where packets are lost, a run whose end was lost
+/// is made a second time.
+pub fn rping_at(fixture: &mut Fixture, ends: Ends, host: &str, size: u32) -> Result<()> {
+    let run = |fixture: &mut Fixture| {
+        let pair = fixture.pair(ends.0, ends.1);
+        let start = |side: &str| {
+            let port = pair.port;
+            format!("rping {side} -a {host} -p {port} -C 20 -V -S {size}")
         };
-        match run(fixture) {
-            Err(error) if fixture.lost_its_end(&error)? => {
-                println!("         rping: once more, what ends the connection was lost");
-                run(fixture)?;
-            }
-            result => drop(result?),
+        let ready = Ready::Cm(pair.port);
+        pair.run_when(ready, &fixture.bed, &start("-s"), &start("-c"), LONG)
+    };
+    match run(fixture) {
+        Err(error) if fixture.lost_its_end(&error)? => {
+            println!("         rping: once more, what ends the connection was lost");
+            run(fixture).map(drop)
         }
+        result => result.map(drop),
     }
-    Ok(())
 }
 
 pub fn ucmatose(fixture: &mut Fixture, ends: Ends) -> Result<()> {

@@ -69,22 +69,20 @@ impl Fixture<'_> {
         arguments: &str,
         timeout: Duration,
     ) -> Result<String> {
-        let run = |fixture: &mut Self| {
-            let pair = fixture.pair(server, client);
+        let mut run = || {
+            let pair = self.pair(server, client);
             let start = |host: &str| format!("{tool} -F -p {} {arguments} {host}", pair.port);
             let (server, client) = (start(""), start(host));
             let ready = Ready::Cm(pair.port);
-            pair.run_when(ready, &fixture.bed, &server, &client, timeout)
+            pair.run_when(ready, &self.bed, &server, &client, timeout)
         };
-        let mut result = run(self);
+        let mut result = run();
         for _ in 0..2 {
-            let why = match &result {
-                Err(error) if connected_too_early(error) => "the client was sooner than the server",
-                Err(error) if self.lost_its_end(error)? => NOT_ENDED,
-                _ => break,
-            };
-            println!("         {tool}: once more, {why}");
-            result = run(self);
+            if !result.as_ref().is_err_and(connected_too_early) {
+                break;
+            }
+            println!("         {tool}: once more, the client was sooner than the server");
+            result = run();
         }
         result.map(|(text, _)| text)
     }
@@ -106,7 +104,7 @@ impl Fixture<'_> {
 
     /// Whether a server waits because what was to end its connection was lost. The kernel's connection
     /// management asks its peer to disconnect again and again until that answers, but no longer than
-    /// the connection's identifier lives, and tools destroy it at once (docs/interop.md).
+    /// the connection's identifier lives, and `rping` destroys it at once (docs/interop.md).
     pub fn lost_its_end(&self, error: &anyhow::Error) -> Result<bool> {
         Ok(format!("{error:#}").contains(NOT_ENDED) && self.loses_packets()?)
     }

@@ -11,7 +11,7 @@ use anyhow::{ensure, Context, Result};
 use super::columns::{Column, Columns, Loses};
 use super::stock::{self, Ends, LONG, USUAL};
 use super::storage::{Fio, Protocol, Storage};
-use super::tools::{Ready, Table};
+use super::tools::Table;
 use super::{roce, smoke, storage, Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::setup;
@@ -240,16 +240,12 @@ fn in_vlan(fixture: &mut Fixture) -> Result<()> {
         let there = format!("grep -q {gid} /sys/class/infiniband/*/ports/1/gids/*");
         until(fixture, number, &there)?;
     }
-    let pair = fixture.pair(USUAL.0, USUAL.1);
-    let host = address(USUAL.0);
-    let start = |side: &str| format!("rping {side} -a {host} -p {} -C 20 -V -S 65000", pair.port);
-    let ready = Ready::Cm(pair.port);
-    let result = pair.run_when(ready, &fixture.bed, &start("-s"), &start("-c"), LONG);
+    let result = stock::rping_at(fixture, USUAL, &address(USUAL.0), 65000);
     for number in [1, 2] {
         let delete = format!("ip link delete vlan{VLAN}");
         fixture.vm(number)?.sh(&delete)?;
     }
-    result.map(drop)
+    result
 }
 
 /// Waits until a command succeeds in a VM.
@@ -360,11 +356,7 @@ fn pingpong_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
 
 fn rping_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     let host = ipv6(fixture, ends.0)?;
-    let pair = fixture.pair(ends.0, ends.1);
-    let start = |side: &str| format!("rping {side} -a {host} -p {} -C 20 -V -S 4096", pair.port);
-    let ready = Ready::Cm(pair.port);
-    pair.run_when(ready, &fixture.bed, &start("-s"), &start("-c"), LONG)
-        .map(drop)
+    stock::rping_at(fixture, ends, &host, 4096)
 }
 
 /// Tools of perftest and what they are told.
