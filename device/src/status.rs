@@ -524,9 +524,7 @@ impl Drop for Capturing {
 impl Serving {
     fn run(&mut self) {
         loop {
-            if self.capturing.as_mut().is_some_and(|client| !client.feed()) {
-                self.capturing = None;
-            }
+            self.feed_capture();
             let timeout = self.capturing.as_ref().map_or(-1, |_| CAPTURE_TIME);
             let result = self.door.wait(timeout).and_then(|arrival| {
                 if arrival == Arrival::Client {
@@ -539,6 +537,13 @@ impl Serving {
                 Ok(_) => {}
                 Err(error) => pass_over(&error),
             }
+        }
+    }
+
+    /// Hands on what was captured, and ends the capture of a client that has gone.
+    fn feed_capture(&mut self) {
+        if self.capturing.as_mut().is_some_and(|client| !client.feed()) {
+            self.capturing = None;
         }
     }
 
@@ -588,9 +593,11 @@ type WhatToCapture = (Arc<Capture>, Option<[u8; 6]>, usize);
 
 impl Serving {
     /// What a client that wants to capture is to get.
-    fn begin_capture(&self, client: &UnixStream, what: &[u8]) -> Result<WhatToCapture, String> {
+    fn begin_capture(&mut self, client: &UnixStream, what: &[u8]) -> Result<WhatToCapture, String> {
         self.check_operator(client)?;
         let (mac, snap) = to_capture(&self.devices.settings(), what)?;
+        // Who captured before may be gone, and that not seen yet.
+        self.feed_capture();
         if self.capturing.is_some() {
             return Err("somebody captures already".to_owned());
         }

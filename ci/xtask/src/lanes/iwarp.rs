@@ -18,7 +18,7 @@ use super::tools::{Ready, Table};
 use super::{decode, Case, Fixture, Lane, Skip};
 use crate::images::{Image, Kernel};
 use crate::setup;
-use crate::vm::{host_address, Capture, FrontEnd, Hosts, Processes, IWARP_MTU};
+use crate::vm::{host_address, Capture, FrontEnd, Hosts, Processes, IWARP_MTU, NO_END};
 
 /// Its name.
 pub const NAME: &str = "iwarp";
@@ -296,7 +296,7 @@ fn one(
     let mut run = || column.set_up(fixture).and_then(|()| run(fixture, column));
     let mut result = run();
     // Of a kernel 7.3, siw now and then does not see a request that came at once: with itself, too.
-    let unanswered = |error: &anyhow::Error| error.to_string().contains("no end after");
+    let unanswered = |error: &anyhow::Error| error.to_string().contains(NO_END);
     if column.server != Rnic::Ours && result.as_ref().is_err_and(unanswered) {
         println!("         Soft-iWARP has not answered; once more");
         result = run();

@@ -222,6 +222,9 @@ fn lose(state: &mut State) {
     }
 }
 
+/// How the error begins of a command that did not end in time.
+pub const NO_END: &str = "no end";
+
 /// A command in a guest. Dropping it kills it if it still runs.
 pub struct Job {
     id: u64,
@@ -251,7 +254,7 @@ impl Job {
             None => {
                 self.kill(9)?;
                 bail!(
-                    "no end after {timeout:?} of `{}`; it had written:\n{}",
+                    "{NO_END} after {timeout:?} of `{}`; it had written:\n{}",
                     self.command,
                     self.text()
                 )

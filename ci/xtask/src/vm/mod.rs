@@ -22,7 +22,7 @@ use anyhow::{bail, ensure, Context, Result};
 use rustix::process::{kill_process, Pid, Signal};
 use serde_json::{json, Value};
 
-pub use agent::{Agent, Job, Output};
+pub use agent::{Agent, Job, Output, NO_END};
 pub use capture::Capture;
 pub use chroot::Chroot;
 pub use device::DeviceProcess;
