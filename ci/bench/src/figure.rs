@@ -250,10 +250,18 @@ impl Measurements {
     pub const VM: &'static str = "bench-vm.json";
     /// Name of the file of the part between VMs over the wire, in the directory of reports.
     pub const WIRE: &'static str = "bench-wire.json";
+    /// Name of the file of the part between VMs of which one has rxe, in the directory of reports.
+    pub const RXE: &'static str = "bench-rxe.json";
     /// Name of the file of the part between VMs by front end, in the directory of reports.
     pub const FRONT_ENDS: &'static str = "bench-front-ends.json";
     /// All of them, in the order in which the report has them.
-    pub const ALL: [&'static str; 4] = [Self::NATIVE, Self::VM, Self::WIRE, Self::FRONT_ENDS];
+    pub const ALL: [&'static str; 5] = [
+        Self::NATIVE,
+        Self::VM,
+        Self::WIRE,
+        Self::RXE,
+        Self::FRONT_ENDS,
+    ];
 
     /// Older ones, with their sections replaced by those that are here.
     #[must_use]

@@ -3,8 +3,8 @@
 //!
 //! What is measured becomes [`Figure`]s. Each part of the benchmark leaves its figures in a file of
 //! the same format ([`Measurements`]): the native part ([`native`]) in `bench-native.json`, the
-//! part between VMs in `bench-vm.json`, over the wire in `bench-wire.json`, and by vfio-user beside
-//! vhost-user in `bench-front-ends.json`, all in `target/reports/`. The report ([`report`]) is made
+//! part between VMs in `bench-vm.json`, over the wire in `bench-wire.json`, with Soft-RoCE at the other end
+//! in `bench-rxe.json`, and by vfio-user beside vhost-user in `bench-front-ends.json`, all in `target/reports/`. The report ([`report`]) is made
 //! of what is there of these.
 //!
 //! Without the feature `run` there is only the format.

@@ -269,6 +269,7 @@ mod tests {
         for (name, section) in [
             (Measurements::VM, "latency"),
             (Measurements::WIRE, "latency over the wire"),
+            (Measurements::RXE, "latency with rxe"),
             (Measurements::FRONT_ENDS, "latency by front end"),
         ] {
             let figure = Figure::new(Part::Vm, section, "WRITE 8 B", "µs", Better::Lower, &[8.0]);
@@ -282,7 +283,12 @@ mod tests {
         let text = std::fs::read_to_string(path).unwrap();
         std::fs::remove_dir_all(&directory).unwrap();
         assert_eq!(text.matches("Two guests.").count(), 1);
-        for section in ["latency", "latency over the wire", "latency by front end"] {
+        for section in [
+            "latency",
+            "latency over the wire",
+            "latency with rxe",
+            "latency by front end",
+        ] {
             let row = format!("| Between VMs: {section} | WRITE 8 B | 8.00 µs |");
             assert_eq!(text.matches(&row).count(), 1, "{text}");
             assert_eq!(text.matches(&format!("Of {section}.")).count(), 1);

@@ -85,7 +85,7 @@ pub fn run(options: &Options) -> Result<bool> {
         shell::step("Measuring natively", || bench(&words))?;
     }
     if !options.native {
-        let lanes = ["bench-vm", "bench-wire", "bench-front-ends"].map(str::to_owned);
+        let lanes = ["bench-vm", "bench-wire", "bench-rxe", "bench-front-ends"].map(str::to_owned);
         good = commands::lane::run(&lanes, &Choice::default())?;
     }
     let whole = !options.native && !options.vm && options.only.is_empty();

@@ -165,10 +165,10 @@ fn iterations(measurement: Measurement) -> u32 {
 }
 
 fn measure(fixture: &mut Fixture, vms: (u8, u8), measurement: Measurement) -> Result<f64> {
-    let device = RdmaDevice::Ours;
+    let devices = [RdmaDevice::Ours; 2];
     let (size, iterations) = (measurement.size, iterations(measurement));
     let arguments = format!("-s {size} -n {iterations}");
-    let table = perftest(fixture, vms, device, &measurement.tool(), &arguments)?;
+    let table = perftest(fixture, vms, devices, &measurement.tool(), &arguments)?;
     measurement.value(&table, size)
 }
 

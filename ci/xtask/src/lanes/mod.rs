@@ -8,6 +8,7 @@
 
 pub mod bench;
 mod bench_front_ends;
+mod bench_rxe;
 pub mod book;
 mod boot;
 mod columns;
@@ -231,6 +232,7 @@ pub fn all() -> Vec<Lane> {
         two_vms::lane(),
         bench::lane(),
         bench::wire(),
+        bench_rxe::lane(),
         bench_front_ends::lane(),
     ]
 }

@@ -55,6 +55,10 @@ const CASES: &[Case] = &[
         run: sockets_activate,
     },
     Case {
+        name: "the service has an interface of the host, also when that is another one of its name",
+        run: service_has_interface,
+    },
+    Case {
         name: "apt installs the guest's packages, and DKMS builds for both kernels",
         run: guest_installs,
     },
@@ -269,6 +273,43 @@ fn sockets_activate(fixture: &mut Fixture) -> Result<()> {
     let left = vm.sh("find /run/vrdma -type s")?;
     ensure!(left.is_empty(), "sockets are left: {left}");
     vm.sh(&format!("systemctl start {SERVICE}")).map(drop)
+}
+
+/// A device with `netdev`: what joins the two is there after each start.
+fn service_has_interface(fixture: &mut Fixture) -> Result<()> {
+    let vm = fixture.vm(1)?;
+    after(vm, HOST)?;
+    let add = "ip tuntap add dev vm1 mode tap vnet_hdr && ip link set vm1 up";
+    vm.sh(&format!("modprobe tun && {add}"))?;
+    vm.sh("cp /etc/vhost-device-rdma.toml /tmp/ && sed -i \
+           '/^mac = .52:54:00:12:34:01/a netdev = \"vm1\"' /etc/vhost-device-rdma.toml")?;
+    let joined = || -> Result<()> {
+        let number = vm.sh("cat /sys/class/net/vm1/ifindex")?;
+        vm.sh(&format!("ip link show dev rdma-{}", number.trim()))?;
+        let status = vm.sh(STATUS)?;
+        ensure!(status.contains("\"wire\":"), "it has no wire: {status}");
+        ensure!(property(vm, SERVICE, "StatusText")? == "Serving 2 devices");
+        Ok(())
+    };
+    page(vm, "netdev")?;
+    joined()?;
+    // The interface is another one after a reboot, or a new start of its VM.
+    vm.sh(&format!(
+        "ip link delete vm1 && {add} && systemctl restart {SERVICE}"
+    ))?;
+    joined()?;
+    // Without one it does not start, and says why.
+    vm.sh(&format!(
+        "ip link delete vm1 && ! systemctl restart {SERVICE}"
+    ))?;
+    let log = vm.sh(&format!("journalctl -o cat --no-pager -u {SERVICE} -n 20"))?;
+    ensure!(log.contains("cannot prepare vm1"), "what it says: {log}");
+    vm.sh(&format!(
+        "rm -r /etc/systemd/system/{SERVICE}.d && cp /tmp/vhost-device-rdma.toml /etc/ && \
+         for tap in $(ip -o link show | grep -o ' rdma-[0-9]*'); do ip link delete $tap; done && \
+         systemctl daemon-reload && systemctl reset-failed {SERVICE} && systemctl start {SERVICE}"
+    ))
+    .map(drop)
 }
 
 /// The kernels of the guest, as `uname -r` has them.

@@ -101,7 +101,7 @@ mod tests {
         let receiver = Receiver::new(Psn::new(0), 1, &mut Share::default()).unwrap();
         Departed {
             segment: Segment::Own(0),
-            route: Route::new(Addresses::default()),
+            route: Route::new(Addresses::default(), [0, 1]),
             peer: Peer {
                 service: Service::Rc,
                 dest_qp: 1,

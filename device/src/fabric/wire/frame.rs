@@ -203,6 +203,14 @@ pub(super) struct Route {
 /// The longest headers before a packet's, bytes.
 const LONGEST_HEADERS: usize = ETHERNET + TAG + IPV6 + UDP;
 
+/// The flow label of packets between two queue pairs that have none, whichever of them sends: from it
+/// comes their source port. The formula is that of Linux (`rdma_calc_flow_label`).
+fn label_of([own, other]: [u32; 2]) -> u32 {
+    let product = u64::from(own) * u64::from(other);
+    let folded = product ^ product >> 20;
+    (folded ^ folded >> 40) as u32 & FLOW_LABEL
+}
+
 /// A GID as the IPv4 address that it is of, if it is.
 fn ipv4_of(gid: &[u8; 16]) -> Option<[u8; 4]> {
     let rest = gid.strip_prefix(&MAPPED)?;
@@ -210,9 +218,14 @@ fn ipv4_of(gid: &[u8; 16]) -> Option<[u8; 4]> {
 }
 
 impl Route {
-    pub(super) fn new(addresses: Addresses) -> Self {
-        // The same port for all packets of a queue pair, so that they stay in order.
-        let label = addresses.flow_label;
+    /// That between two queue pairs with these numbers. All its packets have the same source port, so
+    /// that they stay in order: it comes from the flow label, and without one from the numbers, as with
+    /// other adapters, so that not all of a host go by the same link or to the same processor.
+    pub(super) fn new(addresses: Addresses, qps: [u32; 2]) -> Self {
+        let label = match addresses.flow_label {
+            0 => label_of(qps),
+            label => label,
+        };
         Self::from_port(addresses, (label ^ label >> 14) as u16)
     }
 
@@ -376,7 +389,7 @@ pub(super) fn frame(addresses: &Addresses, packet: &Packet<'_>) -> Vec<u8> {
 #[cfg(test)]
 fn frame_as(addresses: &Addresses, capable: bool, packet: &Packet<'_>) -> Vec<u8> {
     let payload = packet.payload();
-    let route = Route::new(*addresses);
+    let route = Route::new(*addresses, [1, packet.dest_qp]);
     let mut bytes = vec![0; route.frame_len(packet, payload.len())];
     let mut read = |space: &mut [u8]| {
         space.copy_from_slice(payload);
@@ -606,6 +619,31 @@ mod tests {
             frame.resize(frame.len() + 18, 0);
             is_read(&frame);
         }
+    }
+
+    // D-WIRE-014. As Linux has it (`rdma_get_udp_sport`).
+    #[test]
+    fn the_source_port_is_of_the_flow_label_or_the_queue_pairs() {
+        let port = |flow_label, qps| {
+            let addresses = Addresses {
+                flow_label,
+                ..addresses(true, false)
+            };
+            let headers = Route::new(addresses, qps).headers;
+            u16::from_be_bytes(*headers[ETHERNET + IPV6..].first_chunk().unwrap())
+        };
+        assert_eq!(port(0x12345, [17, 18]), 0xc000 | (0x2345 ^ 0x4));
+        // 0x5d3aa1 * 0x12 = 0x68e1f52, ^ 0x68 = 0x68e1f3a, of which 20 bits are 0xe1f3a.
+        assert_eq!(port(0, [0x5d_3aa1, 0x12]), 0xc000 | (0x1f3a ^ 0x38));
+        assert_eq!(port(0, [0x12, 0x5d_3aa1]), port(0, [0x5d_3aa1, 0x12]));
+        assert_eq!(port(0, [1, 0]), 0xc000);
+        // The label of the packet stays what the program asked for.
+        let unlabelled = Addresses {
+            flow_label: 0,
+            ..addresses(true, false)
+        };
+        let bytes = frame(&unlabelled, &acknowledge());
+        assert_eq!(read(&bytes).unwrap().addresses.flow_label, 0);
     }
 
     /// A tag that is about priority alone is no VLAN.

@@ -99,15 +99,14 @@ impl<'w> Imagined<'w> {
     fn add(
         &mut self,
         now: u64,
-        addresses: &Addresses,
+        route: &Route,
         packet: &Packet<'_>,
         mut payload: Payload<'_>,
         comment: &str,
     ) -> bool {
-        let route = Route::new(*addresses);
         let len = route.frame_len(packet, payload.len);
         self.frame.resize(len, 0);
-        if !frame::write(&mut self.frame, &route, false, 0, packet, &mut payload) {
+        if !frame::write(&mut self.frame, route, false, 0, packet, &mut payload) {
             return false;
         }
         let comment = Some(comment.to_owned());
@@ -128,7 +127,8 @@ impl<'w> Imagined<'w> {
             return;
         };
         let mut out = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
-            self.add(now, addresses, packet, payload, &comment)
+            let route = Route::new(*addresses, [qp.number, packet.dest_qp]);
+            self.add(now, &route, packet, payload, &comment)
         };
         // What cannot be read is not captured.
         let _ = datagram(sq, tables, qp, active, LONGEST_DATAGRAM, &mut out);
@@ -186,14 +186,16 @@ impl Observe for Imagined<'_> {
         }
         let what = active.message;
         let path = &sq.path_attributes;
-        let there = (
+        let all = (
             Service::of(qp.qp_type),
             super::addresses(tables, path, sq.dest_gid),
             comment(answer, sq, qp),
         );
-        let (Some(service), Some(addresses), Some(comment)) = there else {
+        let (Some(service), Some(addresses), Some(comment)) = all else {
             return;
         };
+        let qps = [qp.number, sq.dest_qp];
+        let [there, back] = [addresses, addresses.back()].map(|way| Route::new(way, qps));
         let mtu = payload_of(path.path_mtu);
         let packets = u32::try_from(what.length.div_ceil(mtu).max(1)).unwrap_or(u32::MAX);
         let begun = Position {
@@ -253,7 +255,7 @@ impl Observe for Imagined<'_> {
                 len: usize::try_from(if moves { asked } else { 0 }).unwrap_or_default(),
                 read: &mut |space| fetch(&mut source, space).is_ok(),
             };
-            if !self.add(now, &addresses, &packet, payload, &comment) {
+            if !self.add(now, &there, &packet, payload, &comment) {
                 return;
             }
         }
@@ -274,7 +276,7 @@ impl Observe for Imagined<'_> {
                 len: usize::try_from(len).unwrap_or_default(),
                 read: &mut |space| fetch(&mut source, space).is_ok(),
             };
-            self.add(now, &addresses.back(), &packet, payload, STAYS)
+            self.add(now, &back, &packet, payload, STAYS)
         };
         let acknowledge = |syndrome| Body::Acknowledge {
             syndrome,

@@ -421,7 +421,8 @@ impl<P: Port> Wire<P> {
         let known = known.is_some();
         let service = Service::of(qp.qp_type)?;
         let addresses = addresses(tables, &sq.path_attributes, sq.dest_gid);
-        let route = addresses.map(Route::new);
+        let qps = [qp.number, sq.dest_qp];
+        let route = addresses.map(|addresses| Route::new(addresses, qps));
         if !known {
             if self.connections.len() >= self.tidy_at {
                 self.forget_destroyed();
@@ -915,7 +916,7 @@ impl<P: Port> Wire<P> {
         let mtu = payload_of(qp.vm.active_mtu());
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
-            let route = Route::new(*addresses);
+            let route = Route::new(*addresses, [qp.number, packet.dest_qp]);
             out.send(now, &qp.vm, Some(&route), packet, payload, Attempt::First)
         };
         datagrams(sq, tables, qp, mtu, budget, &mut send)
@@ -985,7 +986,7 @@ impl<P: Port> Elsewhere for Wire<P> {
         let mtu = payload_of(qp.vm.active_mtu());
         let out = &mut self.out;
         let mut send = |addresses: &Addresses, packet: &Packet<'_>, payload: Payload<'_>| {
-            let route = Route::new(*addresses);
+            let route = Route::new(*addresses, [qp.number, packet.dest_qp]);
             out.send(now, &qp.vm, Some(&route), packet, payload, Attempt::First)
         };
         datagram(sq, tables, qp, active, mtu, &mut send)
