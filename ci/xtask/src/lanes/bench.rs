@@ -49,7 +49,7 @@ pub fn wire() -> Lane {
     Lane {
         name: "bench-wire",
         about: "the same between VMs of two device processes, with VXLAN between them",
-        hosts: Hosts::Vxlan,
+        hosts: Hosts::Vxlan(9000),
         runs: || vec![(Kernel::Trixie, WIRE_CASES.to_vec())],
         ..lane()
     }

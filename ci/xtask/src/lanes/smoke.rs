@@ -146,6 +146,20 @@ pub const CASES: &[Case] = &[
     },
 ];
 
+/// Those that are about VMs of two device processes, too. The lanes of the wire have others in place of
+/// some.
+pub fn over_wire() -> impl Iterator<Item = Case> {
+    const OTHERS: [&str; 4] = [
+        "rc_pingpong",
+        "rc_pingpong, four at once",
+        "data arrives as it was sent",
+        "packets in Wireshark",
+    ];
+    let is_there =
+        |case: &&Case| !OTHERS.contains(&case.name) && !case.name.contains("within one VM");
+    CASES.iter().filter(is_there).copied()
+}
+
 fn counters(fixture: &mut Fixture) -> Result<()> {
     const ITERATIONS: u64 = 1000;
     const SIZE: u64 = 4096;

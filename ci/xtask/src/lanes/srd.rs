@@ -31,7 +31,7 @@ pub fn lane() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: Hosts::Vxlan,
+        hosts: Hosts::Vxlan(9000),
         front_end: FrontEnd::VhostUser,
         image: Image::Plain,
         runs,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Lanes `wire`, `wire-switch` and `wire-tap`: VMs of two device processes, as on two hosts. The stock
-//! tools, data that is verified, perftest, and storage, over IPv4 and IPv6, without and with lost
-//! packets; at TAPs also with both usual MTUs. Then what the devices capture of their packets, as
+//! tools, data that is verified, perftest, and storage, over IPv4 and IPv6, with both usual MTUs, without
+//! and with lost packets; and what the lane `smoke` has. Then what the devices capture of their packets, as
 //! Wireshark decodes it.
 //!
 //! Each combination is a case and a cell of the lane's table.
@@ -31,15 +31,30 @@ const fn column(name: &'static str, lost: u32, mtu: Option<u16>) -> Column {
     }
 }
 
-/// What networks between devices have.
-const NETWORK: Columns = Columns {
-    all: &[
-        column("nothing lost", 0, None),
-        column("1 % lost", 100, None),
-    ],
-    set_up,
-    skips: |_, _, _| None,
-};
+/// What networks between devices have whose IP packets have so many bytes at most.
+macro_rules! network {
+    ($mtu:literal, $hosts:expr) => {
+        Columns {
+            all: &[
+                column(concat!("MTU ", $mtu), 0, None),
+                column(concat!("MTU ", $mtu, ", 1 % lost"), 100, None),
+            ],
+            set_up: |fixture, column| {
+                if fixture.plan.hosts != $hosts {
+                    fixture.plan.hosts = $hosts;
+                    fixture.restart()?;
+                }
+                set_up(fixture, column)
+            },
+            skips: |_, _, _| None,
+        }
+    };
+}
+
+const VXLAN_1500: Columns = network!(1500, Hosts::Vxlan(1500));
+const VXLAN_9000: Columns = network!(9000, Hosts::Vxlan(9000));
+const SWITCH_1500: Columns = network!(1500, Hosts::Switch(1500));
+const SWITCH_9000: Columns = network!(9000, Hosts::Switch(9000));
 
 /// What interfaces of hosts have.
 const TAPS: Columns = Columns {
@@ -62,19 +77,20 @@ pub fn vxlan() -> Lane {
         vms: 2,
         memory: 1024,
         bare: 0,
-        hosts: Hosts::Vxlan,
+        hosts: Hosts::Vxlan(9000),
         front_end: FrontEnd::VhostUser,
         image: Image::Storage,
-        runs: || runs(&[NETWORK_CASES, PACKETS]),
+        runs: || runs(&[VXLAN_CASES, PACKETS, &short(VXLAN_1500_CASES)]),
     }
 }
 
-/// The same over a switch, at the MTU of most networks.
+/// The same over a switch.
 pub fn switch() -> Lane {
     Lane {
         name: "wire-switch",
         about: "the same between VMs of two device processes, with a switch between them",
         hosts: Hosts::Switch(1500),
+        runs: || runs(&[SWITCH_CASES, PACKETS, &short(SWITCH_9000_CASES)]),
         ..vxlan()
     }
 }
@@ -90,115 +106,132 @@ pub fn tap() -> Lane {
     }
 }
 
+/// With the other MTU: all but storage for long.
+fn short(cases: &[Case]) -> Vec<Case> {
+    let long = |case: &Case| case.name.ends_with(LONG_NVME) || case.name.ends_with(LONG_NFS);
+    let ipv6 = |case: &Case| case.name.contains("IPv6");
+    let cases = cases.iter().filter(|case| ipv6(case) || !long(case));
+    cases.copied().collect()
+}
+
+/// The traffic of lane `smoke` comes first, with no packets lost on purpose.
 fn runs(cases: &[&[Case]]) -> Vec<(Kernel, Vec<Case>)> {
-    let cases = cases.concat();
+    let cases: Vec<Case> = smoke::over_wire().chain(cases.concat()).collect();
     let kernels = Kernel::STABLE.iter();
     kernels.map(|kernel| (*kernel, cases.clone())).collect()
 }
 
-/// The cases, each in the columns that are named.
+/// The cases, each in the columns that are named. Their names begin with what is given, those of their
+/// rows do not.
 macro_rules! cases {
-    ($columns:ident) => {
+    ($columns:ident, $prefix:literal) => {
         &[
-            cases!($columns, "ibv_rc_pingpong", Yes, |fixture, ends| stock::pingpong(
+            cases!($columns, $prefix, "ibv_rc_pingpong", Yes, |fixture, ends| stock::pingpong(
                 fixture,
                 ends,
                 "ibv_rc_pingpong",
                 &["-c -n 200", "-c -e -n 200", "-c -s 65536 -n 100", "-c -N -n 200", "-c -t -n 200",
                   "-c -j -n 200"]
             )),
-            cases!($columns, "ibv_uc_pingpong", No, |fixture, ends| stock::pingpong(
+            cases!($columns, $prefix, "ibv_uc_pingpong", No, |fixture, ends| stock::pingpong(
                 fixture,
                 ends,
                 "ibv_uc_pingpong",
                 &["-c -n 200", "-c -e -n 200", "-c -s 65536 -n 100"]
             )),
-            cases!($columns, "ibv_ud_pingpong", No, |fixture, ends| stock::pingpong(
+            cases!($columns, $prefix, "ibv_ud_pingpong", No, |fixture, ends| stock::pingpong(
                 fixture,
                 ends,
                 "ibv_ud_pingpong",
                 &["-c -s 1024", "-c -s 1024 -e"]
             )),
-            cases!($columns, "ibv_srq_pingpong", Yes, |fixture, ends| stock::pingpong(
+            cases!($columns, $prefix, "ibv_srq_pingpong", Yes, |fixture, ends| stock::pingpong(
                 fixture,
                 ends,
                 "ibv_srq_pingpong",
                 &["-c -n 200", "-c -e -n 200", "-c -q 64 -n 200"]
             )),
-            cases!($columns, "ibv_xsrq_pingpong", Yes, |fixture, ends| stock::pingpong(
+            cases!($columns, $prefix, "ibv_xsrq_pingpong", Yes, |fixture, ends| stock::pingpong(
                 fixture,
                 ends,
                 "ibv_xsrq_pingpong",
                 &["-n 200", "-e -n 200"]
             )),
-            cases!($columns, "rping", Yes, stock::rping),
-            cases!($columns, "ucmatose", Yes, stock::ucmatose),
-            cases!($columns, "udaddy", No, stock::udaddy),
-            cases!($columns, "mckey", No, stock::mckey),
-            cases!($columns, "rstream", Yes, stock::rstream),
-            cases!($columns, "cmtime", Yes, stock::cmtime),
-            cases!($columns, "ib_send_bw -R", Yes, stock::send_bw),
-            cases!($columns, "data arrives as it was sent", Yes, |fixture, _| {
+            cases!($columns, $prefix, "rping", Yes, stock::rping),
+            cases!($columns, $prefix, "ucmatose", Yes, stock::ucmatose),
+            cases!($columns, $prefix, "udaddy", No, stock::udaddy),
+            cases!($columns, $prefix, "mckey", No, stock::mckey),
+            cases!($columns, $prefix, "rstream", Yes, stock::rstream),
+            cases!($columns, $prefix, "cmtime", Yes, stock::cmtime),
+            cases!($columns, $prefix, "ib_send_bw -R", Yes, stock::send_bw),
+            cases!($columns, $prefix, "data arrives as it was sent", Yes, |fixture, _| {
                 smoke::verified(fixture)
             }),
-            cases!($columns, "ibv_rc_pingpong, four at once", Yes, |fixture, _| {
+            cases!($columns, $prefix, "ibv_rc_pingpong, four at once", Yes, |fixture, _| {
                 smoke::pingpong_at_once(fixture)
             }),
-            cases!($columns, "counters of lost packets", Yes, counters),
-            cases!($columns, "IPv6: ibv_rc_pingpong", Yes, pingpong_over_ipv6),
-            cases!($columns, "IPv6: rping", Yes, rping_over_ipv6),
-            cases!($columns, "IPv6: perftest RC", Yes, |fixture, ends| perftest_over_ipv6(
+            cases!($columns, $prefix, "counters of lost packets", Yes, counters),
+            cases!($columns, $prefix, "IPv6: ibv_rc_pingpong", Yes, pingpong_over_ipv6),
+            cases!($columns, $prefix, "IPv6: rping", Yes, rping_over_ipv6),
+            cases!($columns, $prefix, "IPv6: perftest RC", Yes, |fixture, ends| perftest_over_ipv6(
                 fixture, ends, &RC_OVER_IPV6
             )),
-            cases!($columns, "IPv6: perftest UD", No, |fixture, ends| perftest_over_ipv6(
+            cases!($columns, $prefix, "IPv6: perftest UD", No, |fixture, ends| perftest_over_ipv6(
                 fixture, ends, &UD_OVER_IPV6
             )),
-            cases!($columns, "IPv6: perftest UC", No, uc_over_ipv6),
-            cases!($columns, "IPv6: NVMe over Fabrics", Yes, |fixture, _| storage_over_ipv6(
+            cases!($columns, $prefix, "IPv6: perftest UC", No, uc_over_ipv6),
+            cases!($columns, $prefix, "IPv6: NVMe over Fabrics", Yes, |fixture, _| storage_over_ipv6(
                 fixture,
                 Protocol::Nvme
             )),
-            cases!($columns, "IPv6: NFS over RDMA", Yes, |fixture, _| storage_over_ipv6(
+            cases!($columns, $prefix, "IPv6: NFS over RDMA", Yes, |fixture, _| storage_over_ipv6(
                 fixture,
                 Protocol::Nfs
             )),
-            cases!($columns, "NVMe over Fabrics", Yes, |fixture, _| storage_over_ipv4(
+            cases!($columns, $prefix, "NVMe over Fabrics", Yes, |fixture, _| storage_over_ipv4(
                 fixture,
                 Protocol::Nvme
             )),
-            cases!($columns, "NFS over RDMA", Yes, |fixture, _| storage_over_ipv4(
+            cases!($columns, $prefix, "NFS over RDMA", Yes, |fixture, _| storage_over_ipv4(
                 fixture,
                 Protocol::Nfs
             )),
-            cases!($columns, perftest "send", "RC", Yes),
-            cases!($columns, perftest "send", "UC", No),
-            cases!($columns, perftest "send", "UD", No),
-            cases!($columns, perftest "send", "XRC", Yes),
-            cases!($columns, perftest "write", "RC", Yes),
-            cases!($columns, perftest "write", "UC", No),
-            cases!($columns, perftest "write", "XRC", Yes),
-            cases!($columns, perftest "read", "RC", Yes),
-            cases!($columns, perftest "read", "XRC", Yes),
-            cases!($columns, perftest "atomic", "RC", Yes),
-            cases!($columns, perftest "atomic", "XRC", Yes),
+            cases!($columns, $prefix, perftest "send", "RC", Yes),
+            cases!($columns, $prefix, perftest "send", "UC", No),
+            cases!($columns, $prefix, perftest "send", "UD", No),
+            cases!($columns, $prefix, perftest "send", "XRC", Yes),
+            cases!($columns, $prefix, perftest "write", "RC", Yes),
+            cases!($columns, $prefix, perftest "write", "UC", No),
+            cases!($columns, $prefix, perftest "write", "XRC", Yes),
+            cases!($columns, $prefix, perftest "read", "RC", Yes),
+            cases!($columns, $prefix, perftest "read", "XRC", Yes),
+            cases!($columns, $prefix, perftest "atomic", "RC", Yes),
+            cases!($columns, $prefix, perftest "atomic", "XRC", Yes),
         ]
     };
-    ($columns:ident, perftest $operation:literal, $transport:literal, $loses:ident) => {
+    ($columns:ident, $prefix:literal, perftest $operation:literal, $transport:literal, $loses:ident) => {
         Case {
-            name: concat!("perftest: ", $operation, " ", $transport),
+            name: concat!($prefix, "perftest: ", $operation, " ", $transport),
             run: |fixture| $columns.perftest(fixture, $operation, $transport, Loses::$loses),
         }
     };
-    ($columns:ident, $name:literal, $loses:ident, $run:expr) => {
+    ($columns:ident, $prefix:literal, $name:literal, $loses:ident, $run:expr) => {
         Case {
-            name: $name,
+            name: concat!($prefix, $name),
             run: |fixture| $columns.run(fixture, $name, Loses::$loses, $run),
         }
     };
 }
 
-const NETWORK_CASES: &[Case] = cases!(NETWORK);
-const TAP_CASES: &[Case] = cases!(TAPS);
+const VXLAN_CASES: &[Case] = cases!(VXLAN_9000, "");
+const VXLAN_1500_CASES: &[Case] = cases!(VXLAN_1500, "MTU 1500: ");
+const SWITCH_CASES: &[Case] = cases!(SWITCH_1500, "");
+const SWITCH_9000_CASES: &[Case] = cases!(SWITCH_9000, "MTU 9000: ");
+const TAP_CASES: &[Case] = cases!(TAPS, "");
+
+/// The cases of storage, which take longest.
+const LONG_NVME: &str = "NVMe over Fabrics";
+const LONG_NFS: &str = "NFS over RDMA";
 
 /// What the interfaces of hosts have to do with it.
 const INTERFACE_CASES: &[Case] = &[

@@ -16,8 +16,8 @@ use serde_json::Value;
 
 use super::{host_address, mac, namespace, signal_child, spawn, switch, wait_for};
 
-/// The longest IP packet between hosts, bytes: those of the loopback interface are longer.
-const WIRE_MTU: u16 = 9000;
+/// The longest IP packet of what leads back, bytes.
+const LOOP_MTU: u16 = 9000;
 
 /// The link-local address of a VM, which comes from its MAC address.
 fn link_local(number: u8) -> String {
@@ -27,10 +27,11 @@ fn link_local(number: u8) -> String {
 /// What is between hosts.
 #[derive(Clone, Copy)]
 pub enum Wire {
-    /// VXLAN between so many VMs, whose hosts are addresses of this one.
-    Vxlan(u8),
-    /// VXLAN between so many VMs on hosts of their own, at [`host_address`].
-    HostVxlan(u8),
+    /// VXLAN between so many VMs, whose hosts are addresses of this one; IP packets between hosts have
+    /// so many bytes at most.
+    Vxlan(u8, u16),
+    /// The same between hosts of their own, at [`host_address`].
+    HostVxlan(u8, u16),
     /// VXLAN that leads back: what a VM sends itself goes out and comes in again.
     Loop,
     /// A switch, with IP packets of so many bytes at most.
@@ -88,13 +89,13 @@ impl DeviceProcess {
         let (socket, status, file) = (at("rdma"), at("status"), at("config"));
         let mut text = String::new();
         let way_out = match wire {
-            Wire::Vxlan(vms) | Wire::HostVxlan(vms) => {
+            Wire::Vxlan(vms, mtu) | Wire::HostVxlan(vms, mtu) => {
                 let host = |vm| match wire {
-                    Wire::HostVxlan(_) => host_address(vm),
+                    Wire::HostVxlan(..) => host_address(vm),
                     _ => format!("127.0.1.{vm}"),
                 };
                 let own = host(number);
-                text = format!("[wire]\naddress = '{own}'\nmtu = {WIRE_MTU}\n");
+                text = format!("[wire]\naddress = '{own}'\nmtu = {mtu}\n");
                 for vm in 1..=vms {
                     let (host, link_local) = (host(vm), link_local(vm));
                     let _ = write!(
@@ -107,7 +108,7 @@ impl DeviceProcess {
             }
             Wire::Loop => {
                 text = format!(
-                    "[wire]\naddress = '127.0.1.{number}'\nmtu = {WIRE_MTU}\n\
+                    "[wire]\naddress = '127.0.1.{number}'\nmtu = {LOOP_MTU}\n\
                      [[wire.host]]\naddress = '127.0.1.{number}'\ngids = ['::/0']\n"
                 );
                 "vni = 1\nlocal = 'nothing'".to_owned()

@@ -101,8 +101,9 @@ impl FrontEnd {
 pub enum Hosts {
     /// All have the same.
     One,
-    /// Each has one of its own, as on a host of its own, with VXLAN between them.
-    Vxlan,
+    /// Each has one of its own, as on a host of its own, with VXLAN between them; what carries that
+    /// has IP packets of so many bytes at most.
+    Vxlan(u16),
     /// Each has one of its own, with VXLAN that leads back to it.
     Loop,
     /// Each has one of its own, whose frames go through the same switch as those of the VM's
@@ -138,7 +139,7 @@ impl Hosts {
         match self {
             Hosts::Tap(mtu, _) | Hosts::TapVxlan(mtu) => Some(mtu),
             Hosts::Iwarp(_) => Some(IWARP_MTU),
-            Hosts::One | Hosts::Vxlan | Hosts::Loop | Hosts::Switch(_) => None,
+            Hosts::One | Hosts::Vxlan(_) | Hosts::Loop | Hosts::Switch(_) => None,
         }
     }
 }
@@ -266,9 +267,9 @@ impl Bed {
                 let wire = match plan.hosts {
                     Hosts::Switch(mtu) => device::Wire::Switch(mtu),
                     Hosts::Tap(_, faults) => device::Wire::Tap(faults),
-                    Hosts::TapVxlan(_) => device::Wire::HostVxlan(plan.vms),
-                    Hosts::Loop => device::Wire::Loop,
-                    _ => device::Wire::Vxlan(plan.vms),
+                    Hosts::TapVxlan(mtu) => device::Wire::HostVxlan(plan.vms, mtu),
+                    Hosts::Vxlan(mtu) => device::Wire::Vxlan(plan.vms, mtu),
+                    _ => device::Wire::Loop,
                 };
                 let directory = &bed.directory;
                 let command = (bed.host_prefix(number), stack.device.as_path());
@@ -446,7 +447,7 @@ impl Vm {
             control: path("control"),
             qmp_path: path("qmp"),
             links: match plan.hosts {
-                Hosts::One | Hosts::Vxlan | Hosts::Loop if number == 1 => {
+                Hosts::One | Hosts::Vxlan(_) | Hosts::Loop if number == 1 => {
                     (2..=plan.vms).map(|peer| link(directory, peer)).collect()
                 }
                 _ => Vec::new(),
