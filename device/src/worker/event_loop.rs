@@ -328,15 +328,19 @@ impl Loop {
         iteration
     }
 
-    /// Takes frames that have come. Returns whether there were any.
+    /// Takes frames that have come, if it is time to look for them. Returns whether there were any.
     #[inline(always)]
     fn look_at_wire(&mut self) -> bool {
+        let wire = self.wire.as_mut();
+        wire.is_some_and(|wire| wire.is_due(self.time, &self.queue)) && self.look_for_frames()
+    }
+
+    // Out of line: most poll iterations do not look.
+    #[inline(never)]
+    fn look_for_frames(&mut self) -> bool {
         let Some(wire) = &mut self.wire else {
             return false;
         };
-        if !wire.is_due(self.time, &self.queue) {
-            return false;
-        }
         let section = self.reader.enter();
         let (queue, worker) = (&mut self.queue, self.worker.index);
         wire.look(self.time, &section, &self.registry, queue, worker)

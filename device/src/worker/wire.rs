@@ -220,7 +220,6 @@ impl WireEnd {
     }
 
     /// Takes frames that have come. Returns whether there were any.
-    #[inline(never)]
     pub(super) fn look(
         &mut self,
         now: u64,

@@ -22,7 +22,7 @@ const BESIDE_IDLE_WIRE: &str = "beside an idle wire: ";
 const EQUAL: f64 = 3.0;
 /// What is not counted of them: a look for frames. There is one in 20 µs, however many messages there are,
 /// and callgrind makes each message take as long as many do.
-const LOOK: &str = "::wire::WireEnd::look";
+const LOOK: &str = "::event_loop::Loop::look_for_frames";
 
 /// The committed file.
 #[derive(Debug, Serialize, Deserialize)]
@@ -261,9 +261,9 @@ mod tests {
 
     #[test]
     fn looks_for_frames_are_not_counted_of_an_idle_wire() {
-        let text = "fn=a::iterate\n20 100\ncfn=b::wire::WireEnd::look\ncalls=3 70\n21 300\n22 5\n\
+        let text = "fn=a::iterate\n20 100\ncfn=b::event_loop::Loop::look_for_frames\ncalls=3 70\n21 300\n22 5\n\
                     cfn=b::other\ncalls=1 4\n23 40\n\
-                    cfn=b::wire::WireEnd::look\ncalls=1 70\n24 55\ntotals: 500\n";
+                    cfn=b::event_loop::Loop::look_for_frames\ncalls=1 70\n24 55\ntotals: 500\n";
         assert_eq!(counted("a\t1", text), Some(of("a", 500.0)));
         let name = "beside an idle wire: a";
         let line = format!("{name}\t1");
