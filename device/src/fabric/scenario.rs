@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Programs of verbs between two connected queue pairs, and what has to come of them, whichever
 //! fabric is between: for the tests of each fabric.
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -652,6 +653,84 @@ pub(super) fn verify(
     }
     let timers = world.clock().timers;
     prop_assert_eq!(timers, [None, None], "something is still waited for");
+    Ok(())
+}
+
+/// Runs a program from the first end to the second in a world that `cut` cuts in two at a time, and checks
+/// what came of it: the messages that have their answers succeed, the next one ends with RETRY_EXC_ERR when
+/// its attempts have waited for `waits` nanoseconds, not before, and the others are flushed. What arrived is
+/// as in a world that is whole, as far as it came.
+pub(super) fn verify_cut<W: World>(
+    program: &Program,
+    pair: &mut Pair,
+    world: &mut W,
+    at: u64,
+    waits: u64,
+    cut: impl FnOnce(&mut W),
+) -> Result<(), TestCaseError> {
+    // An answer under way when it is cut belongs to what was sent some round trips before, and who is told
+    // that there is no receive waits for that, too.
+    const ABOUT: u64 = TIMEOUT_NANOSECONDS / 2;
+    let expected = post(pair, 0, program);
+    world.run(pair, at);
+    cut(world);
+    world.run(pair, at + waits - ABOUT);
+    let failed = |cqes: &[Cqe]| cqes.iter().position(|cqe| cqe.status != wc_status::SUCCESS);
+    let mut sent = pair.completions(0);
+    prop_assert_eq!(failed(&sent), None, "too early: {:?}", sent);
+    world.run(pair, at + waits + ABOUT);
+    sent.extend(pair.completions(0));
+    let good = failed(&sent).map_or(expected.len(), |first| sent[first].wr_id as usize);
+    let status = |number: usize| match number.cmp(&good) {
+        Ordering::Less => wc_status::SUCCESS,
+        Ordering::Equal => wc_status::RETRY_EXC_ERR,
+        Ordering::Greater => wc_status::WR_FLUSH_ERR,
+    };
+    let numbered = expected.iter().enumerate();
+    let completes = numbered.filter(|(number, one)| one.signaled || *number >= good);
+    let all: Vec<_> = completes
+        .map(|(number, _)| (number as u64, status(number)))
+        .collect();
+    let told: Vec<_> = sent.iter().map(|cqe| (cqe.wr_id, cqe.status)).collect();
+    prop_assert_eq!(told, all);
+    prop_assert_eq!(pair.state(0) == qp_state::ERR, good < expected.len());
+    // The last messages may have arrived, and their answers not.
+    let received = pair.completions(1);
+    let receives = |messages: &[Expected]| {
+        messages
+            .iter()
+            .filter_map(|one| one.receive)
+            .collect::<Vec<_>>()
+    };
+    let (answered, all) = (receives(&expected[..good]), receives(&expected));
+    let arrived: Vec<_> = received.iter().map(|cqe| cqe.wr_id).collect();
+    prop_assert!(
+        arrived.len() >= answered.len() && all.starts_with(&arrived),
+        "{:?} arrived of {:?}, and {} were answered",
+        arrived,
+        all,
+        answered.len()
+    );
+    prop_assert!(failed(&received).is_none(), "{:?}", received);
+    let guest = &pair.ends[1].guest;
+    for (number, one) in expected.iter().enumerate() {
+        let len = one.content.len();
+        let there = guest.read(one.to, len + 16);
+        if number < good
+            || one
+                .receive
+                .is_some_and(|receive| arrived.contains(&receive))
+        {
+            prop_assert_eq!(&there[..len], &one.content[..], "message {}", number);
+        }
+        prop_assert_eq!(&there[len..], &[0; 16][..], "beside message {}", number);
+    }
+    prop_assert!(!pair.ends[0].qp.qp.send_queue().in_progress());
+    prop_assert_eq!(
+        world.clock().timers,
+        [None, None],
+        "something is still waited for"
+    );
     Ok(())
 }
 

@@ -44,8 +44,8 @@ use crate::fabric::local::tests::{Never, Process};
 use crate::fabric::local::LocalCarrier;
 use crate::fabric::registry::Registry;
 use crate::fabric::scenario::{
-    carry_out, content, programs, requests, verify, Clock, End, Pair, Program, Wanted, World,
-    FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
+    carry_out, content, programs, requests, verify, verify_cut, Clock, End, Pair, Program, Wanted,
+    World, FIRST, RECEIVES, SECOND, TIMEOUT_NANOSECONDS,
 };
 use crate::fabric::{self, Fabric};
 use crate::footprint::Share;
@@ -255,18 +255,27 @@ impl Simulation {
 
 pub(super) fn fault_settings() -> impl Strategy<Value = FaultSettings> {
     let often = || prop_oneof![1 => Just(0), 1 => 1u32..234_000].prop_map(Chance::millionths);
-    let all = (any::<u64>(), often(), often(), often(), often());
-    all.prop_map(|(seed, loss, damage, duplicate, reorder)| FaultSettings {
-        seed,
-        loss,
-        damage,
-        duplicate,
-        reorder,
-        reorder_time: TIMEOUT / 4,
-        // Both directions together lose less than there are attempts in that time, of which each may wait
-        // for four times as long: none is the last.
-        limit: Some((3, 4 * 8 * TIMEOUT)),
-        ..FaultSettings::default()
+    let all = (any::<u64>(), often(), often(), often(), often(), often());
+    let delay = prop_oneof![1 => Just((0, 0)), 1 => (0..60u64, 0..60u64)];
+    let more = (prop_oneof![1 => Just(1), 1 => 2..4u32], delay);
+    (all, more).prop_map(|(all, (burst, (delay, varies)))| {
+        let (seed, loss, damage, duplicate, reorder, mark) = all;
+        let delay = Duration::from_micros(delay);
+        FaultSettings {
+            seed,
+            loss,
+            burst,
+            damage,
+            duplicate,
+            mark,
+            reorder,
+            reorder_time: TIMEOUT / 4,
+            delay: (delay, delay + Duration::from_micros(varies)),
+            // Both directions together lose less than there are attempts in that time, of which each may wait
+            // for four times as long: none is the last.
+            limit: Some((3, 4 * 8 * TIMEOUT)),
+            ..FaultSettings::default()
+        }
     })
 }
 
@@ -321,6 +330,32 @@ proptest! {
         let mut pair = Pair::of(of, (&readers, ON_HOSTS), |attr| attr.path_mtu = program.path_mtu);
         let mut net = between(&pair, &mut reader, faults);
         net.explained(|net| verify(&program, &mut pair, net))?;
+    }
+
+    // D-WIRE-004.
+    /// The network is cut in two, for good, at any time.
+    #[test]
+    fn simulated_messages_end_when_their_attempts_do_where_the_network_is_cut(
+        program in programs(),
+        at in 0..4000u64,
+        retry_cnt in 0..8u8,
+        xrc: bool,
+    ) {
+        let program = Program { both: false, poison: None, ..program };
+        let of = if xrc { qp_type::XRC_INI } else { qp_type::RC };
+        let (readers, mut reader) = Readers::new(1);
+        let mut pair = Pair::of(of, (&readers, ON_HOSTS), |attr| {
+            attr.path_mtu = program.path_mtu;
+            attr.retry_cnt = retry_cnt;
+        });
+        let mut net = between(&pair, &mut reader, clean());
+        // Each attempt waits for twice as long as the one before, up to four times what is set.
+        let waits: u64 = (0..=retry_cnt).map(|attempt| 1 << attempt.min(2)).sum();
+        let cut = |net: &mut Net| [0, 1].map(|end| net.set_faults(end, loses_all()));
+        net.explained(|net| {
+            let waits = waits * TIMEOUT_NANOSECONDS;
+            verify_cut(&program, &mut pair, net, at * 1000, waits, |net| { cut(net); })
+        })?;
     }
 
     /// RDMA READs, atomic operations, ATOMIC WRITE and FLUSH among SENDs and WRITEs over a network
