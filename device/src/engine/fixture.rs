@@ -33,8 +33,9 @@ use super::vm::{
 };
 use crate::footprint::Share;
 use crate::limits::Limits;
-use crate::memory::{fetch_bytes, region, GuestMemory, Pages};
+use crate::memory::{fetch_bytes, region, Form, GuestMemory, Pages};
 use crate::verbs::cq::{Cq, CqRing, NO_VLAN};
+use crate::verbs::fast::FastMr;
 use crate::verbs::mr::{Backing, Mr};
 use crate::verbs::numbers::NUMBERS;
 use crate::verbs::srq::{Srq, SrqParts, Xrc};
@@ -642,6 +643,35 @@ impl Guest {
             length,
             lkey: self.key,
         }
+    }
+
+    /// The key of a fast region of the data, which is registered.
+    pub(crate) fn fast_key(&self) -> u32 {
+        let mut tables = self.vm.tables_mut();
+        let pages: Vec<u64> = (DATA / PAGE_SIZE..PAGES).map(|n| n * PAGE_SIZE).collect();
+        let most = pages.len() as u32;
+        let made = |index| FastMr::new(index, self.pd, most, Form::Pages);
+        let index = tables.keys.add_fast_region(made).unwrap();
+        let mr = Mr {
+            key: index << 8 | 9,
+            pd: self.pd,
+            access: access::LOCAL_WRITE | access::REMOTE_WRITE,
+            iova: DATA,
+            length: PAGES * PAGE_SIZE - DATA,
+            offset: 0,
+            windows: 0.into(),
+            backing: Backing::Pages(Pages::resolve(&self.memory, &pages, 12).unwrap()),
+        };
+        let key = mr.key;
+        tables.keys.register(mr).unwrap();
+        key
+    }
+
+    /// Whether a fast region has not been invalidated.
+    pub(crate) fn is_registered(&self, key: u32) -> bool {
+        let tables = self.vm.tables();
+        let region = tables.keys.fast_region(key);
+        region.is_some_and(|region| region.describe(|mr| mr.key == key) == Some(true))
     }
 
     /// Writes bytes at `offset` in the data.

@@ -3,13 +3,13 @@
 use proptest::prelude::*;
 use vhost_device_rdma_sync::{Reader, Readers};
 use virtio_rdma_spec::ring::Cqe;
-use virtio_rdma_spec::verbs::{mtu, qp_type};
+use virtio_rdma_spec::verbs::{mtu, qp_type, wc_flag};
 
 use super::local::tests::Process;
 use super::scenario::{
     carry_out, is_send, programs, requests, verify, Pair, Program, World, SECOND,
 };
-use super::wire::tests::{check_numbered, destination, post_numbered, Net};
+use super::wire::tests::{check_numbered, destination, post_numbered, simulations, Net};
 use crate::engine::fixture::ON_HOSTS;
 use crate::engine::message::GRH;
 use crate::engine::vm::Uplink;
@@ -26,8 +26,8 @@ struct Seen {
 }
 
 impl Seen {
-    /// Queue pairs have the number of their end, plus one, since each has another one each time. A
-    /// peer on the wire does not tell the reason of an error.
+    /// Queue pairs have the number of their end, plus one, and keys none, since each has another one
+    /// each time. A peer on the wire does not tell the reason of an error.
     fn at(pair: &mut Pair, end: usize) -> Self {
         let numbers = [0, 1].map(|end| pair.ends[end].qp.qp.number);
         let name = |number| {
@@ -35,10 +35,12 @@ impl Seen {
             end.map_or(number, |end| end as u32 + 1)
         };
         let told = |cqe: Cqe| {
+            let invalidates = cqe.wc_flags & wc_flag::WITH_INV != 0;
             let same = Cqe {
                 qp_num: name(cqe.qp_num),
                 src_qp: name(cqe.src_qp),
                 vendor_err: 0,
+                imm: if invalidates { 0 } else { cqe.imm },
                 ..cqe
             };
             format!("{same:?}")
@@ -70,10 +72,10 @@ fn run<W: World>(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(simulations())]
 
     #[test]
-    fn messages_complete_alike(program in programs(), xrc: bool) {
+    fn simulated_messages_complete_alike(program in programs(), xrc: bool) {
         let (of, both) = if xrc {
             (qp_type::XRC_INI, false)
         } else {
@@ -89,7 +91,7 @@ proptest! {
     }
 
     #[test]
-    fn requests_that_bring_something_complete_alike(
+    fn simulated_requests_that_bring_something_complete_alike(
         requests in requests(),
         path_mtu in mtu::MTU_256..=mtu::MTU_4096,
         max_rd_atomic in 1..5u8,
@@ -105,7 +107,7 @@ proptest! {
     }
 
     #[test]
-    fn messages_without_answers_complete_alike(
+    fn simulated_messages_without_answers_complete_alike(
         lens in proptest::collection::vec(0..4097u32, 1..24),
         path_mtu in mtu::MTU_256..=mtu::MTU_4096,
         datagrams: bool,

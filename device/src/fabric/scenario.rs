@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use vhost_device_rdma_sync::Readers;
 use virtio_rdma_spec::command::QpAttr;
 use virtio_rdma_spec::facts::{completion_opcode, QpType};
-use virtio_rdma_spec::ring::Cqe;
+use virtio_rdma_spec::ring::{Cqe, Sge};
 use virtio_rdma_spec::verbs::{
     access, flush_type, mtu, qp_attr, qp_state, send_flag, wc_flag, wc_opcode, wc_status,
     wr_opcode, MASK_24,
@@ -371,6 +371,7 @@ fn messages() -> impl Strategy<Value = Message> {
     let opcodes = prop_oneof![
         Just(wr_opcode::SEND),
         Just(wr_opcode::SEND_WITH_IMM),
+        Just(wr_opcode::SEND_WITH_INV),
         Just(wr_opcode::RDMA_WRITE),
         Just(wr_opcode::RDMA_WRITE_WITH_IMM),
     ];
@@ -498,6 +499,9 @@ pub(super) fn post(pair: &mut Pair, from: usize, program: &Program) -> Vec<Expec
         if message.solicited {
             send.flags |= send_flag::SOLICITED;
         }
+        if message.opcode == wr_opcode::SEND_WITH_INV {
+            send.imm = pair.ends[to].guest.fast_key();
+        }
         if message.inline {
             send.flags |= send_flag::INLINE;
             send.inline.clone_from(&content);
@@ -592,9 +596,14 @@ fn check(
             _ => wc_opcode::RECV,
         };
         prop_assert_eq!(cqe.opcode, opcode);
-        let with_imm = one.send.opcode != wr_opcode::SEND;
-        prop_assert_eq!(cqe.wc_flags & wc_flag::WITH_IMM != 0, with_imm);
-        prop_assert_eq!(cqe.imm, if with_imm { one.send.imm } else { 0 });
+        let brings = match one.send.opcode {
+            wr_opcode::SEND => 0,
+            wr_opcode::SEND_WITH_INV => wc_flag::WITH_INV,
+            _ => wc_flag::WITH_IMM,
+        };
+        let told = cqe.wc_flags & (wc_flag::WITH_IMM | wc_flag::WITH_INV);
+        prop_assert_eq!(told, brings);
+        prop_assert_eq!(cqe.imm, if brings == 0 { 0 } else { one.send.imm });
         prop_assert_eq!(cqe.src_qp, pair.ends[from].qp.qp.number);
     }
     // What is left of the receives ends in error, if the responder failed, or waits.
@@ -619,6 +628,16 @@ fn check(
             prop_assert_eq!(&there[..len], &one.content[..], "message {}", number);
         }
         prop_assert_eq!(&there[len..], &[0; 16][..], "beside message {}", number);
+        check_key(guest, one, number < good)?;
+    }
+    Ok(())
+}
+
+/// A message that invalidates a key has done so if it arrived, and not otherwise.
+fn check_key(guest: &Guest, one: &Expected, arrived: bool) -> Result<(), TestCaseError> {
+    if one.send.opcode == wr_opcode::SEND_WITH_INV {
+        let kept = guest.is_registered(one.send.imm);
+        prop_assert_eq!(kept, !arrived, "{:?}", one.send);
     }
     Ok(())
 }
@@ -716,13 +735,13 @@ pub(super) fn verify_cut<W: World>(
     for (number, one) in expected.iter().enumerate() {
         let len = one.content.len();
         let there = guest.read(one.to, len + 16);
-        if number < good
-            || one
-                .receive
-                .is_some_and(|receive| arrived.contains(&receive))
-        {
+        let came = one
+            .receive
+            .is_some_and(|receive| arrived.contains(&receive));
+        if number < good || came {
             prop_assert_eq!(&there[..len], &one.content[..], "message {}", number);
         }
+        check_key(guest, one, came)?;
         prop_assert_eq!(&there[len..], &[0; 16][..], "beside message {}", number);
     }
     prop_assert!(!pair.ends[0].qp.qp.send_queue().in_progress());
@@ -738,6 +757,8 @@ pub(super) fn verify_cut<W: World>(
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Wanted {
     Read(u32),
+    /// With the key that it is brought by invalidated.
+    ReadOnce(u32),
     FetchAdd(u64),
     CompareSwap(bool),
     AtomicWrite(u64),
@@ -750,7 +771,8 @@ pub(super) enum Wanted {
 pub(super) fn requests() -> impl Strategy<Value = Vec<(Wanted, bool)>> {
     let length = prop_oneof![3 => 0..3000u32, 1 => 60_000..70_000u32];
     let wanted = prop_oneof![
-        length.prop_map(Wanted::Read),
+        length.clone().prop_map(Wanted::Read),
+        length.prop_map(Wanted::ReadOnce),
         any::<u64>().prop_map(Wanted::FetchAdd),
         any::<bool>().prop_map(Wanted::CompareSwap),
         any::<u64>().prop_map(Wanted::AtomicWrite),
@@ -779,6 +801,7 @@ pub(super) fn carry_out(
     let (mut count, mut swap, mut last) = (0u64, 0u64, 0u64);
     let mut expected = Vec::new();
     let mut opcodes = Vec::new();
+    let mut keys = Vec::new();
     for (index, (wanted, fence)) in requests.iter().enumerate() {
         let wr_id = index as u64;
         let mut send = Send {
@@ -802,13 +825,21 @@ pub(super) fn carry_out(
             expected.push((0, at, bytes));
         };
         let length = match *wanted {
-            Wanted::Read(length) => {
+            Wanted::Read(length) | Wanted::ReadOnce(length) => {
                 let from = wr_id % 5;
                 let length = length.min((STATIC - from) as u32);
                 send.opcode = wr_opcode::RDMA_READ;
                 send.remote_addr = DATA + there + from;
                 let bytes = secret[from as usize..][..length as usize].to_vec();
                 sink(pair, &mut send, bytes);
+                if matches!(wanted, Wanted::ReadOnce(_)) {
+                    send.opcode = wr_opcode::RDMA_READ_WITH_INV;
+                    // One part, with the key.
+                    let lkey = pair.ends[0].guest.fast_key();
+                    let addr = send.sges[0].addr;
+                    send.sges = vec![Sge { addr, length, lkey }];
+                    keys.push(lkey);
+                }
                 length
             }
             Wanted::FetchAdd(add) => {
@@ -877,6 +908,9 @@ pub(super) fn carry_out(
     prop_assert_eq!(done, opcodes);
     for (end, at, bytes) in expected {
         prop_assert_eq!(pair.ends[end].guest.read(at, bytes.len()), bytes);
+    }
+    for key in keys {
+        prop_assert!(!pair.ends[0].guest.is_registered(key));
     }
     for (at, value) in [(counter, count), (swapped, swap), (word, last)] {
         prop_assert_eq!(pair.ends[1].guest.read(at, 8), value.to_le_bytes());

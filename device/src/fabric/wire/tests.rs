@@ -289,7 +289,7 @@ fn between(pair: &Pair, reader: &mut Vec<Reader>, faults: [FaultSettings; 2]) ->
 }
 
 /// Simulations: `PROPTEST_CASES` says how many.
-pub(super) fn simulations() -> ProptestConfig {
+pub(in super::super) fn simulations() -> ProptestConfig {
     let default = ProptestConfig::default();
     ProptestConfig {
         cases: if default.cases == 256 {
