@@ -121,9 +121,10 @@ impl Columns {
         run: impl FnOnce(&mut Fixture) -> Result<String>,
     ) -> Result<()> {
         let start = Instant::now();
-        let before = frames(fixture)?;
-        let result = (self.set_up)(fixture, column).and_then(|()| run(fixture));
-        let result = result.and_then(|cell| {
+        // After what may start the devices anew.
+        let before = (self.set_up)(fixture, column).and_then(|()| frames(fixture));
+        let result = before.and_then(|before| {
+            let cell = run(fixture)?;
             ensure!(frames(fixture)? > before, "not a packet went from VM to VM");
             fixture.aftermath().map(|()| cell)
         });
