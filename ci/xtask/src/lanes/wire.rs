@@ -15,7 +15,7 @@ use super::tools::Table;
 use super::{roce, smoke, storage, Case, Fixture, Lane};
 use crate::images::{Image, Kernel};
 use crate::setup;
-use crate::vm::{namespace, Capture, DeviceProcess, FrontEnd, Hosts};
+use crate::vm::{namespace, Capture, DeviceProcess, FrontEnd, Hosts, SHORT};
 
 /// How long storage is worked on in a cell with blocks of a size, seconds.
 const STORAGE_SECONDS: u64 = 30;
@@ -247,11 +247,18 @@ const INTERFACE_CASES: &[Case] = &[
 
 fn follows(fixture: &mut Fixture) -> Result<()> {
     let port = "/sys/class/infiniband/*/ports/1";
-    for (change, state) in [("down", "DOWN"), ("up", "ACTIVE")] {
+    let events = fixture.vm(1)?.spawn("stdbuf -oL ibv_asyncwatch")?;
+    events.wait_text(SHORT, |text| text.contains("async event FD"))?;
+    for (change, state, event) in [
+        ("down", "DOWN", "IBV_EVENT_PORT_ERR"),
+        ("up", "ACTIVE", "IBV_EVENT_PORT_ACTIVE"),
+    ] {
         let bed = &fixture.bed;
         bed.on_host(1, &format!("ip link set {} {change}", namespace::TAP))?;
         until(fixture, 1, &format!("grep -q {state} {port}/state"))?;
+        events.wait_text(SHORT, |text| text.contains(event))?;
     }
+    drop(events);
     for mtu in [9000, 1500, 9000] {
         set_mtu(fixture, 1, mtu)?;
     }
