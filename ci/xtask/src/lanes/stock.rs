@@ -185,9 +185,15 @@ pub fn rping_at(fixture: &mut Fixture, ends: Ends, host: &str, size: u32) -> Res
 }
 
 pub fn ucmatose(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let host = fixture.pair(ends.0, ends.1).host();
+    ucmatose_at(fixture, ends, &host)
+}
+
+/// With this address of the server.
+pub fn ucmatose_at(fixture: &mut Fixture, ends: Ends, host: &str) -> Result<()> {
     for options in ["-c 1 -C 10 -S 100", "-c 16 -C 4 -S 4096"] {
         let pair = fixture.pair(ends.0, ends.1);
-        let (host, port) = (pair.host(), pair.port);
+        let port = pair.port;
         let start = |side: &str| format!("ucmatose {side} {host} -p {port} {options}");
         let (client, server) = pair.run_when(
             Ready::Cm(port),
@@ -203,9 +209,15 @@ pub fn ucmatose(fixture: &mut Fixture, ends: Ends) -> Result<()> {
 }
 
 pub fn udaddy(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let host = fixture.pair(ends.0, ends.1).host();
+    udaddy_at(fixture, ends, &host)
+}
+
+/// With this address of the server.
+pub fn udaddy_at(fixture: &mut Fixture, ends: Ends, host: &str) -> Result<()> {
     for options in ["-c 1 -C 10 -S 100", "-c 8 -C 4 -S 1024"] {
         let pair = fixture.pair(ends.0, ends.1);
-        let start = |side: &str| format!("udaddy {side} {} {options}", pair.host());
+        let start = |side: &str| format!("udaddy {side} {host} {options}");
         let (client, server) = pair.run_when(
             Ready::Cm(FIXED_PORT),
             &fixture.bed,
@@ -223,14 +235,28 @@ pub fn mckey(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     mckey_of(fixture, ends, 1)
 }
 
+/// A multicast group, and the beginning of addresses of VMs that end with their numbers.
+pub type Group<'a> = (&'a str, &'a str);
+
 /// The sender destroys its queue pair as soon as it has posted, without waiting for completions.
 /// Soft-RoCE drops what it has not sent by then: such a sender may have to run several times until all
 /// that the receiver waits for has come.
-pub fn mckey_of(fixture: &mut Fixture, (receiver, sender): Ends, times: u32) -> Result<()> {
+pub fn mckey_of(fixture: &mut Fixture, ends: Ends, times: u32) -> Result<()> {
+    let group = format!("239.7.7.{}", ends.0);
+    mckey_in(fixture, ends, times, (&group, "10.10.0."))
+}
+
+/// The same in this group.
+pub fn mckey_in(
+    fixture: &mut Fixture,
+    (receiver, sender): Ends,
+    times: u32,
+    (group, network): Group<'_>,
+) -> Result<()> {
     let pair = fixture.pair(receiver, sender);
     // The receiver says in time that it has joined only if its lines are not held back.
     let start = |number: u8, side: &str| {
-        format!("stdbuf -oL mckey -m 239.7.7.{receiver} -b 10.10.0.{number} {side} -C 10 -S 1000")
+        format!("stdbuf -oL mckey -m {group} -b {network}{number} {side} -C 10 -S 1000")
     };
     let says = Ready::Says("joined dgid");
     let receiving = pair.serve_when(says, &fixture.bed, &start(receiver, ""))?;
@@ -257,6 +283,12 @@ pub fn mckey_of(fixture: &mut Fixture, (receiver, sender): Ends, times: u32) -> 
 }
 
 pub fn rstream(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let host = fixture.pair(ends.0, ends.1).host();
+    rstream_at(fixture, ends, &host)
+}
+
+/// With this address of the server.
+pub fn rstream_at(fixture: &mut Fixture, ends: Ends, host: &str) -> Result<()> {
     for options in [
         "-S 64 -I 500 -C 1",
         "-S 65536 -I 20 -C 10",
@@ -266,7 +298,7 @@ pub fn rstream(fixture: &mut Fixture, ends: Ends) -> Result<()> {
         // message for an error.
         for test in ["-T v", "-T v -T b"] {
             let pair = fixture.pair(ends.0, ends.1);
-            let (host, port) = (pair.host(), pair.port);
+            let port = pair.port;
             let start = |side: &str| format!("rstream {side} {host} -p {port} {options} {test}");
             let (text, _) = pair.run_when(
                 Ready::Cm(port),
@@ -285,8 +317,14 @@ pub fn rstream(fixture: &mut Fixture, ends: Ends) -> Result<()> {
 }
 
 pub fn cmtime(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+    let host = fixture.pair(ends.0, ends.1).host();
+    cmtime_at(fixture, ends, &host)
+}
+
+/// With this address of the server.
+pub fn cmtime_at(fixture: &mut Fixture, ends: Ends, host: &str) -> Result<()> {
     let pair = fixture.pair(ends.0, ends.1);
-    let (host, port) = (pair.host(), pair.port);
+    let port = pair.port;
     let start = |side: &str| format!("cmtime {side} {host} -p {port} -c 50");
     // It listens with rdma_cm first, and then on the same port of TCP, where the two ends agree on
     // what comes next.
