@@ -235,28 +235,14 @@ pub fn mckey(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     mckey_of(fixture, ends, 1)
 }
 
-/// A multicast group, and the beginning of addresses of VMs that end with their numbers.
-pub type Group<'a> = (&'a str, &'a str);
-
 /// The sender destroys its queue pair as soon as it has posted, without waiting for completions.
 /// Soft-RoCE drops what it has not sent by then: such a sender may have to run several times until all
 /// that the receiver waits for has come.
-pub fn mckey_of(fixture: &mut Fixture, ends: Ends, times: u32) -> Result<()> {
-    let group = format!("239.7.7.{}", ends.0);
-    mckey_in(fixture, ends, times, (&group, "10.10.0."))
-}
-
-/// The same in this group.
-pub fn mckey_in(
-    fixture: &mut Fixture,
-    (receiver, sender): Ends,
-    times: u32,
-    (group, network): Group<'_>,
-) -> Result<()> {
+pub fn mckey_of(fixture: &mut Fixture, (receiver, sender): Ends, times: u32) -> Result<()> {
     let pair = fixture.pair(receiver, sender);
     // The receiver says in time that it has joined only if its lines are not held back.
     let start = |number: u8, side: &str| {
-        format!("stdbuf -oL mckey -m {group} -b {network}{number} {side} -C 10 -S 1000")
+        format!("stdbuf -oL mckey -m 239.7.7.{receiver} -b 10.10.0.{number} {side} -C 10 -S 1000")
     };
     let says = Ready::Says("joined dgid");
     let receiving = pair.serve_when(says, &fixture.bed, &start(receiver, ""))?;
@@ -317,14 +303,8 @@ pub fn rstream_at(fixture: &mut Fixture, ends: Ends, host: &str) -> Result<()> {
 }
 
 pub fn cmtime(fixture: &mut Fixture, ends: Ends) -> Result<()> {
-    let host = fixture.pair(ends.0, ends.1).host();
-    cmtime_at(fixture, ends, &host)
-}
-
-/// With this address of the server.
-pub fn cmtime_at(fixture: &mut Fixture, ends: Ends, host: &str) -> Result<()> {
     let pair = fixture.pair(ends.0, ends.1);
-    let port = pair.port;
+    let (host, port) = (pair.host(), pair.port);
     let start = |side: &str| format!("cmtime {side} {host} -p {port} -c 50");
     // It listens with rdma_cm first, and then on the same port of TCP, where the two ends agree on
     // what comes next.

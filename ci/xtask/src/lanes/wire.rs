@@ -173,8 +173,8 @@ macro_rules! cases {
             cases!($columns, $prefix, "counters of lost packets", Yes, counters),
             cases!($columns, $prefix, "IPv6: ibv_rc_pingpong", Yes, pingpong_over_ipv6),
             cases!($columns, $prefix, "IPv6: rping", Yes, rping_over_ipv6),
-            cases!($columns, $prefix, "IPv6: ucmatose, rstream, cmtime", Yes, tools_over_ipv6),
-            cases!($columns, $prefix, "IPv6: udaddy, mckey", No, datagrams_over_ipv6),
+            cases!($columns, $prefix, "IPv6: ucmatose, rstream", Yes, tools_over_ipv6),
+            cases!($columns, $prefix, "IPv6: udaddy", No, udaddy_over_ipv6),
             cases!($columns, $prefix, "IPv6: perftest RC", Yes, |fixture, ends| perftest_over_ipv6(
                 fixture, ends, &RC_OVER_IPV6
             )),
@@ -401,17 +401,16 @@ fn rping_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     stock::rping_at(fixture, ends, &host, 4096)
 }
 
+/// Not `cmtime`, whose ends meet by IPv4, nor `mckey`: the kernel has RoCEv2's groups in IPv4 alone.
 fn tools_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     let host = ipv6(fixture, ends.0)?;
     stock::ucmatose_at(fixture, ends, &host)?;
-    stock::rstream_at(fixture, ends, &host)?;
-    stock::cmtime_at(fixture, ends, &host)
+    stock::rstream_at(fixture, ends, &host)
 }
 
-fn datagrams_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
+fn udaddy_over_ipv6(fixture: &mut Fixture, ends: Ends) -> Result<()> {
     let host = ipv6(fixture, ends.0)?;
-    stock::udaddy_at(fixture, ends, &host)?;
-    stock::mckey_in(fixture, ends, 1, ("ff0e::4:7", "fd10::"))
+    stock::udaddy_at(fixture, ends, &host)
 }
 
 /// Tools of perftest and what they are told.
