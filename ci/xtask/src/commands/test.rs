@@ -70,8 +70,8 @@ const LANES: [(&str, Option<&str>, Option<&str>); 8] = [
     ("recovery", Some(RECOVERY), Some(RECOVERY_AGAIN)),
     (
         "wire",
-        Some("rping|ucmatose|ibv_xsrq_pingpong|Wireshark"),
-        Some("rping|ucmatose"),
+        Some("rping|ibv_xsrq_pingpong|Wireshark"),
+        Some("rping"),
     ),
     (
         "wire-tap",
