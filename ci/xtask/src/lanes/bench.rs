@@ -203,7 +203,8 @@ pub const fn measurement(operation: &'static str, quantity: Quantity, size: u64)
     }
 }
 
-const MEASUREMENTS: &[Measurement] = &[
+/// What is measured of each device.
+pub const MEASUREMENTS: &[Measurement] = &[
     measurement("write", Quantity::Latency, 8),
     measurement("send", Quantity::Latency, 8),
     measurement("read", Quantity::Latency, 8),

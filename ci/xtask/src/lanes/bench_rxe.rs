@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use virtio_rdma_bench::{Figure, Part, Target};
 
 use super::bench::{
-    self, judged, measurement, perftest, set_clocks, Measurement, Quantity, RdmaDevice,
+    self, judged, perftest, set_clocks, Measurement, Quantity, RdmaDevice, MEASUREMENTS,
 };
 use super::{Case, Fixture, Lane};
 use crate::images::Kernel;
@@ -45,17 +45,6 @@ const CASES: &[Case] = &[
         name: "rounds",
         run: rounds,
     },
-];
-
-const MEASUREMENTS: &[Measurement] = &[
-    measurement("write", Quantity::Latency, 8),
-    measurement("send", Quantity::Latency, 8),
-    measurement("read", Quantity::Latency, 8),
-    measurement("write", Quantity::Bandwidth, 1 << 20),
-    measurement("send", Quantity::Bandwidth, 1 << 20),
-    measurement("read", Quantity::Bandwidth, 1 << 20),
-    measurement("write", Quantity::Rate, 64),
-    measurement("send", Quantity::Rate, 64),
 ];
 
 /// Who sends to whom, or reads of it.

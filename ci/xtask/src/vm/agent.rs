@@ -223,7 +223,7 @@ fn lose(state: &mut State) {
 }
 
 /// How the error begins of a command that did not end in time.
-pub const NO_END: &str = "no end";
+pub const NO_END: &str = "no end after";
 
 /// A command in a guest. Dropping it kills it if it still runs.
 pub struct Job {
@@ -254,7 +254,7 @@ impl Job {
             None => {
                 self.kill(9)?;
                 bail!(
-                    "{NO_END} after {timeout:?} of `{}`; it had written:\n{}",
+                    "{NO_END} {timeout:?} of `{}`; it had written:\n{}",
                     self.command,
                     self.text()
                 )
